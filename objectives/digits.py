@@ -1,0 +1,115 @@
+"""Handwritten digits: 1,797 scanned images of 8x8 pixels, ten classes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from objectives.objective import Objective
+from objectives.training import Dataset, Splits, Standardize, TrainConfig
+
+if TYPE_CHECKING:
+    from objectives.search_space import SearchSpace
+
+CLASSES = 10
+_LR = {"adamw": (1e-4, 1e-1), "sgd": (1e-3, 1.0)}  # each optimizer has its own scale
+
+
+class Digits(Objective):
+    """Classifies scikit-learn's digits (UCI optdigits, its test part) with a small CNN or an MLP.
+
+    The split is random and stratified, 60/20/20: the data does not say who wrote which digit.
+    """
+
+    name: ClassVar[str] = "digits"
+    metric: ClassVar[str] = "accuracy"
+    epochs: ClassVar[int] = 20
+
+    def suggest(self, trial: SearchSpace) -> TrainConfig:
+        """A CNN or an MLP, each with its own parameters, and how to train it."""
+        optimizer = trial.suggest_categorical("optimizer", ["adamw", "sgd"])
+        return TrainConfig(
+            optimizer=optimizer,
+            lr=trial.suggest_float(f"{optimizer}_lr", *_LR[optimizer], log=True),
+            weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
+            batch_size=trial.suggest_categorical("batch_size", [32, 64, 128]),
+            schedule=trial.suggest_categorical("schedule", ["cosine", "one_cycle", "constant"]),
+            label_smoothing=trial.suggest_float("label_smoothing", 0.0, 0.2),
+            model=_suggest_cnn(trial)
+            if trial.suggest_categorical("model", ["cnn", "mlp"]) == "cnn"
+            else _suggest_mlp(trial),
+        )
+
+    def default_config(self) -> TrainConfig:
+        """A CNN that reaches about 0.99."""
+        return TrainConfig(lr=1e-2, model={"kind": "cnn", "layers": 2, "width": 24, "dropout": 0.2})
+
+    def data(self, seed: int) -> Splits:
+        """Images [n, 1, 8, 8] with pixels 0 to 16, labels [n]."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return Splits.make(digits.images[:, None], digits.target, seed=seed)
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        """[n, 1, 8, 8] raw pixels -> logits [n, 10]; scaled by the training images' mean and deviation."""
+        settings = {**self.default_config().model, **config.model}
+        net = _NETWORKS[settings.pop("kind")](**settings)
+        return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
+
+
+def _suggest_cnn(trial: SearchSpace) -> dict[str, str | int | float]:
+    return {
+        "kind": "cnn",
+        "layers": trial.suggest_int("cnn_layers", 1, 3),
+        "width": trial.suggest_int("cnn_width", 8, 32, step=8),
+        "dropout": trial.suggest_float("cnn_dropout", 0.0, 0.5),
+    }
+
+
+def _suggest_mlp(trial: SearchSpace) -> dict[str, str | int | float]:
+    return {
+        "kind": "mlp",
+        "layers": trial.suggest_int("mlp_layers", 1, 3),
+        "width": trial.suggest_int("mlp_width", 32, 256, log=True),
+        "dropout": trial.suggest_float("mlp_dropout", 0.0, 0.5),
+    }
+
+
+def cnn(layers: int, width: int, dropout: float) -> nn.Sequential:
+    """[n, 1, 8, 8] -> [n, 10]: 3x3 convolutions with batch norm, halved once to 4x4 after the first."""
+    widths = [1, *(width * (1 if layer == 0 else 2) for layer in range(layers))]
+    net = nn.Sequential()
+    for layer, (before, after) in enumerate(pairwise(widths)):
+        net.extend([nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()])
+        if layer == 0:
+            net.append(nn.MaxPool2d(2))
+    net.extend([nn.Flatten(), nn.Dropout(dropout), nn.Linear(widths[-1] * 16, CLASSES)])
+    return initialised(net)
+
+
+def mlp(layers: int, width: int, dropout: float) -> nn.Sequential:
+    """[n, 1, 8, 8] -> [n, 10]: hidden layers of one width."""
+    net = nn.Sequential(nn.Flatten())
+    for before in [64, *[width] * (layers - 1)]:
+        net.extend([nn.Linear(before, width), nn.ReLU(), nn.Dropout(dropout)])
+    net.append(nn.Linear(width, CLASSES))
+    return initialised(net)
+
+
+def initialised(net: nn.Sequential) -> nn.Sequential:
+    """He initialisation for layers before a ReLU; a small last layer, so that training starts from even odds."""
+    for module in net:
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    last = net[-1]
+    if isinstance(last, nn.Linear):
+        nn.init.normal_(last.weight, std=0.01)
+    return net
+
+
+_NETWORKS = {"cnn": cnn, "mlp": mlp}

@@ -1,0 +1,82 @@
+"""Errors that an objective can cause, each told to its author in one line."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+_OWN = Path(__file__).resolve().parent
+_LIBRARIES = tuple(
+    Path(folder).resolve()
+    for key, folder in sysconfig.get_paths().items()
+    if key in {"stdlib", "platstdlib", "purelib", "platlib"}
+)
+
+
+class ObjectiveError(Exception):
+    """A mistake in an objective or its configuration: one line for the user."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The hint after an unknown name: `did you mean 'cosine'?`, or the list of the known names."""
+    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(match) for match in close) + "?"
+    return "known: " + ", ".join(sorted(known))
+
+
+def shown(path: str | Path) -> str:
+    """A path as a person in the current directory would write it."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def blame(error: BaseException, preferred: Path | None = None) -> str:
+    """`my_objective.py:12: NameError: name 'x' is not defined`: an error with the user's file and line.
+
+    The line is the deepest frame in `preferred`, else the deepest one that is neither this package nor a library.
+    """
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    mine = [frame for frame in frames if preferred and Path(frame[0]).resolve() == preferred.resolve()]
+    theirs = mine or [frame for frame in frames if _is_users(frame[0])]
+    return f"{shown(theirs[-1][0])}:{theirs[-1][1]}: {what}" if theirs else what
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, _OWN))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else ""
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Turns any error of the objective's own code into an ObjectiveError that names its file and line."""
+    try:
+        yield
+    except (ObjectiveError, MemoryError):
+        raise
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise
+        raise ObjectiveError(f"{what}: {blame(error)}") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    from objectives.training.guards import is_out_of_memory
+
+    return is_out_of_memory(error)

@@ -1,0 +1,206 @@
+"""Finding an objective by its reference: a built-in name, `package.module:Class`, or a path to a file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from objectives.errors import ObjectiveError, blame, nearest, shown
+from objectives.objective import Objective
+
+BUILTIN: dict[str, str] = {
+    "digits": "objectives.digits:Digits",
+    "breast_cancer": "objectives.breast_cancer:BreastCancer",
+}
+
+
+def load_objective(reference: str) -> Objective:
+    """The objective that a reference names, made and checked.
+
+    Args:
+        reference: `digits`, `package.module:Class`, `path/to/file.py` or `path/to/file.py:Class`.
+
+    Raises:
+        ObjectiveError: nothing has that name, its code does not import, or it is not a usable Objective.
+    """
+    cls = _find_class(reference)
+    try:
+        objective = cls()
+    except Exception as error:
+        raise ObjectiveError(f"{cls.__name__} cannot be made: {blame(error, _file_of(cls))}") from error
+    _check(objective)
+    return objective
+
+
+def objective_reference(reference: str) -> str:
+    """The form to store with a study, good from any directory: files become `/absolute/file.py:Class`.
+
+    Raises:
+        ObjectiveError: as `load_objective`.
+    """
+    cls = _find_class(reference)
+    if reference in BUILTIN or not _is_path(reference):
+        return reference
+    return f"{_split_path(reference)[0].resolve()}:{cls.__name__}"
+
+
+def source_hash(objective: Objective) -> str:
+    """SHA-256, in hexadecimal, of the file that defines the objective's class."""
+    path = _file_of(type(objective))
+    if path is None:
+        raise ObjectiveError(f"{type(objective).__name__} has no source file: define it in a module or a file")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _find_class(reference: str) -> type[Objective]:
+    if reference in BUILTIN:
+        reference = BUILTIN[reference]
+    if _is_path(reference):
+        path, name = _split_path(reference)
+        module = _import_file(path)
+        return _named_class(module, name, shown(path)) if name else _only_class(module, path)
+    module_name, _, name = reference.partition(":")
+    if not name:
+        raise ObjectiveError(_unknown(reference))
+    return _named_class(_import_module(module_name), name, module_name)
+
+
+def _unknown(reference: str) -> str:
+    if "." in reference:
+        return f"objective {reference!r}: write package.module:Class, or a path that ends in .py"
+    if Path(f"{reference}.py").is_file():
+        return f"unknown objective {reference!r}: did you mean the file {reference}.py?"
+    return f"unknown objective {reference!r}: {nearest(reference, list(BUILTIN))}"
+
+
+def _is_path(reference: str) -> bool:
+    return ".py" in (Path(reference).suffix, Path(reference.rpartition(":")[0]).suffix) or (
+        os.sep in reference.partition(":")[0]
+    )
+
+
+def _split_path(reference: str) -> tuple[Path, str]:
+    head, _, name = reference.rpartition(":")
+    if head and not name.endswith(".py"):
+        return Path(head).expanduser(), name
+    return Path(reference).expanduser(), ""
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ObjectiveError(f"no objective file {shown(path)}: `hpsearch init {path.name}` writes one to start from")
+    path = path.resolve()
+    # A name of its own, so that a file called search.py or numpy.py hides nothing.
+    name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ObjectiveError(f"objective file {shown(path)} must end in .py")
+    loader = spec.loader
+    module = importlib.util.module_from_spec(spec)
+    _search_also(path.parent)
+    sys.modules[name] = module
+    try:
+        with _telling_import_errors(path):
+            loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    _search_also(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ObjectiveError(f"no module {error.name!r} for the objective {name!r}") from error
+        raise ObjectiveError(blame(error)) from error
+    except ValueError as error:
+        raise ObjectiveError(f"{name!r} is not the name of a module") from error
+    except (Exception, SystemExit) as error:  # a parent package runs its own code
+        raise ObjectiveError(blame(error)) from error
+    if spec is None:
+        raise ObjectiveError(f"no module {name!r}: start where it can be imported, or install its package")
+    origin = Path(spec.origin) if spec.has_location and spec.origin else None
+    with _telling_import_errors(origin):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _telling_import_errors(preferred: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except ObjectiveError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ObjectiveError(blame(error, preferred)) from error
+
+
+def _search_also(folder: Path) -> None:
+    """Lets the user's code import its neighbours; last in the search path, so that they hide no installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _objectives_in(module: ModuleType) -> dict[str, type[Objective]]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Objective) and value.__module__ == module.__name__
+    }
+
+
+def _only_class(module: ModuleType, path: Path) -> type[Objective]:
+    found = {name: cls for name, cls in _objectives_in(module).items() if not name.startswith("_")}
+    if not found:
+        raise ObjectiveError(f"{shown(path)} defines no Objective: subclass objectives.Objective in it")
+    if len(found) > 1:
+        names, first = ", ".join(found), next(iter(found))
+        raise ObjectiveError(
+            f"{shown(path)} defines {len(found)} objectives ({names}): say which, as in {path.name}:{first}"
+        )
+    return next(iter(found.values()))
+
+
+def _named_class(module: ModuleType, name: str, where: str) -> type[Objective]:
+    value = getattr(module, name, None)
+    if value is None:
+        known = list(_objectives_in(module))
+        hint = nearest(name, known) if known else "it defines no Objective"
+        raise ObjectiveError(f"{where} has no {name!r}: {hint}")
+    if not (inspect.isclass(value) and issubclass(value, Objective)):
+        raise ObjectiveError(f"{where}:{name} is not an Objective: it must subclass objectives.Objective")
+    return value
+
+
+def _file_of(cls: type) -> Path | None:
+    try:
+        source = inspect.getsourcefile(cls)
+    except TypeError:
+        return None
+    return Path(source) if source else None
+
+
+def _check(objective: Objective) -> None:
+    who = type(objective).__name__
+    if objective.direction not in ("maximize", "minimize"):
+        raise ObjectiveError(f"{who}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
+    for field in ("name", "metric"):
+        value = getattr(objective, field)
+        if not (isinstance(value, str) and value):
+            raise ObjectiveError(f"{who}.{field} must be a word, not {value!r}")
+    for field in ("epochs", "n_trials"):
+        value = getattr(objective, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ObjectiveError(f"{who}.{field} must be a whole number of at least 1, not {value!r}")

@@ -1,0 +1,103 @@
+"""The base class of an objective: what is trained, on what, and how it is judged."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from objectives.errors import ObjectiveError
+
+if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
+    from torch import nn
+
+    from objectives.search_space import SearchSpace
+    from objectives.training.config import TrainConfig
+    from objectives.training.data import Dataset, Splits
+    from objectives.training.metrics import Metrics
+
+
+class Objective(ABC):
+    """One learning problem: subclass it, fill in `suggest`, `data` and `model`, and search.
+
+    Attributes:
+        name: what it is called in studies; the class's name unless given.
+        metric: the validation metric to optimise: a key of `metrics()`, or "loss".
+        direction: whether the metric is better when it is higher or lower.
+        epochs: length of a full trial, the default of a search.
+        n_trials: number of trials, the default of a search.
+
+    Example:
+        >>> class Wine(Objective):
+        ...     def suggest(self, trial):
+        ...         return TrainConfig(lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True))
+        ...     def data(self, seed):
+        ...         x, y = load_wine(return_X_y=True)
+        ...         return Splits.make(x, y, seed=seed)
+        ...     def model(self, config, train):
+        ...         return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 3))
+    """
+
+    name: ClassVar[str] = ""
+    metric: ClassVar[str] = "accuracy"
+    direction: ClassVar[Literal["maximize", "minimize"]] = "maximize"
+    epochs: ClassVar[int] = 20
+    n_trials: ClassVar[int] = 24
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives a subclass without a name its class's name."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+    @abstractmethod
+    def suggest(self, trial: SearchSpace) -> TrainConfig:
+        """The configuration of one trial, from the values that the trial suggests."""
+
+    @abstractmethod
+    def data(self, seed: int) -> Splits:
+        """Train, validation and test data: a pure function of the data and the study's seed."""
+
+    @abstractmethod
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        """The network, from raw inputs [n, ...] to outputs [n, ...].
+
+        It sees the training split only, so that statistics can be fitted nowhere else; as buffers they travel in
+        checkpoints and exported models: `nn.Sequential(Standardize.fit(train.x), net)`. No Python branch may depend
+        on the batch size, or the model does not export.
+        """
+
+    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 - for those who override it
+        """The training loss: (output, target) -> a loss per sample [n], or their mean.
+
+        Cross entropy over logits [n, classes], with the configuration's label smoothing, unless overridden.
+        """
+        from torch import nn
+
+        return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+
+    def metrics(self, train: Dataset) -> Metrics:
+        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to."""
+        from objectives.training.metrics import metrics_for
+
+        return metrics_for(self.metric, train)
+
+    def default_config(self) -> TrainConfig:
+        """A configuration that is a fair start without any search."""
+        from objectives.training.config import TrainConfig
+
+        return TrainConfig()
+
+    def configure(self, trial: SearchSpace) -> TrainConfig:
+        """`suggest`, with its answer checked.
+
+        Raises:
+            ObjectiveError: `suggest` returned something else than a TrainConfig.
+        """
+        from objectives.training.config import TrainConfig
+
+        config = self.suggest(trial)
+        if not isinstance(config, TrainConfig):
+            raise ObjectiveError(
+                f"{type(self).__name__}.suggest must return a TrainConfig, not {type(config).__name__}"
+            )
+        return config

@@ -1,0 +1,65 @@
+"""The objective that `hpsearch init` writes to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from objectives.errors import ObjectiveError, shown
+
+TEMPLATE = '''\
+"""An objective: edit data, model and search space, then run `hpsearch run {file}`."""
+
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Splits, Standardize, TrainConfig
+
+
+class {name}(Objective):
+    metric = "accuracy"  # or macro_f1, auroc, average_precision, rmse, mae, r2, loss
+    direction = "maximize"
+    epochs = 20  # of one full trial; poor trials are pruned before
+    n_trials = 24
+
+    def suggest(self, trial):
+        """What is searched; TrainConfig has more settings, all with defaults."""
+        return TrainConfig(
+            lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+            weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
+            batch_size=trial.suggest_categorical("batch_size", [16, 32]),
+            model={{"width": trial.suggest_int("width", 8, 64, log=True)}},
+        )
+
+    def data(self, seed):
+        """Inputs [n, 13] and labels [n], split 60/20/20 by the study's seed; groups= keeps groups together."""
+        x, y = load_wine(return_X_y=True)
+        return Splits.make(x, y, seed=seed, val=0.2, test=0.2)
+
+    def model(self, config, train):
+        """Raw inputs [n, 13] -> logits [n, 3]. Fit statistics here: only training data is in sight."""
+        width = config.model.get("width", 32)
+        net = nn.Sequential(nn.Linear(13, width), nn.ReLU(), nn.Linear(width, 3))
+        return nn.Sequential(Standardize.fit(train.x), net)
+
+    # loss(config, train) is cross entropy and metrics(train) follow from `metric`: override them for other tasks.
+'''
+
+
+def write_template(path: Path) -> None:
+    """Writes an objective that runs as it is: the wine data of scikit-learn, a small network, four parameters.
+
+    Raises:
+        ObjectiveError: the file exists, its name does not end in .py, or it cannot be written.
+    """
+    if path.suffix != ".py":
+        raise ObjectiveError(f"{shown(path)} must end in .py")
+    words = "".join(word.capitalize() for word in path.stem.replace("-", "_").split("_"))
+    name = words if words.isidentifier() and words != "Objective" else "MyObjective"
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(TEMPLATE.format(file=path.name, name=name))
+    except FileExistsError as error:
+        raise ObjectiveError(f"{shown(path)} exists: choose another name, nothing was written") from error
+    except OSError as error:
+        raise ObjectiveError(f"{shown(path)} cannot be written: {error.strerror}") from error

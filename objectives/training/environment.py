@@ -1,0 +1,74 @@
+"""What a run ran on: versions, device, command and source, so that it can be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# A resume where one of these differs is not exact to the last bit.
+EXACT = ("torch", "device", "device_name", "threads", "machine")
+
+
+def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
+    """Plain values that describe this process, the device and the objective's source."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        **{name: _version(name) for name in ("numpy", "scikit-learn", "torchmetrics")},
+        "machine": platform.machine(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "command": _without_secrets(" ".join(sys.argv)),
+        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
+        **_git(source.parent if source else Path.cwd()),
+    }
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """What makes a resume inexact, as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`; empty when nothing does."""
+    return ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in EXACT if then.get(key) != now.get(key))
+
+
+@lru_cache
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache
+def _git(folder: Path) -> dict[str, Any]:
+    """The commit that holds the source, and whether tracked files differ from it."""
+    git = shutil.which("git")
+    if git is None:
+        return {}
+    here = (git, "--no-optional-locks", "-C", str(folder))
+    sha = _run(*here, "rev-parse", "HEAD")
+    if not sha:
+        return {}
+    return {"git_sha": sha, "git_dirty": bool(_run(*here, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _without_secrets(command: str) -> str:
+    """The command with the passwords of its URLs left out."""
+    return re.sub(r"://([^:/@\s]*):[^@\s]*@", r"://\1:***@", command)

@@ -1,0 +1,132 @@
+"""What ends a run at once: a loss or gradient that is not finite, and a device without memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from objectives.training.config import TrainConfig
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, gradient or metric became NaN or infinite: the configuration diverges.
+
+    Attributes:
+        epoch: 0-based.
+        step: 0-based optimizer step since the start of the run.
+        batch: 0-based optimizer step within the epoch; None when validation found it.
+        lr: learning rate of the step.
+        grad_norm: norm of its gradient before clipping; None when validation found it.
+    """
+
+    def __init__(
+        self, what: str, *, epoch: int, step: int, lr: float, grad_norm: float | None, batch: int | None
+    ) -> None:
+        self.epoch, self.step, self.batch, self.lr, self.grad_norm = epoch, step, batch, lr, grad_norm
+        where = f"epoch {epoch}, step {step}" + ("" if batch is None else f", batch {batch}")
+        norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
+        super().__init__(f"{what} at {where}: learning rate {lr:.4g}{norm}")
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device has too little memory for the configuration.
+
+    Attributes:
+        config: the configuration that did not fit.
+        device: the device's name.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, detail: str) -> None:
+        self.config, self.device = config, str(device)
+        super().__init__(
+            f"out of memory on {device} with batch_size {config.batch_size} and model {config.model}: {detail}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a CPU or an accelerator."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # The CPU allocator has no error class of its own.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def telling_out_of_memory(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Raises a DeviceMemoryError in place of any out-of-memory error."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines() or ["no detail"]
+        raise DeviceMemoryError(config, device, lines[0]) from error
+
+
+class Point(NamedTuple):
+    """Where in a run an optimizer step stands."""
+
+    epoch: int
+    step: int
+    batch: int
+    lr: float
+
+
+class FiniteGuard:
+    """Ends a run on the first step whose loss or gradient norm is not finite.
+
+    On a CPU every step is checked before the optimizer runs. On an accelerator reading a value waits for the device,
+    so steps are checked together, `every` at a time and at the end of the epoch, before anything of it is validated,
+    saved or reported; the error still names the first bad step.
+    """
+
+    def __init__(self, device: torch.device, *, every: int = 16, max_skipped: int = 10) -> None:
+        self._every = 1 if device.type == "cpu" else every
+        self._max_skipped = max_skipped
+        self._pending: list[tuple[Point, Tensor, Tensor]] = []
+        self.skipped = 0  # consecutive steps that loss scaling skipped; kept in checkpoints
+
+    def check(self, point: Point, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
+        """Takes note of a step; raises NonFiniteError for it or one before it.
+
+        Args:
+            point: the step.
+            loss: its loss, a scalar on the device.
+            grad_norm: the norm of its gradient before clipping, a scalar on the device.
+            scaled: loss scaling is on: an infinite gradient skips the step and is no failure by itself.
+        """
+        self._pending.append((point, loss.detach(), torch.zeros_like(grad_norm) if scaled else grad_norm.detach()))
+        if len(self._pending) >= self._every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Checks the steps that were not checked yet."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        values = torch.stack([torch.stack((loss.double(), norm.double())) for _, loss, norm in pending]).tolist()
+        for (point, _, _), (loss, norm) in zip(pending, values, strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
+                raise NonFiniteError(
+                    what, epoch=point.epoch, step=point.step, lr=point.lr, grad_norm=norm, batch=point.batch
+                )
+
+    def count(self, point: Point, grad_norm: Tensor, *, stepped: bool) -> None:
+        """Counts skipped steps in a row; raises NonFiniteError when loss scaling does not recover."""
+        self.skipped = 0 if stepped else self.skipped + 1
+        if self.skipped >= self._max_skipped:
+            raise NonFiniteError(
+                f"{self.skipped} steps in a row had an infinite gradient",
+                epoch=point.epoch,
+                step=point.step,
+                lr=point.lr,
+                grad_norm=float(grad_norm),
+                batch=point.batch,
+            )

@@ -1,0 +1,37 @@
+"""Preprocessing as modules: fitted on training data, kept as buffers, exported with the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Standardize(nn.Module):
+    """(x - mean) / std, with statistics of the training data. Input and output [n, ...], any float type.
+
+    The statistics are buffers: they are in the state dict, move with the module and export with it.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    @classmethod
+    def fit(cls, x: Tensor, dim: int | tuple[int, ...] = 0) -> Standardize:
+        """Statistics over `dim`: 0 standardises each feature, (0, 2, 3) each channel of images.
+
+        A feature that never changes is centred and keeps its scale.
+        """
+        values = x.to(torch.float64)
+        mean = values.mean(dim=dim, keepdim=True)
+        std = values.std(dim=dim, keepdim=True, correction=0)
+        std = torch.where(std > 1e-12, std, torch.ones_like(std))
+        return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardised x, of the same shape."""
+        return (x - self.mean) / self.std

@@ -1,0 +1,65 @@
+"""Seeds, deterministic kernels, and leaving the process's random state as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed below 2**32 for a purpose, from the parts that identify it: equal parts, equal seed."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def set_seed(*parts: int | str) -> None:
+    """Seeds Python, numpy and torch, on all devices, for a purpose.
+
+    Every epoch does this from (seed, epoch): a run resumed at an epoch then needs no saved generator to be exact.
+    """
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def reproducible(*, deterministic: bool) -> Iterator[None]:
+    """A region in which a run may seed everything: generators and switches are put back after it."""
+    debugging: Any = torch.utils.deterministic
+    python, numpy = random.getstate(), np.random.get_state()
+    cpu, cuda = torch.get_rng_state(), _cuda_state()
+    switches = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        debugging.fill_uninitialized_memory,
+    )
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        debugging.fill_uninitialized_memory = False  # a debugging aid that costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
+        torch.backends.cudnn.benchmark = switches[2]
+        debugging.fill_uninitialized_memory = switches[3]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _cuda_state() -> list[torch.Tensor] | None:
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if started else None

@@ -1,0 +1,1 @@
+"""The service: study definition, worker loop, fleets, report and command line."""

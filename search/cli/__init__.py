@@ -1,0 +1,57 @@
+"""The command line: one module per verb, mistakes told in one line with exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+import typer
+
+from search.cli import delete, init, migrate, report, run, secrets, serve, show, stack, studies, worker
+
+app = typer.Typer(
+    name="hpsearch",
+    help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
+    epilog="The wrapper ./hpsearch has two verbs more: './hpsearch test' and './hpsearch lint'.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (run, worker, studies, show, report, delete, init, stack, migrate, serve, secrets):
+    module.register(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    # `pkg.module:Class` and my_objective.py are looked for where the command is run, as `python -m` does.
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path holds strings
+        sys.path.append(here)
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str] | None) -> int:
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        typer.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        hint = f" (see '{error.ctx.command_path} --help')" if isinstance(error, click.UsageError) and error.ctx else ""
+        typer.echo(f"hpsearch: {error.format_message()}{hint}", err=True)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        typer.echo("hpsearch: stopped", err=True)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        from search.errors import USER_ERRORS
+
+        if isinstance(error, USER_ERRORS):
+            typer.echo(f"hpsearch: {error}", err=True)
+            return 2
+        raise

@@ -1,0 +1,42 @@
+"""``hpsearch delete``: a study with its trials and checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(delete)
+
+
+def delete(
+    study: o.StudyName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage_url: o.StorageUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Delete a study, its trials and this machine's checkpoints of it; its runs and models in MLflow stay."""
+    from search.cli.read import open_for_reading
+    from search.errors import SearchError
+    from search.study import load_study
+    from search.summary import summarise
+    from search.worker import runs_folder
+
+    services, storage = open_for_reading(storage_url, None, home)
+    handle = load_study(storage, study)
+    summary = summarise(handle)
+    if summary.running:
+        raise SearchError(
+            f"study {study!r} has {summary.running} running trials: stop its workers first (Ctrl-C, or SIGTERM)"
+        )
+    if not yes:
+        typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
+    storage.delete_study(handle.study_id)
+    shutil.rmtree(runs_folder(services.home / "runs", handle), ignore_errors=True)
+    typer.echo(f"deleted {study}; its runs in MLflow stay")

@@ -1,0 +1,73 @@
+"""Options that several verbs share, each written once with its type, help and environment variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="The study's name.")]
+StorageUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-url",
+        envvar="HPSEARCH_STORAGE_URL",
+        show_envvar=True,
+        help="Postgres of the studies, postgresql://USER@HOST/DATABASE; without it the embedded one is used.",
+    ),
+]
+TrackingUri = Annotated[
+    str | None,
+    typer.Option(
+        "--tracking-uri",
+        envvar="HPSEARCH_TRACKING_URI",
+        show_envvar=True,
+        help="MLflow tracking server, http(s)://HOST:PORT; without it the embedded one is used.",
+    ),
+]
+Home = Annotated[
+    str | None,
+    typer.Option(
+        "--home",
+        envvar="HPSEARCH_HOME",
+        show_envvar=True,
+        help="Folder of the embedded services, checkpoints and logs; without it the user's data folder.",
+    ),
+]
+Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the study  [default: the objective's name]")]
+Trials = Annotated[
+    int | None,
+    typer.Option("--trials", help="Budget: how many trials the study runs  [default: the objective's]"),
+]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs of a full trial  [default: the objective's]")]
+Metric = Annotated[
+    str | None, typer.Option("--metric", help="Validation metric to optimise  [default: the objective's]")
+]
+Direction = Annotated[str | None, typer.Option("--direction", help="maximize or minimize  [default: the objective's]")]
+Sampler = Annotated[str | None, typer.Option("--sampler", help="tpe, random, qmc or gp  [default: tpe]")]
+SamplerOption = Annotated[
+    list[str] | None,
+    typer.Option("--sampler-option", metavar="KEY=VALUE", help="Option of the sampler; may be given again."),
+]
+Pruner = Annotated[
+    str | None,
+    typer.Option(
+        "--pruner",
+        help="median, percentile, successive_halving, hyperband, threshold or none  [default: median]",
+    ),
+]
+PrunerOption = Annotated[
+    list[str] | None,
+    typer.Option("--pruner-option", metavar="KEY=VALUE", help="Option of the pruner; may be given again."),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the data split and of every trial  [default: 0]")]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", help="How many workers may die on one trial before it fails  [default: 2]"),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", help="Seconds after which no new trial is started  [default: none]"),
+]

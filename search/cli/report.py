@@ -1,0 +1,51 @@
+"""``hpsearch report``: the study as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(report)
+
+
+def report(
+    study: o.StudyName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write  [default: reports/STUDY.html in the home]"),
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
+    from search.cli.read import open_for_reading
+    from search.closing import close_study
+    from search.errors import SearchError
+    from search.report import write_report
+    from search.run import report_path
+    from search.study import RUN_ID, TRACKING_URI, load_study
+    from search.summary import summarise
+    from storage.tracking import Tracking, check_server
+
+    services, storage = open_for_reading(storage_url, tracking_uri, home)
+    handle = load_study(storage, study)
+    path = output or report_path(services, handle)
+    try:
+        write_report(handle, path, dashboard_url=services.dashboard_url)
+    except OSError as error:
+        raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
+    typer.echo(str(path))
+    uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
+    if uri is not None and RUN_ID in handle.attrs:
+        check_server(uri)
+        tracking = Tracking(uri)
+        close_study(handle, summarise(handle), tracking)
+        tracking.log_file(str(handle.attrs[RUN_ID]), path)

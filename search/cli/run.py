@@ -1,0 +1,54 @@
+"""``hpsearch run``: create or join a study and run it with a fleet on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(run)
+
+
+def run(
+    objective: Annotated[
+        str | None,
+        typer.Argument(metavar="[OBJECTIVE]", help="digits, breast_cancer, package.module:Class or my_file.py."),
+    ] = None,
+    *,
+    spec: o.Spec = None,
+    name: o.Name = None,
+    trials: o.Trials = None,
+    workers: Annotated[
+        int, typer.Option("--workers", min=0, help="Worker processes on this machine; 0 only creates the study.")
+    ] = 2,
+    epochs: o.Epochs = None,
+    metric: o.Metric = None,
+    direction: o.Direction = None,
+    sampler: o.Sampler = None,
+    sampler_option: o.SamplerOption = None,
+    pruner: o.Pruner = None,
+    pruner_option: o.PrunerOption = None,
+    seed: o.Seed = None,
+    retries: o.Retries = None,
+    timeout: o.Timeout = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> int:
+    """Run a search to the end of its budget; run it again to go on where it stopped."""
+    from search.cli.settings import check_settings, gather_settings
+
+    settings = gather_settings(
+        spec, objective=objective, name=name, n_trials=trials, epochs=epochs, metric=metric, direction=direction,
+        sampler=sampler, sampler_option=sampler_option, pruner=pruner, pruner_option=pruner_option,
+        seed=seed, retries=retries, timeout=timeout,
+    )  # fmt: skip
+    check_settings(settings)
+    from search.run import run_search
+
+    return run_search(settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri, home=home)

@@ -1,0 +1,42 @@
+"""From a spec file and flags to the settings of a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from search.errors import SearchError
+from search.spec import StudySpec, parse_spec
+from search.spec_file import parse_options, read_spec_file
+
+
+def gather_settings(
+    spec_file: Path | None,
+    *,
+    sampler: str | None,
+    sampler_option: list[str] | None,
+    pruner: str | None,
+    pruner_option: list[str] | None,
+    **flags: Any,
+) -> dict[str, Any]:
+    """Return the settings that were given: the file's, with the flags laid over them."""
+    settings = read_spec_file(spec_file) if spec_file else {}
+    settings |= {key: value for key, value in flags.items() if value is not None}
+    for key, name, pairs in (("sampler", sampler, sampler_option), ("pruner", pruner, pruner_option)):
+        options = parse_options(f"--{key}-option", pairs or [])
+        if name is None and not options:
+            continue
+        kept = settings.get(key, {})
+        if name is not None and name != kept.get("name"):
+            kept = {"name": name}
+        default = StudySpec.model_fields[key].default.name
+        settings[key] = {"name": default, **kept, **options}
+    if "objective" not in settings:
+        raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")
+    return settings
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
+    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000, "n_trials": 1}
+    parse_spec({**stand_in, **settings})

@@ -1,0 +1,58 @@
+"""``hpsearch show``: one study, its spec, its counts and its trials."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(show)
+
+
+def show(
+    study: o.StudyName,
+    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
+    storage_url: o.StorageUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Show a study: its spec, what it came to so far, and its trials."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from search.cli.read import open_for_reading
+    from search.study import load_study
+    from search.summary import format_value, summarise, summary_lines
+    from storage.claims import REASON, WORKER
+
+    services, storage = open_for_reading(storage_url, None, home)
+    handle = load_study(storage, study)
+    console = Console()
+    for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
+        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+        console.print(f"{key:>10}  {shown}", highlight=False, markup=False)
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("trial", "state", "epochs", "value", "worker", "reason"):
+        table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
+    trials = handle.trials()
+    for trial in trials if every else trials[-20:]:
+        value = "" if trial.value is None else format_value(trial.value)
+        worker, reason = trial.user_attrs.get(WORKER, ""), trial.user_attrs.get(REASON, "")
+        epochs = str(len(trial.intermediate_values))
+        table.add_row(
+            str(trial.number),
+            trial.state.name,
+            epochs,
+            value,
+            worker,
+            str(reason).splitlines()[0] if reason else "",
+        )
+    console.print(table)
+    console.print()
+    for line in summary_lines(handle, summarise(handle), dashboard_url=services.dashboard_url):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

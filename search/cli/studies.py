@@ -1,0 +1,43 @@
+"""``hpsearch studies``: a line per study."""
+
+from __future__ import annotations
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(studies)
+
+
+def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+    """List the studies and where they stand."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from search.cli.read import open_for_reading
+    from search.spec import parse_spec
+    from search.study import SPEC
+    from storage.progress import read_progress
+    from storage.studies import engine_of
+
+    _, storage = open_for_reading(storage_url, None, home)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("study", "objective", "trials", "complete", "pruned", "failed", "running", "best"):
+        table.add_column(column, justify="left" if column in {"study", "objective", "best"} else "right")
+    for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name):
+        stored = frozen.user_attrs.get(SPEC)
+        if stored is None:
+            table.add_row(frozen.study_name, "(not made by hpsearch)")
+            continue
+        spec = parse_spec(stored)
+        at = read_progress(engine_of(storage), frozen._study_id, spec.direction)
+        best = "" if at.best_value is None else f"{spec.metric} {at.best_value:.4f} (trial {at.best_number})"
+        counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
+        table.add_row(spec.name, spec.objective, *map(str, counts), best)
+    if table.row_count:
+        Console().print(table)
+    else:
+        typer.echo("no studies yet; start one with: hpsearch run digits")

@@ -1,0 +1,31 @@
+"""``hpsearch worker``: join a study by its name and run trials until the budget is spent."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(worker)
+
+
+def worker(
+    study: Annotated[str, typer.Option("--study", help="The study's name.")],
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> int:
+    """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
+    come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
+    from search.join import join_study
+
+    return join_study(study, device=device, storage_url=storage_url, tracking_uri=tracking_uri, home=home)

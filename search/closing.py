@@ -1,0 +1,55 @@
+"""The end of a study: its parent run says what came of it, and its note in the dashboard links to MLflow."""
+
+from __future__ import annotations
+
+import optuna
+from optuna_dashboard import save_note
+
+from search.study import RUN_ID, RUN_URL, StudyHandle
+from search.summary import Summary, format_value
+from storage.tracking import Tracking
+
+
+def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> None:
+    """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
+
+    Safe to call more than once, and from several processes: each writes the same.
+    """
+    tags = {
+        "hpsearch.trials": f"{summary.finished} of {handle.spec.n_trials}",
+        "hpsearch.complete": str(summary.complete),
+        "hpsearch.pruned": str(summary.pruned),
+        "hpsearch.infeasible": str(summary.infeasible),
+        "hpsearch.failed": str(summary.failed),
+    }
+    metrics: dict[str, float] = {}
+    if summary.best is not None and summary.best.value is not None:
+        metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
+        tags["hpsearch.best_trial"] = str(summary.best.number)
+        tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    tracking.end_study_run(
+        str(handle.attrs[RUN_ID]),
+        tags=tags,
+        metrics=metrics,
+        step=summary.finished,
+        finished=summary.finished >= handle.spec.n_trials,
+    )
+    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
+    save_note(study, study_note(handle, summary))
+
+
+def study_note(handle: StudyHandle, summary: Summary) -> str:
+    """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
+    spec = handle.spec
+    lines = [
+        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
+        f"{summary.finished} of {spec.n_trials} trials.",
+        "",
+        f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
+    ]
+    if (best := summary.best) is not None:
+        url = best.user_attrs.get(RUN_URL)
+        name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
+        params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
+        lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""A fleet on this machine: K worker processes, restarted when they die, told to stop when the fleet is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from search.worker import EXIT_DRAINED, EXIT_GAVE_UP
+
+EXIT_USER_ERROR = 2
+
+# A worker that dies this often without the study getting on is not started again.
+MAX_DEATHS = 5
+_LONGEST_PAUSE = 30.0  # seconds
+
+
+@dataclass
+class Slot:
+    """One worker's place in the fleet: its process, its log, and what became of it."""
+
+    index: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    deaths: int = 0
+    restart_at: float = 0.0
+    exit_code: int | None = None  # set when the slot is not filled again
+    pids: list[int] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """``running``, ``restarting``, ``done``, ``stopped`` or ``failed``."""
+        if self.process is not None:
+            return "running"
+        if self.exit_code is None:
+            return "restarting"
+        if self.exit_code == 0:
+            return "done"
+        return "stopped" if self.exit_code == EXIT_DRAINED else "failed"
+
+    def last_line(self) -> str:
+        """Return the last line of the worker's log, which says why it ended."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+
+class Fleet:
+    """Worker processes of one study on this machine."""
+
+    def __init__(
+        self, study: str, *, workers: int, environment: dict[str, str], log_dir: Path, gpus: list[str]
+    ) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.slots = [Slot(i, log_dir / f"worker-{i}.log") for i in range(workers)]
+        self._command = [sys.executable, "-m", "search.cli", "worker", "--study", study]
+        self._environment = {**os.environ, **environment, **thread_settings(workers)}
+        self._gpus = gpus
+        self._stopping = False
+        self._settled = 0
+
+    def start(self) -> None:
+        """Start every worker."""
+        for slot in self.slots:
+            self._spawn(slot)
+
+    def _spawn(self, slot: Slot) -> None:
+        environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot.index % len(self._gpus)]
+        with slot.log.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
+            slot.process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        slot.pids.append(slot.process.pid)
+
+    def poll(self, settled: int) -> bool:
+        """Look after the workers once; `settled` is how many trials of the study have ended so far.
+
+        Returns:
+            Whether any worker is running or to be started again.
+        """
+        if settled > self._settled:
+            self._settled = settled
+            for slot in self.slots:
+                slot.deaths = 0
+        for slot in self.slots:
+            if slot.process is not None and slot.process.poll() is not None:
+                self._ended(slot, slot.process.returncode)
+            elif slot.process is None and slot.exit_code is None and time.monotonic() >= slot.restart_at:
+                self._spawn(slot)
+        return any(slot.exit_code is None for slot in self.slots)
+
+    def _ended(self, slot: Slot, code: int) -> None:
+        slot.process = None
+        final = code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}
+        slot.deaths += not final
+        if final or self._stopping or slot.deaths >= MAX_DEATHS:
+            slot.exit_code = code
+        else:
+            slot.restart_at = time.monotonic() + min(2.0 ** (slot.deaths - 1) - 1, _LONGEST_PAUSE)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Tell the workers to end their epoch, save and go; with `kill`, end them at once."""
+        self._stopping = True
+        for slot in self.slots:
+            if slot.process is not None:
+                slot.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+            elif slot.exit_code is None:
+                slot.exit_code = EXIT_DRAINED
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started in place of dead ones."""
+        return sum(len(slot.pids) - 1 for slot in self.slots)
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def thread_settings(workers: int) -> dict[str, str]:
+    """Return the environment that divides the cores: more threads than cores make every worker several times slower."""
+    threads = str(max(1, cores() // workers))
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+
+
+def visible_gpus() -> list[str]:
+    """Return the CUDA devices this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [part for part in given.split(",") if part]
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,92 @@
+"""A worker process: joins a study by its name, with what the study itself says, and stops when it is told to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+import optuna
+
+from objectives import load_objective
+from search.errors import SearchError
+from search.launch import ensure_parent_run
+from search.services import find_services
+from search.study import RUN_ID, TRACKING_URI, load_study
+from search.worker import Worker, worker_name
+from storage.locks import AdvisoryLocks
+from storage.studies import open_storage
+from storage.tracking import Tracking, check_server
+
+log = logging.getLogger(__name__)
+
+
+def join_study(
+    name: str, *, device: str | None, storage_url: str | None, tracking_uri: str | None, home: str | None
+) -> int:
+    """Run a worker of study `name` in this process and return its exit code.
+
+    Raises:
+        SearchError: no such study, or it names no tracking server and none was given.
+        ObjectiveError: the study's objective cannot be loaded here.
+        StorageError: a service cannot be used.
+    """
+    _log_to_stderr()
+    stop = stop_on_signals()
+    services = find_services(storage_url, tracking_uri, home=home)
+    application = f"hpsearch {worker_name()}"
+    storage = open_storage(services.storage_url, application_name=application)
+    study = load_study(storage, name)
+    uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
+    if uri is None:
+        raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
+    check_server(uri)
+    objective = load_objective(study.spec.objective)
+    tracking = Tracking(uri)
+    locks = AdvisoryLocks(services.storage_url, application_name=f"{application} locks")
+    try:
+        if RUN_ID not in study.attrs:
+            with locks.study(study.study_id):
+                ensure_parent_run(study, tracking)
+        worker = Worker(
+            study,
+            objective,
+            locks=locks,
+            tracking=tracking,
+            runs_dir=services.home / "runs",
+            stop=stop,
+            fleet_pid=int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None,
+            device=device,
+        )
+        log.info("worker %s joins study %s", worker_name(), name)
+        code = worker.work()
+    finally:
+        locks.close()
+    log.info("worker %s leaves with exit code %d", worker_name(), code)
+    return code
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; the second signal of a kind ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        log.info("%s: ending the epoch, then going", signal.Signals(number).name)
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
+    for noisy in ("alembic", "httpx", "urllib3", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)

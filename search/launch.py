@@ -1,0 +1,71 @@
+"""From a request to a study that workers can join: created or joined, its parent run made."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import optuna
+
+from objectives import Objective, load_objective
+from objectives.loading import objective_reference
+from search.services import Services
+from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, create_or_join
+from storage.locks import AdvisoryLocks
+from storage.studies import open_storage
+from storage.tracking import Tracking
+
+
+def prepare_study(services: Services, settings: dict[str, Any], objective: Objective) -> tuple[StudyHandle, bool]:
+    """Create or join the study and make it ready for workers; return it and whether it is new.
+
+    Raises:
+        SearchError: a setting is wrong or differs from the stored spec.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    assert services.tracking_uri is not None
+    storage = open_storage(services.storage_url, application_name="hpsearch run")
+    locks = AdvisoryLocks(services.storage_url, application_name="hpsearch run locks")
+    try:
+        handle, created = create_or_join(storage, locks, settings, objective)
+        tracking = Tracking(services.tracking_uri)
+        with locks.study(handle.study_id):
+            ensure_parent_run(handle, tracking)
+            handle.set_attr(STARTED_AT, time.time())
+    finally:
+        locks.close()
+    return handle, created
+
+
+def ensure_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+    """Return the study's parent run, made if it is missing; call it under the study's lock."""
+    spec = handle.spec
+    known = handle.attrs.get(RUN_ID)
+    run_id = tracking.study_run(spec.name, handle.study_id, params=_parameters(spec.model_dump()), known=known)
+    handle.set_attr(RUN_ID, run_id)
+    handle.set_attr(RUN_URL, tracking.run_url(run_id))
+    handle.set_attr(TRACKING_URI, tracking.uri)
+    return run_id
+
+
+def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec flat: ``sampler.n_startup_trials`` and so on."""
+    flat: dict[str, Any] = {}
+    for key, value in spec.items():
+        if isinstance(value, dict):
+            flat[key] = value["name"]
+            flat |= {f"{key}.{k}": v for k, v in value.items() if k != "name"}
+        else:
+            flat[key] = value
+    return flat
+
+
+def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective]:
+    """Load the objective that `settings` name; return the settings with its storable reference, and the objective.
+
+    Raises:
+        ObjectiveError: there is no such objective, or it cannot be imported.
+    """
+    reference = str(settings["objective"])
+    objective = load_objective(reference)
+    return {**settings, "objective": objective_reference(reference)}, objective

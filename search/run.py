@@ -1,0 +1,144 @@
+"""A whole search on this machine: services, study, fleet, live view, summary, report."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from search.closing import close_study
+from search.fleet import Fleet, visible_gpus
+from search.launch import load_for_search, prepare_study
+from search.live import LiveView
+from search.report import write_report
+from search.services import Services, find_services
+from search.study import RUN_ID, StudyHandle
+from search.summary import summarise, summary_lines
+from storage.progress import Progress, read_progress
+from storage.studies import engine_of
+from storage.tracking import Tracking
+
+_POLL = 0.5  # seconds
+
+
+def run_search(
+    settings: dict[str, Any],
+    *,
+    workers: int,
+    storage_url: str | None,
+    tracking_uri: str | None,
+    home: str | None,
+) -> int:
+    """Run the search that `settings` describe and return the exit code.
+
+    Returns:
+        0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
+    """
+    console = Console()
+    with console.status("loading the objective") as status:
+        settings, objective = load_for_search(settings)
+        services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=status.update)
+        status.update("opening the study")
+        handle, created = prepare_study(services, settings, objective)
+    spec = handle.spec
+    begin = summarise(handle)
+    what = "new study" if created else f"going on with study ({begin.finished} of {spec.n_trials} trials done)"
+    console.print(f"{what} [bold]{spec.name}[/]: {spec.n_trials} trials of {spec.objective}, {workers} workers")
+    if not workers:
+        console.print(f"join it with: hpsearch worker --study {spec.name}", highlight=False)
+        return 0
+    if begin.finished < spec.n_trials:
+        interrupted, fleet = _drive(console, services, handle, workers)
+    else:
+        console.print("the budget is spent; choose another --name for a new search")
+        interrupted, fleet = False, None
+    return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
+
+
+def _drive(console: Console, services: Services, handle: StudyHandle, workers: int) -> tuple[bool, Fleet]:
+    """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
+    assert services.tracking_uri is not None
+    environment = {
+        "HPSEARCH_STORAGE_URL": services.storage_url,
+        "HPSEARCH_TRACKING_URI": services.tracking_uri,
+        "HPSEARCH_HOME": str(services.home),
+    }
+    logs = services.home / "logs" / handle.spec.name
+    fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
+    console.print(f"worker logs: {logs}", highlight=False, markup=False, soft_wrap=True)
+    engine = engine_of(handle.storage)
+    wake = threading.Event()
+    signals = 0
+
+    def on_signal(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        fleet.stop(kill=signals > 1)
+        wake.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in handled}
+    told = False
+    try:
+        fleet.start()
+        with LiveView(console, handle.spec, fleet) as view:
+            progress = Progress()
+            while fleet.poll(progress.finished):
+                progress = read_progress(engine, handle.study_id, handle.spec.direction)
+                view.update(progress)
+                if signals and not told:
+                    told = True
+                    console.print("stopping: workers end their epoch and save (again to kill them)")
+                wake.wait(_POLL)
+                wake.clear()
+            view.update(read_progress(engine, handle.study_id, handle.spec.direction))
+    finally:
+        fleet.stop(kill=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return signals > 0, fleet
+
+
+def _finish(
+    console: Console, services: Services, handle: StudyHandle, *, interrupted: bool, fleet: Fleet | None
+) -> int:
+    """Tell MLflow and the dashboard what came of it, write the report, print the summary."""
+    summary = summarise(handle)
+    assert services.tracking_uri is not None
+    report: Path | None = None
+    try:
+        tracking = Tracking(services.tracking_uri)
+        close_study(handle, summary, tracking)
+        report = report_path(services, handle)
+        write_report(handle, report, dashboard_url=services.dashboard_url)
+        tracking.log_file(str(handle.attrs[RUN_ID]), report)
+    except Exception as error:  # the search is done: a server that is away must not hide its result
+        console.print(f"[yellow]MLflow was not told the end of the study: {error}[/]")
+    console.print()
+    for line in summary_lines(handle, summary, dashboard_url=services.dashboard_url):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if report is not None:
+        console.print(f"report:             {report}", highlight=False, markup=False, soft_wrap=True)
+    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
+    for slot in failed:
+        console.print(
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.last_line()}; log: {slot.log}",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
+    if interrupted:
+        console.print(f"interrupted; go on with: hpsearch run {handle.spec.objective} --name {handle.spec.name}")
+        return 130
+    spent = summary.finished >= handle.spec.n_trials
+    if not spent and handle.spec.timeout is not None and not failed:
+        console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")
+        spent = True
+    return 0 if spent and summary.best is not None else 1
+
+
+def report_path(services: Services, handle: StudyHandle) -> Path:
+    """Return where the report of a study is written by default."""
+    return services.home / "reports" / f"{handle.spec.name}.html"

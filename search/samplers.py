@@ -1,0 +1,60 @@
+"""From the spec's sampler and pruner to Optuna's, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+import optuna
+
+from search.spec import PrunerSpec, SamplerSpec
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a seed below 2**31 from `parts` by SHA-256: the same everywhere, unrelated for related parts."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+
+def make_sampler(spec: SamplerSpec, *, study_seed: int, trial_number: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler for one trial.
+
+    A sampler seeded alike in each worker suggests the same start-up points in each; one seeded by the trial's
+    number does not, and makes these points a function of the study alone. A QMC sequence is one for the study.
+    """
+    options = spec.model_dump(exclude={"name"})
+    seed = derive_seed(study_seed, "sampler", trial_number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        match spec.name:
+            case "tpe":
+                return optuna.samplers.TPESampler(seed=seed, **options)
+            case "random":
+                return optuna.samplers.RandomSampler(seed=seed)
+            case "gp":
+                return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
+            case "qmc":
+                return optuna.samplers.QMCSampler(
+                    seed=derive_seed(study_seed, "qmc"),
+                    independent_sampler=optuna.samplers.RandomSampler(seed=seed),
+                    warn_independent_sampling=False,
+                    **options,
+                )
+
+
+def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
+    """Return Optuna's pruner with every resource an integer from the spec."""
+    options = spec.model_dump(exclude={"name"})
+    match spec.name:
+        case "median":
+            return optuna.pruners.MedianPruner(**options)
+        case "percentile":
+            return optuna.pruners.PercentilePruner(**options)
+        case "successive_halving":
+            return optuna.pruners.SuccessiveHalvingPruner(**options)
+        case "hyperband":
+            return optuna.pruners.HyperbandPruner(**options)
+        case "threshold":
+            return optuna.pruners.ThresholdPruner(**options)
+        case "none":
+            return optuna.pruners.NopPruner()

@@ -1,0 +1,58 @@
+"""Which services a command uses: the given URLs, or the embedded stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from search.errors import SearchError
+from storage import stack
+from storage.connect import check_database
+from storage.home import home_dir
+from storage.tracking import check_server
+from storage.urls import normalise
+
+
+@dataclass(frozen=True)
+class Services:
+    """Where a search is kept. Without a dashboard of ours its URL is None; a worker may learn the tracking later."""
+
+    home: Path
+    storage_url: str
+    tracking_uri: str | None
+    dashboard_url: str | None
+
+
+def find_services(
+    storage_url: str | None,
+    tracking_uri: str | None,
+    *,
+    home: str | None = None,
+    tracking_required: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Services:
+    """Return the given services, checked, or the embedded stack's, started if need be.
+
+    Raises:
+        SearchError: only one of the two URLs was given where both are needed.
+        StorageError: a service cannot be used.
+    """
+    directory = home_dir(home)
+    if storage_url is None and tracking_uri is None:
+        info = stack.up(directory, progress=progress)
+        return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url)
+    if storage_url is None:
+        raise SearchError(
+            "--tracking-uri is given but --storage-url is not: give both, or neither to use the embedded stack"
+        )
+    if tracking_uri is None and tracking_required:
+        raise SearchError(
+            "--storage-url is given but --tracking-uri is not: give both, or neither to use the embedded stack"
+        )
+    url = normalise(storage_url)
+    check_database(url)
+    if tracking_uri is not None:
+        check_server(tracking_uri)
+    return Services(directory, url, tracking_uri, os.environ.get("HPSEARCH_DASHBOARD_URL"))

@@ -1,0 +1,74 @@
+"""The session of a trial: what the training loop's reports do to the study and to the trial's MLflow run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+
+from objectives.training import EpochRecord, LocalSession, Verdict
+from storage.claims import Claim, ClaimLostError, Claims
+from storage.tracking import TrialRun
+
+
+class TrialSession(LocalSession):
+    """Checkpoints and metrics.jsonl as in :class:`LocalSession`; reports go to Optuna and MLflow as well."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        trial: optuna.Trial,
+        claim: Claim,
+        claims: Claims,
+        metric: str,
+        last_epoch: int,
+        run: TrialRun | None,
+        stopping: Callable[[], bool],
+    ) -> None:
+        super().__init__(run_dir)
+        self._trial = trial
+        self._claim = claim
+        self._claims = claims
+        self._metric = metric
+        self._last_epoch = last_epoch
+        self._stopping = stopping
+        self._run = run
+        self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
+        self._reported = set(trial.storage.get_trial(claim.trial_id).intermediate_values)
+
+    def report(self, record: EpochRecord) -> Verdict:
+        """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        self._claims.check(self._claim)
+        super().report(record)
+        if self._run is not None:
+            # Sent again after a crash: its batch may have been on its way, and MLflow keeps one copy.
+            self._run.log_epoch(record.epoch, record.timestamp, record.metrics)
+        value = record.metrics[self._metric]
+        if record.epoch not in self._reported:
+            self._reported.add(record.epoch)
+            try:
+                self._trial.report(value, record.epoch)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                raise ClaimLostError(f"trial {self._claim.number} was ended from outside") from None
+        elif record.epoch < max(self._reported):
+            return Verdict.CONTINUE  # decided before the restart
+        # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
+        if record.epoch < self._last_epoch and self._trial.should_prune():
+            return Verdict.PRUNE
+        return Verdict.STOP if self._stopping() else Verdict.CONTINUE
+
+    def log(self, path: Path) -> None:
+        """Note a file that the run made; it is uploaded when the trial ends."""
+        self.files.append(path)
+
+    def report_non_finite(self, epoch: int) -> None:
+        """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
+        if epoch not in self._reported:
+            self._trial.report(math.nan, epoch)

@@ -1,0 +1,138 @@
+"""Studies: created with their spec, joined by name, refused when the spec differs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+
+from objectives import Objective
+from search.errors import SearchError, nearest
+from search.samplers import make_pruner
+from search.spec import StudySpec, differences, parse_spec
+from storage.locks import AdvisoryLocks
+
+# User attributes of a study.
+SPEC = "hpsearch:spec"
+TRACKING_URI = "hpsearch:tracking_uri"
+RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
+RUN_URL = "hpsearch:mlflow_url"
+STARTED_AT = "hpsearch:started_at"
+
+
+@dataclass(frozen=True)
+class StudyHandle:
+    """A study together with the spec stored in it."""
+
+    spec: StudySpec
+    storage: BaseStorage
+    study_id: int
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The study's user attributes as they are now."""
+        return self.storage.get_study_user_attrs(self.study_id)
+
+    def set_attr(self, key: str, value: Any) -> None:
+        """Set a user attribute of the study."""
+        self.storage.set_study_user_attr(self.study_id, key, value)
+
+    def open(self) -> optuna.Study:
+        """Return Optuna's study with the spec's pruner; the sampler is set anew for each trial."""
+        return optuna.load_study(
+            study_name=self.spec.name,
+            storage=self.storage,
+            sampler=optuna.samplers.RandomSampler(),
+            pruner=make_pruner(self.spec.pruner),
+        )
+
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
+        """Return all trials, without the deep copy that `study.trials` makes."""
+        return self.storage.get_all_trials(self.study_id, deepcopy=False)
+
+
+def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    """Return `settings` with the objective's own defaults where they say nothing."""
+    defaults = {
+        "name": objective.name,
+        "metric": objective.metric,
+        "direction": objective.direction,
+        "epochs": objective.epochs,
+        "n_trials": objective.n_trials,
+    }
+    return {**defaults, **settings}
+
+
+def create_or_join(
+    storage: BaseStorage, locks: AdvisoryLocks, settings: dict[str, Any], objective: Objective
+) -> tuple[StudyHandle, bool]:
+    """Create the study, or join it when its stored spec agrees with every one of `settings`.
+
+    Settings that are not given are taken from the stored spec on joining, from the objective on creating.
+
+    Returns:
+        The study, and whether it was created now.
+
+    Raises:
+        SearchError: a setting is wrong, or the stored spec has it otherwise.
+    """
+    wanted = parse_spec(complete_settings(settings, objective))
+    with locks.name(wanted.name):
+        study_id = _study_id(storage, wanted.name)
+        if study_id is None:
+            direction = optuna.study.StudyDirection[wanted.direction.upper()]
+            study_id = storage.create_new_study([direction], wanted.name)
+        stored = storage.get_study_user_attrs(study_id).get(SPEC)
+        if stored is not None:
+            spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
+            if lines := differences(stored, spec.model_dump()):
+                raise SearchError(
+                    f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
+                    "leave these settings out to go on with it, or choose another --name"
+                )
+            return StudyHandle(spec, storage, study_id), False
+        # No spec: made by somebody else, or by a process that died between the two steps.
+        if storage.get_n_trials(study_id):
+            raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
+        storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optuna.load_study(study_name=wanted.name, storage=storage).set_metric_names([wanted.metric])
+        return StudyHandle(wanted, storage, study_id), True
+
+
+def load_study(storage: BaseStorage, name: str) -> StudyHandle:
+    """Return the study of that name.
+
+    Raises:
+        SearchError: there is none, or hpsearch did not make it.
+    """
+    study_id = _study_id(storage, name)
+    if study_id is None:
+        names = [s.study_name for s in storage.get_all_studies()]
+        hint = nearest(name, names) if names else "; there are none yet"
+        raise SearchError(f"no study {name!r}{hint}")
+    stored = storage.get_study_user_attrs(study_id).get(SPEC)
+    if stored is None:
+        raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch")
+    return StudyHandle(parse_spec(stored), storage, study_id)
+
+
+def _study_id(storage: BaseStorage, name: str) -> int | None:
+    try:
+        return storage.get_study_id_from_name(name)
+    except KeyError:
+        return None
+
+
+def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Lay `settings` over a stored spec; options of the same sampler or pruner are laid over one by one."""
+    merged = {**stored, **settings}
+    for key in ("sampler", "pruner"):
+        given = settings.get(key)
+        if isinstance(given, dict) and given.get("name", stored[key]["name"]) == stored[key]["name"]:
+            merged[key] = {**stored[key], **given}
+    return merged

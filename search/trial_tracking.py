@@ -1,0 +1,127 @@
+"""What a trial leaves in MLflow: its run, opened once however many attempts, and what its end publishes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import optuna
+
+from objectives.training import FitResult
+from search.spec import StudySpec
+from search.study import RUN_ID, RUN_URL
+from storage import models
+from storage.claims import Claim
+from storage.tracking import MODEL_ID, State, Tracking, TrialRun
+
+log = logging.getLogger(__name__)
+
+
+class TrialTracking:
+    """The tracking of one attempt at a trial. A server that is away costs the trial nothing but its records."""
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        spec: StudySpec,
+        claim: Claim,
+        trial: optuna.Trial,
+        *,
+        parent: str,
+    ) -> None:
+        self._tracking = tracking
+        self._spec = spec
+        self._claim = claim
+        self._trial = trial
+        self._parent = parent
+        self.run: TrialRun | None = None
+
+    def open(self) -> None:
+        """Open the trial's run and log its parameters; the trial notes the run, the run the trial."""
+        known = self._trial.user_attrs.get(RUN_ID)
+        try:
+            self.run = self._tracking.trial_run(
+                self._spec.name,
+                self._claim.number,
+                parent=self._parent,
+                known=known,
+                search=self._claim.resumed,
+            )
+        except Exception as error:  # the server is away: the trial goes on, and its end tries again
+            log.warning("trial %d: MLflow gives no run (%s)", self._claim.number, error)
+            return
+        if known is None:
+            self._trial.set_user_attr(RUN_ID, self.run.run_id)
+            self._trial.set_user_attr(RUN_URL, self.run.url)
+        self.run.log_params({**self._trial.params, "seed": self._spec.seed, "epochs": self._spec.epochs})
+        self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
+
+    def log_file(self, path: Path) -> None:
+        """Upload a file of the run directory."""
+        if self.run is not None:
+            self.run.log_file(path)
+
+    def publish(self, result: FitResult, files: list[Path], *, with_model: bool) -> None:
+        """Send what the trial made: its files, its best value and, for a full run, its best checkpoint and model.
+
+        It comes before the trial is settled: a worker that dies in between finds the trial at its last checkpoint
+        and publishes again, where the reverse order would leave a winner without a model.
+        """
+        if not self._whole(result):
+            return
+        run = self.run
+        assert run is not None
+        last = result.history[-1]
+        best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
+        run.log_epoch(last.epoch, last.timestamp, {**best, "best_epoch": float(result.best_epoch)})
+        for path in files:
+            run.log_file(path)
+        if with_model:
+            if result.best_path is not None:
+                run.log_file(result.best_path, folder="checkpoints")
+            self._log_model(run, result)
+        run.flush()
+        if run.errors:
+            self._trial.set_user_attr("hpsearch:tracking", f"incomplete: {'; '.join(run.errors)}"[:1000])
+
+    def _whole(self, result: FitResult) -> bool:
+        """Make sure that the run has every epoch; what did not arrive while the server was away is sent again."""
+        if self.run is not None:
+            self.run.flush()
+            if not self.run.errors:
+                return True
+            self.run.errors.clear()
+        else:
+            self.open()
+            if self.run is None:
+                self._trial.set_user_attr("hpsearch:tracking", "missing: MLflow was away during the whole trial")
+                return False
+        for record in result.history:
+            self.run.log_epoch(record.epoch, record.timestamp, record.metrics)
+        return True
+
+    def _log_model(self, run: TrialRun, result: FitResult) -> None:
+        try:
+            if run.tag(MODEL_ID):
+                return  # logged by an attempt that died before the trial was settled
+            name = f"{self._spec.name}-trial-{self._claim.number}"
+            model_id = models.log_model(
+                run.run_id,
+                result.model,
+                result.example,
+                name=name,
+                tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number)},
+            )
+            run.set_tags({MODEL_ID: model_id})
+        except Exception as error:  # a model that cannot be exported leaves its checkpoint and the reason
+            run.failed("the model", error)
+
+    def finish(self, state: State, reason: str) -> None:
+        """End the run as its trial ended."""
+        if self.run is not None:
+            self.run.finish(state, reason)
+
+    def leave(self) -> None:
+        """Leave the run open for the trial's next attempt."""
+        if self.run is not None:
+            self.run.close()

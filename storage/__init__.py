@@ -1,0 +1,1 @@
+"""Where everything is kept: study storage, tracking, and the embedded stack."""

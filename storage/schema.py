@@ -1,0 +1,21 @@
+"""What this release expects to find in the study database."""
+
+from __future__ import annotations
+
+# The head of Optuna's own migrations, kept here so that a check need not import Optuna.
+OPTUNA_REVISION = "v3.2.0.a"
+
+OPTUNA_TABLES = (
+    "studies",
+    "study_directions",
+    "study_user_attributes",
+    "study_system_attributes",
+    "trials",
+    "trial_user_attributes",
+    "trial_system_attributes",
+    "trial_params",
+    "trial_values",
+    "trial_intermediate_values",
+    "trial_heartbeats",
+    "version_info",
+)

@@ -1,0 +1,61 @@
+"""Database URLs: one spelling inside, no password outside."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+from storage.errors import StorageError
+
+DRIVER = "postgresql+psycopg2"
+
+_POSTGRES = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
+_PASSWORD = re.compile(r"(://[^:/@?]*):.*@", re.DOTALL)
+_PASSWORD_IN_QUERY = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
+
+
+def normalise(url: str, *, setting: str = "--storage-url") -> str:
+    """Return the URL as SQLAlchemy and psycopg2 need it.
+
+    `postgres://` and `postgresql://` become `postgresql+psycopg2://`: since SQLAlchemy 2.1 the bare form means
+    another driver.
+
+    Args:
+        url: What the user gave.
+        setting: Where it was given, for the message.
+
+    Raises:
+        StorageError: The URL is not one of Postgres, cannot be read, or names no database.
+    """
+    url = url.strip()
+    example = "give postgresql://USER:PASSWORD@HOST:5432/DATABASE"
+    if not url:
+        raise StorageError(f"{setting} is empty: {example}, or leave it out to use the embedded Postgres")
+    if not _POSTGRES.match(url):
+        raise StorageError(f"{setting} {redact(url)!r} is not a Postgres URL: {example}")
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # `from None`: the text of the cause holds the URL with its password.
+        raise StorageError(
+            f"{setting} {redact(url)!r} cannot be read: {example}, with @ : / % in the password written as %40 "
+            "and so on"
+        ) from None
+    if not parsed.database and "dbname" not in parsed.query and "service" not in parsed.query:
+        raise StorageError(f"{setting} {redact(url)!r} names no database: {example}")
+    return parsed.set(drivername=DRIVER).render_as_string(hide_password=False)
+
+
+def redact(url: str) -> str:
+    """Return the URL (or any text with one in it) without passwords, for messages and logs."""
+    return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
+
+
+def build(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:
+    """Return a normalised URL from its parts; `query` is appended as it is."""
+    where = f"[{host}]" if ":" in host else host
+    suffix = f"?{query}" if query else ""
+    return f"{DRIVER}://{quote(user, safe='')}:{quote(password, safe='')}@{where}:{port}/{database}{suffix}"

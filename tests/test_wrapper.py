@@ -1,0 +1,278 @@
+"""The wrapper ./hpsearch, as it is, with the real uv and pip, in clones small enough to install many times."""
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's: the wrapper makes its own
+UNPRIVILEGED = 65534  # nobody
+
+
+class Clone:
+    """A clone of the tiny project with the real wrapper in it, and the environment it is called from."""
+
+    def __init__(self, root: Path) -> None:
+        shutil.copytree(REPOSITORY / "tests" / "wrapper_clone", root, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPOSITORY / "hpsearch", root)
+        (root / "constraints.txt").write_text("torch==2.13.0\n")
+        (root / "requires.txt").write_text("")
+        self.root, self.venv = root, root / ".venv"
+        tools = root.parent / "tools"
+        tools.mkdir(exist_ok=True)
+        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        assert uv, "uv belongs to the test extra"
+        if not (tools / "uv").exists():
+            (tools / "uv").symlink_to(uv)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        self.environment = {
+            **kept,
+            "PATH": f"{tools}{os.pathsep}/usr/bin{os.pathsep}/bin",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def command(self, *arguments: str) -> list[str]:
+        return [PYTHON, str(self.root / "hpsearch"), *arguments]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.command(*arguments), env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+        options = {"env": self.environment, "capture_output": True, "text": True, "check": False, **options}
+        return subprocess.run(self.command(*arguments), **options)  # type: ignore[call-overload]
+
+    def builds(self) -> int:
+        path = self.root / "builds"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def site_packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.venv)}))
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path / "a clone")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "this never came about"
+        time.sleep(0.02)
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    """A wheel with one module, which only an installer that looks into ``folder`` can find."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "VALUE = 1\n")
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+
+
+def test_first_call_installs_and_later_calls_only_run(clone: Clone, tmp_path: Path) -> None:
+    first = clone.run("show", "a b", "--flag", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "installed in" in first.stderr
+    seen = json.loads(first.stdout)
+    assert seen["argv"] == ["show", "a b", "--flag"]
+    assert seen["cwd"] == str(tmp_path)
+    assert seen["prefix"] == str(clone.venv)
+
+    second = clone.run("exit", "5")
+    assert (second.returncode, second.stderr, clone.builds()) == (5, "", 1)
+
+
+def test_through_a_symlink_from_elsewhere(clone: Clone, tmp_path: Path) -> None:
+    link = tmp_path / "bin" / "hps"
+    link.parent.mkdir()
+    link.symlink_to(clone.root / "hpsearch")
+    done = subprocess.run([PYTHON, link, "x"], env=clone.environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["prefix"] == str(clone.venv)
+
+
+def test_signals_reach_the_command(clone: Clone) -> None:
+    clone.run("x")
+    process = clone.start("wait")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["pid"] == process.pid
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 7
+
+
+def test_extras_are_added_for_their_verbs_and_kept(clone: Clone) -> None:
+    clone.run("x")
+    (clone.root / "test_one.py").write_text("")
+    tested = clone.run("test", "-q")
+    assert "No module named pytest" in tested.stderr  # the tiny clone has none: pytest was what it came to
+    assert (clone.venv / "hpsearch.stamp").read_text().splitlines()[-1] == "test"
+    assert clone.run("lint").returncode == 1
+    assert clone.run("test").stderr.count("installing") == 0
+    assert (clone.venv / "hpsearch.stamp").read_text().splitlines()[-1] == "lint test"
+    assert clone.run("lint", "--fix").returncode == 2
+
+
+def test_help_names_the_verbs_of_the_wrapper(clone: Clone) -> None:
+    told = clone.run("--help").stdout
+    assert "./hpsearch test" in told
+    assert "./hpsearch lint" in told
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml"])
+def test_changed_inputs_are_installed_again(clone: Clone, name: str) -> None:
+    clone.run("x")
+    with (clone.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert "installed in" in clone.run("x").stderr
+    assert clone.run("x").stderr == ""
+    assert clone.builds() == 2
+
+
+def test_a_clone_that_moved_is_installed_again(clone: Clone, tmp_path: Path) -> None:
+    clone.run("x")
+    clone.root = clone.root.rename(tmp_path / "elsewhere")
+    moved = clone.run("x")
+    assert "starting over" in moved.stderr
+    assert json.loads(moved.stdout)["prefix"] == str(tmp_path / "elsewhere" / ".venv")
+
+
+def test_two_first_calls_install_once(clone: Clone) -> None:
+    (clone.root / "hold").touch()
+    calls = [clone.start("x") for _ in range(2)]
+    until(lambda: clone.builds() == 1)
+    (clone.root / "hold").unlink()
+    outputs = [call.communicate(timeout=120) for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], outputs
+    assert clone.builds() == 1
+    assert sum("installed in" in stderr for _, stderr in outputs) == 1
+
+
+def test_a_killed_installation_is_noticed_and_redone(clone: Clone) -> None:
+    (clone.root / "hold").touch()
+    killed = clone.start("x")
+    until(lambda: clone.builds() == 1)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    torn = clone.site_packages() / "half_a_package.py"
+    torn.touch()
+    after = clone.start("x")  # the killed call's uv is still at work, and has the lock
+    assert after.stderr is not None
+    assert "waiting for it" in after.stderr.readline()
+    (clone.root / "hold").unlink()
+    _, stderr = after.communicate(timeout=120)
+    assert after.returncode == 0, stderr
+    assert "starting over" in stderr
+    assert not torn.exists()
+
+
+def test_a_terminated_installation_ends_its_installer(clone: Clone) -> None:
+    (clone.root / "hold").touch()
+    call = clone.start("x")
+    until(lambda: clone.builds() == 1)
+    call.terminate()
+    call.communicate(timeout=60)
+    assert call.returncode == 128 + signal.SIGTERM
+    (clone.root / "hold").unlink()
+    assert clone.run("x").returncode == 0
+
+
+@pytest.mark.parametrize("content", ["", "torch\n", "torch==2.12.0\n"])
+def test_constraints_without_the_pin_are_refused(clone: Clone, content: str) -> None:
+    (clone.root / "constraints.txt").write_text(content)
+    refused = clone.run("x")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "does not pin torch==2.13.0" in refused.stderr
+    assert not clone.venv.exists()
+
+
+def test_somebody_elses_environment_is_used_and_a_folder_is_refused(clone: Clone) -> None:
+    clone.venv.mkdir()
+    (clone.venv / "precious.txt").touch()
+    refused = clone.run("x")
+    assert refused.returncode == 2
+    assert "is no virtual environment" in refused.stderr
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", clone.venv], check=True)
+    assert clone.run("x").returncode == 0
+    assert (clone.venv / "precious.txt").exists()
+
+
+def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> None:
+    clone.environment["PIP_NO_INDEX"] = "1"
+    (clone.root / "requires.txt").write_text("hpsearch-no-such-package")
+    failed = clone.run("x")
+    assert failed.returncode == 1
+    assert "hpsearch-no-such-package" in failed.stderr.splitlines()[-1] + failed.stderr
+    assert "Traceback" not in failed.stderr
+    (clone.root / "requires.txt").write_text("")
+    assert clone.run("x").returncode == 0
+
+
+@pytest.mark.parametrize("way", ["environment", "file", "index"])
+def test_uv_obeys_what_is_configured_for_pip(clone: Clone, tmp_path: Path, way: str) -> None:
+    wheels = tmp_path / "some wheels" if way != "environment" else tmp_path / "wheels"
+    (clone.root / "requires.txt").write_text("onlyhere")
+    make_wheel(wheels, "onlyhere")
+    if way == "environment":
+        clone.environment |= {"PIP_NO_INDEX": "true", "PIP_FIND_LINKS": str(wheels)}
+    elif way == "file":
+        wheels = wheels.rename(tmp_path / "in-a-file")
+        (tmp_path / "pip.conf").write_text(f"[global]\nfind-links =\n    {wheels}\n[install]\nno-index = true\n")
+        clone.environment["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
+    else:
+        page = tmp_path / "simple" / "onlyhere" / "index.html"
+        page.parent.mkdir(parents=True)
+        name = "onlyhere-1.0-py3-none-any.whl"
+        page.write_text(f'<!DOCTYPE html><html><body><a href="{(wheels / name).as_uri()}">{name}</a></body></html>')
+        clone.environment["PIP_INDEX_URL"] = (tmp_path / "simple").as_uri()
+        clone.environment["PIP_EXTRA_INDEX_URL"] = (tmp_path / "simple").as_uri()
+    done = clone.run("x")
+    assert done.returncode == 0, done.stderr
+    assert "with pip" not in done.stderr
+    assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
+
+
+def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> None:
+    (tmp_path / "tools" / "uv").unlink()
+    make_wheel(tmp_path / "wheels", "onlyhere")
+    (clone.root / "requires.txt").write_text("onlyhere")
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
+    done = clone.run("x")
+    assert done.returncode == 0, done.stderr
+    assert "installing with pip" in done.stderr
+    assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_as_another_user_without_a_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = Path("/tmp") / f"hpsearch-wrapper-{os.getpid()}"  # pytest's own folders are closed to others
+    folder.mkdir(mode=0o755)
+    try:
+        clone = Clone(folder / "clone")
+        clone.environment["HOME"] = "/root"
+        other = {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": [], "cwd": folder}
+        refused = clone.run("x", **other)
+        assert refused.returncode == 2
+        assert refused.stderr.count("\n") == 1
+        assert "cannot install into" in refused.stderr
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_an_old_python_can_read_the_wrapper() -> None:
+    ast.parse((REPOSITORY / "hpsearch").read_text(), feature_version=(3, 6))
