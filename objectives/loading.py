@@ -32,6 +32,9 @@ def load_objective(reference: str) -> Objective:
         ObjectiveError: nothing has that name, its code does not import, or it is not a usable Objective.
     """
     cls = _find_class(reference)
+    if inspect.isabstract(cls):
+        lacking = ", ".join(sorted(cls.__abstractmethods__))
+        raise ObjectiveError(f"{cls.__name__} lacks {lacking}: an objective defines suggest, data and model")
     try:
         objective = cls()
     except Exception as error:
@@ -119,6 +122,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ObjectiveError(f"{name!r} is not the name of a module")
     _search_also(Path.cwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -126,8 +131,6 @@ def _import_module(name: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise ObjectiveError(f"no module {error.name!r} for the objective {name!r}") from error
         raise ObjectiveError(blame(error)) from error
-    except ValueError as error:
-        raise ObjectiveError(f"{name!r} is not the name of a module") from error
     except (Exception, SystemExit) as error:  # a parent package runs its own code
         raise ObjectiveError(blame(error)) from error
     if spec is None:

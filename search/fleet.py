@@ -42,13 +42,14 @@ class Slot:
             return "done"
         return "stopped" if self.exit_code == EXIT_DRAINED else "failed"
 
-    def last_line(self) -> str:
-        """Return the last line of the worker's log, which says why it ended."""
+    def complaint(self) -> str:
+        """Return the line of the worker's log that says why it ended: its last error, else its last line."""
         try:
-            lines = self.log.read_text(errors="replace").splitlines()
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             return ""
-        return next((line for line in reversed(lines) if line.strip()), "")
+        errors = [line for line in lines if " ERROR " in line or line.startswith("hpsearch:")]
+        return (errors or lines or [""])[-1]
 
 
 class Fleet:

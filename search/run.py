@@ -46,8 +46,8 @@ def run_search(
         handle, created = prepare_study(services, settings, objective)
     spec = handle.spec
     begin = summarise(handle)
-    what = "new study" if created else f"going on with study ({begin.finished} of {spec.n_trials} trials done)"
-    console.print(f"{what} [bold]{spec.name}[/]: {spec.n_trials} trials of {spec.objective}, {workers} workers")
+    at = "new" if created else f"{begin.finished} of its trials are done"
+    console.print(f"study [bold]{spec.name}[/] ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers")
     if not workers:
         console.print(f"join it with: hpsearch worker --study {spec.name}", highlight=False)
         return 0
@@ -126,7 +126,7 @@ def _finish(
     failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
     for slot in failed:
         console.print(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.last_line()}; log: {slot.log}",
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     if interrupted:

@@ -101,6 +101,7 @@ class TrialTracking:
         return True
 
     def _log_model(self, run: TrialRun, result: FitResult) -> None:
+        run.flush()
         try:
             if run.tag(MODEL_ID):
                 return  # logged by an attempt that died before the trial was settled
@@ -110,6 +111,7 @@ class TrialTracking:
                 result.model,
                 result.example,
                 name=name,
+                step=result.best_epoch,
                 tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number)},
             )
             run.set_tags({MODEL_ID: model_id})
@@ -124,4 +126,13 @@ class TrialTracking:
     def leave(self) -> None:
         """Leave the run open for the trial's next attempt."""
         if self.run is not None:
+            self.run.close()
+
+    def abandon(self, reason: str) -> None:
+        """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
+        if self.run is None:
+            return
+        if self._trial.storage.get_trial(self._claim.trial_id).state.is_finished():
+            self.run.finish("CANCELLED", reason)
+        else:
             self.run.close()

@@ -76,6 +76,7 @@ class Worker:
         self._fleet_pid = fleet_pid
         self._device = device
         self._failures = 0
+        self._last_failure = ""
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -90,7 +91,11 @@ class Worker:
             if isinstance(got, Claim):
                 self._run(got)
                 if self._failures >= FAILURES_IN_A_ROW and not self._any_finished():
-                    log.error("giving up: %d trials in a row failed and none has finished", self._failures)
+                    log.error(
+                        "giving up: %d trials in a row failed and none has finished; the last: %s",
+                        self._failures,
+                        self._last_failure,
+                    )
                     return EXIT_GAVE_UP
             elif self._nothing_left(got):
                 return 0
@@ -133,7 +138,7 @@ class Worker:
         except ClaimLostError as lost:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
-            tracked.leave()
+            tracked.abandon(str(lost))
 
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
@@ -210,7 +215,7 @@ class Worker:
 
     def _fail(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, error: Exception, run_dir: Path) -> None:
         self._failures += 1
-        reason = f"{type(error).__name__}: {error}"
+        reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
             (run_dir / "error.txt").write_text(traceback.format_exc())

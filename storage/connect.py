@@ -72,9 +72,7 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     parsed = make_url(normalise(url, setting=setting))
     dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
-        connection: Connection = psycopg2.connect(
-            dsn, **client_settings(parsed, application_name=application_name)
-        )
+        connection: Connection = psycopg2.connect(dsn, **client_settings(parsed, application_name=application_name))
     except psycopg2.Error as error:
         raise connection_error(error, parsed, setting=setting) from None
     return connection

@@ -50,9 +50,12 @@ _MEANINGS = (
         "what answers at {where} is not a Postgres server: check host and port",
     ),
     (
-        "connection refused|timeout expired|timed out|no route to host|network is unreachable"
-        "|no such file or directory",
-        "nothing answers at {where}: check host and port, and that Postgres runs there",
+        "timeout expired|timed out",
+        "{where} does not answer in time: check host and port, firewalls, and that it is a Postgres server",
+    ),
+    (
+        "connection refused|no route to host|network is unreachable|no such file or directory",
+        "nothing listens at {where}: check host and port, and that Postgres runs there",
     ),
 )
 

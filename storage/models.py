@@ -18,6 +18,7 @@ def log_model(
     example: torch.Tensor,
     *,
     name: str,
+    step: int,
     tags: dict[str, str],
 ) -> str:
     """Export `model` and log it to the run; return the id of the logged model.
@@ -29,6 +30,7 @@ def log_model(
         model: in eval mode and on the CPU; exported by ``torch.export`` with a free batch dimension.
         example: a batch of at least two raw inputs, as the model takes them.
         name: what the MLflow UI lists the model under.
+        step: the epoch whose metrics are the model's; they are to be logged before.
         tags: of the logged model.
     """
     import mlflow.pytorch
@@ -48,6 +50,7 @@ def log_model(
             # Given, because inferring them loads the model in a new process: 8-11 s.
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "numpy"],
             serialization_format="pt2",
+            step=step,
             tags=tags,
             run_id=run_id,
         )

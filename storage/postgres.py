@@ -33,6 +33,7 @@ _START_TIMEOUT = 300.0  # seconds; after a crash the log is replayed first
 _ADOPT_TIMEOUT = 60.0  # after which a server that is there but silent is started anew
 _STOP_TIMEOUT = 30.0
 _LOCK_TIMEOUT = 15.0  # for the children of a killed server to end
+_CONNECT_TIMEOUT = 10  # whole seconds
 _POLL = 0.03
 
 
@@ -129,8 +130,8 @@ class Server:
                 break
         return server.pid
 
-    def answers(self, *, user: str, password: str, database: str, port: int) -> bool:
-        """Whether the server lets this user in and runs a statement; another's server would not know the password."""
+    def answers(self, *, user: str, password: str, database: str, port: int, question: str = "SELECT true") -> bool:
+        """Whether the server lets this user in and says yes; another's server would not know the password."""
         import psycopg2
 
         try:
@@ -141,15 +142,15 @@ class Server:
                 password=password,
                 dbname=database,
                 sslmode="disable",
-                connect_timeout=10,
+                connect_timeout=_CONNECT_TIMEOUT,
                 application_name="hpsearch-health",
             )
         except psycopg2.OperationalError:
             return False
         try:
             with connection.cursor() as cursor:
-                cursor.execute("SELECT 1")
-                return cursor.fetchone() == (1,)
+                cursor.execute(question)
+                return cursor.fetchone() == (True,)
         except psycopg2.Error:
             return False
         finally:
@@ -193,8 +194,6 @@ class Server:
             if process.find(identity) is None:
                 if not ports.is_free(port):
                     return False
-                raise StorageError(
-                    f"Postgres ended at its start: {process.tail(self.log, lines=2)} (see {self.log})"
-                )
+                raise StorageError(f"Postgres ended at its start: {process.tail(self.log, lines=2)} (see {self.log})")
             time.sleep(_POLL)
         raise StorageError(f"Postgres does not answer after {_START_TIMEOUT:.0f} s: see {self.log}")

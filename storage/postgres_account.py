@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pwd
@@ -41,9 +42,7 @@ class Account:
     def can(self, command: Sequence[str | Path]) -> bool:
         """Whether the command succeeds when it is run as this user."""
         try:
-            result = subprocess.run(
-                command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen
-            )
+            result = subprocess.run(command, capture_output=True, cwd="/", timeout=30, check=False, **self.popen)
         except (OSError, subprocess.SubprocessError):
             return False
         return result.returncode == 0
@@ -105,7 +104,8 @@ def make_folder(home: Path) -> Path:
     _make_passable(inside)
     if find_account().can_enter(inside):
         return inside
-    shutil.rmtree(inside)
+    with contextlib.suppress(OSError):  # it is not empty: not ours to remove
+        inside.rmdir()
     outside.parent.mkdir(parents=True, exist_ok=True)
     outside.parent.chmod(0o711)
     _make_passable(outside)

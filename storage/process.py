@@ -91,6 +91,16 @@ def find_marked(marker: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if is_running(process) and _marker(process) == marker]
 
 
+def listens(processes: Sequence[psutil.Process], port: int) -> bool:
+    """Whether one of the processes is the one that listens on the port."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    return True
+    return False
+
+
 def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
     """End the processes: SIGTERM, and SIGKILL for what is left after `timeout` seconds."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):

@@ -5,6 +5,9 @@ from __future__ import annotations
 # The head of Optuna's own migrations, kept here so that a check need not import Optuna.
 OPTUNA_REVISION = "v3.2.0.a"
 
+# True where the tables are of this release.
+IS_CURRENT = f"SELECT EXISTS (SELECT FROM alembic_version WHERE version_num = '{OPTUNA_REVISION}')"  # noqa: S608
+
 OPTUNA_TABLES = (
     "studies",
     "study_directions",

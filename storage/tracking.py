@@ -33,8 +33,14 @@ STUDY_ID = "hpsearch.study_id"
 MODEL_ID = "hpsearch.model_id"
 
 # MLflow knows no PRUNED: KILLED tells it from FINISHED in lists, the state tag tells it from a run that was killed.
-STATUS_OF = {"COMPLETE": "FINISHED", "PRUNED": "KILLED", "INFEASIBLE": "FAILED", "FAIL": "FAILED"}
-State = Literal["COMPLETE", "PRUNED", "INFEASIBLE", "FAIL"]
+STATUS_OF = {
+    "COMPLETE": "FINISHED",
+    "PRUNED": "KILLED",
+    "CANCELLED": "KILLED",
+    "INFEASIBLE": "FAILED",
+    "FAIL": "FAILED",
+}
+State = Literal["COMPLETE", "PRUNED", "CANCELLED", "INFEASIBLE", "FAIL"]
 
 _CLIENT_SETTINGS = {
     # The defaults block a call to a dead server for four minutes.
@@ -86,6 +92,7 @@ class Tracking:
         self.uri = uri.rstrip("/")
         self.client: MlflowClient = mlflow.MlflowClient(tracking_uri=uri)
         self.experiment_id = self._experiment(experiment)
+        mlflow.set_experiment(experiment_id=self.experiment_id)  # where logged models go
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -93,7 +100,7 @@ class Tracking:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
-                # Without this kind the UI opens in its GenAI view, which shows neither models nor "Register model".
+                # The kind that the UI itself gives to experiments of model training.
                 tags = {"mlflow.experimentKind": "custom_model_development"}
                 return str(self.client.create_experiment(name, tags=tags))
             except MlflowException:
@@ -108,8 +115,8 @@ class Tracking:
         return str(found.experiment_id)
 
     def run_url(self, run_id: str) -> str:
-        """Return the page of a run in the MLflow UI."""
-        return f"{self.uri}/#/experiments/{self.experiment_id}/runs/{run_id}"
+        """Return the page of a run in the MLflow UI, in the view that has models and their "Register model"."""
+        return f"{self.uri}/#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
     def study_run(self, study_name: str, study_id: int, *, params: Mapping[str, object], known: str | None) -> str:
         """Return the id of the study's parent run, creating it if need be; call it under the study's lock.

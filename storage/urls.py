@@ -38,6 +38,8 @@ def normalise(url: str, *, setting: str = "--storage-url") -> str:
 
     try:
         parsed = make_url(url)
+        if "@" in (parsed.database or ""):
+            raise ValueError("the password was cut at its @")
     except (ArgumentError, ValueError):
         # `from None`: the text of the cause holds the URL with its password.
         raise StorageError(

@@ -18,6 +18,8 @@ from storage.urls import redact
 
 _START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ADOPT_TIMEOUT = 60.0  # after which a process that is there but silent is started anew
+_REQUEST_TIMEOUT = 10.0
+_STOP_TIMEOUT = 10.0
 
 # What the user set for other servers must not reach ours.
 _FOREIGN = ("MLFLOW_", "_MLFLOW_", "PG", "HPSEARCH_", "OPTUNA_")
@@ -56,11 +58,11 @@ class WebService:
         """Return its main process, if it runs."""
         return process.find(self.record.process)
 
-    def answers(self, *, timeout: float = 10.0) -> bool:
-        """Whether it answers a health request within `timeout` seconds."""
+    def answers(self) -> bool:
+        """Whether it answers a health request."""
         if self.record.port is None:
             return False
-        connection = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=timeout)
+        connection = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
         try:
             connection.request("GET", self.health_path)
             return connection.getresponse().status == http.client.OK
@@ -102,7 +104,7 @@ class WebService:
     def stop(self) -> int | None:
         """Stop the service with all its processes; return the main one's id, or None if none ran."""
         processes = self._all()
-        process.stop(processes, timeout=10.0)
+        process.stop(processes, timeout=_STOP_TIMEOUT)
         self.record.process = None
         return processes[0].pid if processes else None
 
@@ -129,7 +131,8 @@ class WebService:
     def _wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
-            if self.answers():
+            # Two stacks that start at once may have chosen the same port: the answer could be the other one's.
+            if self.answers() and process.listens(self._all(), self.record.port or 0):
                 return True
             time.sleep(0.05)
         return False

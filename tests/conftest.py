@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from psycopg2 import sql
 
 from storage import stack as embedded
 from storage.migrate import migrate
-from storage.postgres import SUPERUSER, find_server
+from storage.postgres import Server
+from storage.postgres_account import make_folder
+from storage.postgres_data import SUPERUSER
 from storage.roles import OWNER, WORKER, Databases, create_databases
 from storage.urls import build
 
@@ -104,7 +106,7 @@ def postgres_server(_no_settings_of_the_user: None) -> Iterator[PostgresServer]:
     with guarded_home() as home:
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
-        embedded_server = find_server(home, home / "logs" / "postgres.log")
+        embedded_server = Server(make_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
         admin = build(
             user=SUPERUSER, password=embedded_server.password, host="127.0.0.1", port=port, database="postgres"
@@ -115,6 +117,28 @@ def postgres_server(_no_settings_of_the_user: None) -> Iterator[PostgresServer]:
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
         yield server
+
+
+@pytest.fixture(scope="session")
+def guarded_homes(_no_settings_of_the_user: None) -> Callable[[], AbstractContextManager[Path]]:
+    """Makes home folders whose services are stopped however the tests end, for fixtures of a wider scope."""
+    return guarded_home
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """An empty folder that every user can enter, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="hpsearch-test-") as folder:
+        path = Path(folder).resolve()
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.fixture
+def fresh_home(_no_settings_of_the_user: None) -> Iterator[Path]:
+    """The path of a home folder of the test's own, not made yet; what is started there is stopped in the end."""
+    with guarded_home() as home:
+        yield home
 
 
 _numbers = itertools.count()

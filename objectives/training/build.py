@@ -57,11 +57,21 @@ def build(
     )
     optimizer = build_optimizer(model, config, device)
     run = Run(
+        identity={
+            "format": FORMAT,
+            "objective": objective.name,
+            "config": config.to_dict(),
+            "epochs": epochs,
+            "seed": seed,
+            "split_seed": split_seed,
+            "split_hash": splits.hash(),
+        },
+        environment=environment(device, _source(objective)),
         config=config,
-        device=device,
+        epochs=epochs,
         seed=seed,
+        device=device,
         splits=splits,
-        split_hash=splits.hash(),
         train=train,
         val=val,
         model=model,
@@ -72,6 +82,7 @@ def build(
         precision=Precision(config.precision, device),
         ema=None if config.ema_decay is None else averaged(model, config.ema_decay),
         guard=FiniteGuard(device),
+        progress=Progress(f"val_{objective.metric}", maximize=objective.direction == "maximize"),
     )
     return run, _rehearse(objective, run)
 
@@ -88,6 +99,14 @@ def _splits(objective: Objective, split_seed: int) -> Splits:
     except ObjectiveError as error:
         raise ObjectiveError(f"{who}.data: {error}") from error
     return splits
+
+
+def _source(objective: Objective) -> Path | None:
+    try:
+        source = inspect.getsourcefile(type(objective))
+    except (TypeError, OSError):  # a class made in a console has none
+        return None
+    return Path(source).resolve() if source and Path(source).exists() else None
 
 
 def _module(value: object, what: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,11 +16,27 @@ from objectives.training.reproducibility import derive_seed
 from objectives.training.run import Run
 
 
-def train_epoch(run: Run, epoch: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Trained:
+    """What an epoch of training came to.
+
+    Attributes:
+        scores: the mean `loss` per sample, and each metric.
+        lr: learning rate of the last step.
+        grad_norm: mean over the steps, before clipping.
+        samples: number trained on.
+    """
+
+    scores: dict[str, float]
+    lr: float
+    grad_norm: float
+    samples: int
+
+
+def train_epoch(run: Run, epoch: int) -> Trained:
     """Trains on every sample once, in an order drawn from (seed, epoch).
 
-    Returns the mean `loss` per sample and each metric, both of the outputs as training saw them; `lr` of the last
-    step; `grad_norm`, the mean over steps; `samples`, the number trained on.
+    The loss per sample and the metrics are those of the outputs as training saw them.
     """
     run.model.train()
     config, running = run.config, RunningMetrics(run.metrics)
@@ -40,8 +57,8 @@ def train_epoch(run: Run, epoch: int) -> dict[str, float]:
         samples += sum(map(len, window))
         steps += 1
     run.guard.flush()
-    measured = {"loss": loss_sum / samples, "grad_norm": norm_sum / steps, **running.compute()}
-    return {**as_floats(measured), "lr": lr, "samples": float(samples)}
+    scores = as_floats({"loss": loss_sum / samples, "grad_norm": norm_sum / steps, **running.compute()})
+    return Trained(grad_norm=scores.pop("grad_norm"), scores=scores, lr=lr, samples=samples)
 
 
 def train_step(run: Run, window: Sequence[Tensor], point: Point, running: RunningMetrics) -> tuple[Tensor, Tensor]:

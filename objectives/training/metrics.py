@@ -67,8 +67,6 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     raise ObjectiveError(f"no built-in metric {metric!r}: {nearest(metric, known)}; or override metrics()")
 
 
-
-
 def classification(classes: int) -> Metrics:
     """`accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
     library = _library("classification")

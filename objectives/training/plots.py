@@ -49,4 +49,4 @@ def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int
     axes.set_ylabel(name.replace("_", " "))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(framealpha=0.9, edgecolor="none")

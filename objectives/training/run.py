@@ -39,6 +39,7 @@ class Run:
     identity: dict[str, Any]
     environment: dict[str, Any]
     config: TrainConfig
+    epochs: int
     seed: int
     device: torch.device
     splits: Splits
@@ -60,6 +61,13 @@ class Run:
     def judged(self) -> nn.Module:
         """The model whose weights are judged and kept: the moving average where there is one."""
         return self.model if self.ema is None else self.ema.module
+
+    @property
+    def finished(self) -> bool:
+        """Whether the budget of epochs, or the patience, is spent."""
+        patience = self.config.patience
+        out_of_patience = patience is not None and self.progress.stale >= patience
+        return out_of_patience or self.progress.next_epoch >= self.epochs
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the judged weights and buffers."""

@@ -26,6 +26,11 @@ class RunDir:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
 
+    def existing(self, name: str) -> Path | None:
+        """The path of a file of the run, if it is there."""
+        path = self.path / name if self.path else None
+        return path if path and path.exists() else None
+
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Keeps the log in `train.log` for the time of the run."""

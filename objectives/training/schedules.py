@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 if TYPE_CHECKING:
     from objectives.training.config import TrainConfig
@@ -75,23 +75,25 @@ def _constant(_progress: float, _config: TrainConfig) -> float:
 
 
 def _one_cycle(optimizer: Optimizer, _config: TrainConfig, plan: Plan) -> LRScheduler:
-    """Smith's 1-cycle: up over the warm-up (at least 30 % of the run), then down; momentum is left alone."""
-    return _OneCycle(
-        optimizer,
-        max_lr=[group["lr"] for group in optimizer.param_groups],
-        total_steps=max(plan.total_steps, 2),
-        pct_start=max(0.3, plan.warmup_steps / plan.total_steps),
-        cycle_momentum=False,
-        final_div_factor=1e4,
-    )
+    """Smith's 1-cycle, as OneCycleLR lays it out: from 1/25 of the peak up to it, then down to 1/250,000.
+
+    The climb takes 30 % of the run, or the warm-up where that is longer. OneCycleLR itself divides by zero in very
+    short runs, raises one step past its end, and cycles momentum.
+    """
+    low, end = 1 / 25, 1 / 25e4
+    peak = max(0.3 * plan.total_steps, plan.warmup_steps) - 1
+
+    def factor(step: int) -> float:
+        if step <= peak:
+            return _between(low, 1.0, step / peak if peak > 0 else 1.0)
+        return _between(1.0, end, min((step - peak) / max(plan.total_steps - 1 - peak, 1), 1.0))
+
+    return LambdaLR(optimizer, factor)
 
 
-class _OneCycle(OneCycleLR):
-    """OneCycleLR that holds its last rate instead of raising when it is stepped after the last optimizer step."""
-
-    def step(self, epoch: int | None = None) -> None:
-        if self.last_epoch + 1 < self.total_steps:
-            super().step(epoch)
+def _between(start: float, stop: float, progress: float) -> float:
+    """From `start` to `stop` along half a cosine."""
+    return stop + (start - stop) / 2 * (1 + math.cos(math.pi * progress))
 
 
 SCHEDULES: dict[str, Factory] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-import click
 import typer
 
 from search.cli import delete, init, migrate, report, run, secrets, serve, show, stack, studies, worker
@@ -36,14 +35,11 @@ def _run(arguments: list[str] | None) -> int:
     try:
         result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        typer.echo(error.format_message())
-        return 0
-    except click.ClickException as error:
-        hint = f" (see '{error.ctx.command_path} --help')" if isinstance(error, click.UsageError) and error.ctx else ""
-        typer.echo(f"hpsearch: {error.format_message()}{hint}", err=True)
+    except typer.TyperException as error:
+        if message := error.format_message():  # none when the help was shown for want of a verb
+            typer.echo(f"hpsearch: {_with_value(error, message, arguments)}", err=True)
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         typer.echo("hpsearch: stopped", err=True)
         return 130
     except BrokenPipeError:
@@ -55,3 +51,13 @@ def _run(arguments: list[str] | None) -> int:
             typer.echo(f"hpsearch: {error}", err=True)
             return 2
         raise
+
+
+def _with_value(error: typer.TyperException, message: str, arguments: list[str] | None) -> str:
+    """Return the message with the value that was refused and where to read on; typer leaves the value out."""
+    given = sys.argv[1:] if arguments is None else arguments
+    for name in getattr(getattr(error, "param", None), "opts", []):
+        if name in given[:-1]:
+            message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
+    context = getattr(error, "ctx", None)
+    return f"{message} (see '{context.command_path} --help')" if context else message

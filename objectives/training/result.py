@@ -1,0 +1,75 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from objectives.training.data import Dataset
+from objectives.training.run import Run
+from objectives.training.run_dir import RunDir
+from objectives.training.session import EpochRecord, Verdict
+
+Status = Literal["completed", "pruned", "stopped"]
+
+
+@dataclass
+class FitResult:
+    """What a run came to.
+
+    Attributes:
+        status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
+        best_epoch: 0-based, by the validation metric.
+        best_value: the objective's metric at the best epoch.
+        best_metrics: all numbers of the best epoch.
+        history: one record an epoch, those before a resume included.
+        model: with the weights of the best epoch, in evaluation mode, on the CPU.
+        example: four validation inputs [4, ...], raw, as the model takes them, on the CPU.
+        best_path, last_path: checkpoints in the run's directory, where there are any.
+        split_hash: SHA-256 of the data as it was split.
+        val: the validation split, on the CPU: what `best_value` was measured on.
+        resume_note: why resumes of this run were not exact (another machine, another torch); None when they were.
+    """
+
+    status: Status
+    best_epoch: int
+    best_value: float
+    best_metrics: dict[str, float]
+    history: list[EpochRecord]
+    model: nn.Module
+    example: Tensor
+    best_path: Path | None
+    last_path: Path | None
+    split_hash: str
+    val: Dataset
+    resume_note: str | None = None
+
+
+def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
+    """The result of a run that has ended, with its best weights put back."""
+    best, val = run.progress.best, run.splits.val
+    run.judged.load_state_dict(best["model"])
+    return FitResult(
+        status=_status(run, verdict),
+        best_epoch=best["epoch"],
+        best_value=best["value"],
+        best_metrics=dict(best["metrics"]),
+        history=list(run.progress.history),
+        model=run.judged.cpu().eval(),
+        example=val.x[torch.arange(4) % len(val)].cpu(),
+        best_path=files.existing("best.pt"),
+        last_path=files.existing("last.pt"),
+        split_hash=run.identity["split_hash"],
+        val=val.to("cpu"),
+        resume_note="; ".join(run.notes) or None,
+    )
+
+
+def _status(run: Run, verdict: Verdict) -> Status:
+    if verdict is Verdict.PRUNE:
+        return "pruned"
+    return "completed" if run.finished else "stopped"

@@ -1,0 +1,42 @@
+"""An objective that cannot be trained: BREAK says how."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Dataset, Splits, TrainConfig
+
+
+class Broken(Objective):
+    name = "broken"
+    epochs = 3
+    n_trials = 6
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True))
+
+    def data(self, seed: int) -> Splits:
+        x, y = load_wine(return_X_y=True)
+        return Splits.make(x, y, seed=seed)
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        if os.environ["BREAK"] == "bug":
+            raise KeyError("no such layer")
+        return nn.Sequential(nn.Linear(13, 3), Exploding())
+
+
+class Exploding(nn.Module):
+    """Gives infinities to every third forward pass in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return x * float("inf") if self.calls >= 3 else x

@@ -1,0 +1,29 @@
+"""One real search, run once by the command line and looked at by many tests; and commands to run more."""
+
+from __future__ import annotations
+
+import mlflow
+import pytest
+
+from storage.stack import StackInfo
+from tests.e2e.support import EPOCHS, Cli, Search
+
+
+@pytest.fixture(scope="session")
+def cli(stack: StackInfo, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    return Cli(stack, tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture(scope="session")
+def search(cli: Cli) -> Search:
+    """12 trials of digits by 3 workers on the embedded stack."""
+    name = "end-to-end"
+    output = cli(
+        *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
+        *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),
+        *("--pruner-option", "n_warmup_steps=1"),
+    )
+    study = cli.study(name)
+    mlflow.set_tracking_uri(cli.stack.tracking_uri)
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    return Search(name, output, study, client, study.user_attrs["hpsearch:mlflow_run_id"])

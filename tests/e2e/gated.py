@@ -1,0 +1,53 @@
+"""An objective whose third epoch waits at a gate, so that a test can kill its worker in mid-trial.
+
+GATE names a folder. A worker that arrives writes `reached-PID` there and waits until `open` appears.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Dataset, Splits, Standardize, TrainConfig
+
+BATCHES = 3  # a training epoch of 106 samples in batches of 32, the last one dropped
+
+
+class Gate(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.steps += torch.is_grad_enabled()
+        if self.steps == 2 * BATCHES + 1 and "GATE" in os.environ:
+            gate = Path(os.environ["GATE"])
+            (gate / f"reached-{os.getpid()}").touch()
+            while not (gate / "open").exists():
+                time.sleep(0.01)
+        return super().forward(output, target)
+
+
+class Gated(Objective):
+    name = "gated"
+    epochs = 5
+    n_trials = 3
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True), batch_size=32)
+
+    def data(self, seed: int) -> Splits:
+        x, y = load_wine(return_X_y=True)
+        return Splits.make(x, y, seed=seed)
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        return Gate()

@@ -1,0 +1,159 @@
+"""What dies in mid-search: workers, the fleet, the user's patience. No trial is lost, none counts twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlflow
+import optuna
+import psutil
+import pytest
+from optuna.trial import TrialState
+
+from tests.e2e.support import Cli
+
+pytestmark = pytest.mark.e2e
+
+GATED = str(Path(__file__).with_name("gated.py"))
+BROKEN = str(Path(__file__).with_name("broken.py"))
+PATIENCE = 60.0
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def reached(gate: Path) -> list[int]:
+    return [int(path.name.removeprefix("reached-")) for path in gate.glob("reached-*")]
+
+
+def values(study: optuna.Study) -> list[dict[int, float]]:
+    return [trial.intermediate_values for trial in study.trials]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cli: Cli) -> optuna.Study:
+    cli("run", GATED, "--name", "undisturbed", "--workers", "1", "--sampler", "random", "--pruner", "none")
+    return cli.study("undisturbed")
+
+
+def start(cli: Cli, name: str, gate: Path, *, workers: int = 1) -> subprocess.Popen[str]:
+    arguments = ("--workers", str(workers), "--sampler", "random", "--pruner", "none")
+    process = cli.start("run", GATED, "--name", name, *arguments, GATE=str(gate))
+    wait_for(lambda: len(reached(gate)) == workers, "the workers to arrive at the gate")
+    return process
+
+
+def assert_as_undisturbed(cli: Cli, name: str, undisturbed: optuna.Study) -> None:
+    study = cli.study(name)
+    assert [t.state for t in study.trials] == [TrialState.COMPLETE] * 3
+    assert values(study) == values(undisturbed), "a resumed trial must give the same numbers to the last bit"
+    assert [t.params for t in study.trials] == [t.params for t in undisturbed.trials]
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    parent = client.get_run(study.user_attrs["hpsearch:mlflow_run_id"])
+    query = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    runs = client.search_runs([parent.info.experiment_id], query)
+    assert len(runs) == 3, "a resumed trial goes on in its own run"
+    for trial in study.trials:
+        run_id = trial.user_attrs["hpsearch:mlflow_run_id"]
+        points = [(m.step, m.value) for m in client.get_metric_history(run_id, "val_accuracy")]
+        assert sorted(points) == sorted(trial.intermediate_values.items())
+
+
+def test_a_killed_worker_costs_nothing(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+    process = start(cli, "killed-worker", tmp_path)
+    os.kill(reached(tmp_path)[0], signal.SIGKILL)
+    (tmp_path / "open").touch()
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert_as_undisturbed(cli, "killed-worker", undisturbed)
+    trial = cli.study("killed-worker").trials[0]
+    assert trial.user_attrs["hpsearch:attempt"] == 2
+    assert trial.user_attrs["hpsearch:crashes"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    cli: Cli, tmp_path: Path, undisturbed: optuna.Study, number: signal.Signals
+) -> None:
+    name = f"interrupted-{number.name.lower()}"
+    process = start(cli, name, tmp_path)
+    process.send_signal(number)
+    log = cli.stack.home / "logs" / name / "worker-0.log"
+    wait_for(lambda: "ending the epoch" in log.read_text(), "the worker to be told")
+    (tmp_path / "open").touch()
+    output, _ = process.communicate()
+    assert process.returncode == 130, output
+    assert "go on with: hpsearch run" in output
+    trials = cli.study(name).trials
+    assert [t.state for t in trials] == [TrialState.WAITING]
+    assert list(trials[0].intermediate_values) == [0, 1, 2], "the epoch was ended"
+    cli("run", GATED, "--name", name, "--workers", "1")
+    assert_as_undisturbed(cli, name, undisturbed)
+    assert cli.study(name).trials[0].user_attrs["hpsearch:attempt"] == 2
+
+
+def test_workers_of_a_killed_fleet_leave_and_its_trials_are_taken_up(
+    cli: Cli, tmp_path: Path, undisturbed: optuna.Study
+) -> None:
+    process = start(cli, "killed-fleet", tmp_path)
+    worker = psutil.Process(reached(tmp_path)[0])
+    process.kill()
+    process.communicate()
+    (tmp_path / "open").touch()
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker to leave")
+    assert [t.state for t in cli.study("killed-fleet").trials] == [TrialState.WAITING]
+    cli("run", GATED, "--name", "killed-fleet", "--workers", "1")
+    assert_as_undisturbed(cli, "killed-fleet", undisturbed)
+
+
+def test_a_worker_joins_by_name_and_url_alone(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+    cli("run", GATED, "--name", "joined", "--workers", "0", "--sampler", "random", "--pruner", "none")
+    assert cli.study("joined").trials == []
+    environment = {"HPSEARCH_STORAGE_URL": cli.stack.storage_url, "HPSEARCH_HOME": str(tmp_path / "elsewhere")}
+    cli("worker", "--study", "joined", **environment)
+    assert_as_undisturbed(cli, "joined", undisturbed)
+
+
+def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) -> None:
+    process = start(cli, "cancelled", tmp_path)
+    study = cli.study("cancelled")
+    study.tell(0, state=TrialState.FAIL)
+    (tmp_path / "open").touch()
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    trials = cli.study("cancelled").trials
+    assert [t.state for t in trials] == [TrialState.FAIL, TrialState.COMPLETE, TrialState.COMPLETE]
+    assert list(trials[0].intermediate_values) == [0, 1]
+    run = mlflow.MlflowClient(cli.stack.tracking_uri).get_run(trials[0].user_attrs["hpsearch:mlflow_run_id"])
+    assert run.info.status == "KILLED"
+
+
+def test_a_bug_ends_the_run_before_the_budget_is_burnt(cli: Cli) -> None:
+    output = cli("run", BROKEN, "--name", "bug", "--workers", "1", code=1, BREAK="bug")
+    assert "Traceback" not in output
+    assert "no such layer" in output
+    trials = cli.study("bug").trials
+    assert [t.state for t in trials] == [TrialState.FAIL] * 3
+    assert "no such layer" in trials[0].user_attrs["hpsearch:reason"]
+
+
+def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:
+    output = cli("run", BROKEN, "--name", "diverging", "--workers", "1", "--trials", "2", code=1, BREAK="inf")
+    assert "2 infeasible" in output
+    study = cli.study("diverging")
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    for trial in study.trials:
+        assert trial.state == TrialState.PRUNED
+        assert trial.user_attrs["hpsearch:infeasible"] is True
+        assert "step" in trial.user_attrs["hpsearch:reason"]
+        run = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"])
+        assert (run.info.status, run.data.tags["hpsearch.state"]) == ("FAILED", "infeasible")

@@ -1,0 +1,154 @@
+"""A whole search on real services, looked at through Optuna's and MLflow's own clients."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+
+import mlflow
+import numpy as np
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from objectives import load_objective
+from tests.e2e.support import EPOCHS, Cli, Search
+
+pytestmark = pytest.mark.e2e
+
+
+def run_of(search: Search, trial: FrozenTrial) -> mlflow.entities.Run:
+    return search.client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"])
+
+
+def children(search: Search) -> list[mlflow.entities.Run]:
+    experiment = search.client.get_run(search.parent).info.experiment_id
+    return list(search.client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{search.parent}'"))
+
+
+def test_the_budget_is_spent_exactly(search: Search) -> None:
+    trials = search.study.trials
+    assert [t.number for t in trials] == list(range(12))
+    assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert len({t.user_attrs["hpsearch:worker"] for t in trials}) == 3
+
+
+def test_there_is_one_parent_with_a_child_for_each_trial(search: Search) -> None:
+    runs = {run.info.run_id: run for run in children(search)}
+    assert len(runs) == 12
+    for trial in search.study.trials:
+        run = runs[trial.user_attrs["hpsearch:mlflow_run_id"]]
+        assert run.data.tags["hpsearch.trial"] == str(trial.number)
+        assert run.info.run_name == f"{search.name}-{trial.number:04d}"
+    experiment = search.client.get_run(search.parent).info.experiment_id
+    same_name = search.client.search_runs([experiment], f"tags.`hpsearch.study` = '{search.name}'")
+    assert len(same_name) == 13
+
+
+def test_runs_say_how_their_trials_ended(search: Search) -> None:
+    status = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED"}
+    for trial in search.study.trials:
+        run = run_of(search, trial)
+        assert run.info.status == status[trial.state]
+        assert run.data.tags["hpsearch.state"] == trial.state.name.lower()
+        assert run.data.tags["hpsearch.reason"] == trial.user_attrs["hpsearch:reason"]
+        assert {k: run.data.params[k] for k in trial.params} == {k: str(v) for k, v in trial.params.items()}
+    assert search.client.get_run(search.parent).info.status == "FINISHED"
+
+
+def test_metrics_of_each_epoch_equal_the_intermediate_values(search: Search) -> None:
+    for trial in search.study.trials:
+        history = search.client.get_metric_history(run_of(search, trial).info.run_id, "val_accuracy")
+        points = [(m.step, m.value) for m in history]
+        assert sorted(points) == sorted(trial.intermediate_values.items())
+        expected = EPOCHS if trial.state == TrialState.COMPLETE else len(points)
+        assert sorted(step for step, _ in points) == list(range(expected))
+        train = search.client.get_metric_history(run_of(search, trial).info.run_id, "train_loss")
+        assert len(train) == len(points)
+
+
+def test_the_value_is_the_best_epochs(search: Search) -> None:
+    for trial in search.study.get_trials(states=(TrialState.COMPLETE,)):
+        assert trial.value == max(trial.intermediate_values.values())
+
+
+def test_each_full_run_has_its_artifacts_and_one_model(search: Search) -> None:
+    for trial in search.study.trials:
+        run = run_of(search, trial)
+        files = {f.path for f in search.client.list_artifacts(run.info.run_id)}
+        models = run.outputs.model_outputs if run.outputs else []
+        assert {"config.yaml", "metrics.jsonl", "curves.png"} <= files
+        if trial.state == TrialState.COMPLETE:
+            checkpoints = [f.path for f in search.client.list_artifacts(run.info.run_id, "checkpoints")]
+            assert checkpoints == ["checkpoints/best.pt"]
+            assert len(models) == 1
+        else:
+            assert "checkpoints" not in files
+            assert not models
+
+
+def test_the_best_model_registers_loads_and_scores_what_was_recorded(search: Search) -> None:
+    best = search.study.best_trial
+    run = run_of(search, best)
+    version = mlflow.register_model(f"models:/{run.outputs.model_outputs[0].model_id}", "end-to-end-digits")
+    model = mlflow.pytorch.load_model(f"models:/end-to-end-digits/{version.version}")
+    val = load_objective("digits").data(0).val
+    predicted = model(val.x).argmax(dim=1)
+    assert abs(float((predicted == val.y).double().mean()) - best.value) < 1e-6
+    assert abs(run.data.metrics["best_val_accuracy"] - best.value) < 1e-6
+    served = mlflow.pyfunc.load_model(f"models:/end-to-end-digits/{version.version}")
+    assert served.metadata.signature is not None
+    assert np.array_equal(served.predict(val.x.numpy()).argmax(axis=1), predicted.numpy())
+
+
+def test_the_summary_names_the_winner_and_its_addresses_answer(search: Search) -> None:
+    best = search.study.best_trial
+    assert f"study {search.name}: 12 of 12 trials" in search.output
+    assert f"best: trial {best.number}, val accuracy {best.value:.4f}" in search.output
+    urls = re.findall(r"http://\S+", search.output)
+    assert len(urls) == 3
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            assert reply.status == 200
+
+
+def test_a_spent_budget_runs_nothing_more(cli: Cli, search: Search) -> None:
+    output = cli("run", "digits", "--name", search.name)
+    assert "the budget is spent" in output
+    assert len(cli.study(search.name).trials) == 12
+
+
+def test_joining_with_another_spec_is_refused_with_the_difference(cli: Cli, search: Search) -> None:
+    output = cli("run", "digits", "--name", search.name, "--trials", "50", "--pruner", "none", code=2)
+    assert output.count("\n") == 1
+    assert "n_trials: 12 -> 50" in output
+    assert "pruner" in output
+    assert "--name" in output
+
+
+def test_show_and_studies_tell_of_it(cli: Cli, search: Search) -> None:
+    best = search.study.best_trial
+    assert re.search(rf"{search.name} +digits +12/12 .*accuracy {best.value:.4f}", cli("studies"))
+    shown = cli("show", search.name)
+    assert "n_startup_trials=4" in shown
+    assert "median pruner at epoch" in shown
+    assert f"best: trial {best.number}" in shown
+
+
+def test_the_report_stands_alone_and_is_logged(cli: Cli, search: Search) -> None:
+    path = cli.cwd / "report.html"
+    cli("report", search.name, "--output", str(path))
+    page = path.read_text()
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.https?:", page), "the page loads something from elsewhere"
+    for title in ("Learning curves", "Optimization history", "Parameter importances", "Parallel coordinates", "Top "):
+        assert f"<h2>{title}" in page
+    assert f"{search.study.best_value:.4f}" in page
+    artifacts = {f.path for f in search.client.list_artifacts(search.parent)}
+    assert {f"{search.name}.html", "report.html"} <= artifacts
+
+
+def test_the_dashboards_note_links_to_mlflow(cli: Cli, search: Search) -> None:
+    study = cli.study(search.name)
+    attrs = study._storage.get_study_system_attrs(study._study_id)
+    note = "".join(value for key, value in sorted(attrs.items()) if key.startswith("dashboard:note_str"))
+    assert search.parent in note
+    assert search.study.best_trial.user_attrs["hpsearch:mlflow_run_id"] in note

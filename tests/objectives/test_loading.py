@@ -1,0 +1,202 @@
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from objectives import BUILTIN, Objective, ObjectiveError, load_objective, objective_reference, source_hash
+
+GOOD = """
+from objectives import Objective
+from objectives.training import TrainConfig
+
+class {name}(Objective):
+    def suggest(self, trial): return TrainConfig()
+    def data(self, seed): ...
+    def model(self, config, train): ...
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a module into a directory of its own, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+
+    def make(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    yield make
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def _refused(reference):
+    with pytest.raises(ObjectiveError) as caught:
+        load_objective(reference)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_a_built_in_objective_loads_and_keeps_its_name(name):
+    objective = load_objective(name)
+    assert isinstance(objective, Objective)
+    assert objective.name == name == objective_reference(name)
+
+
+def test_a_file_loads_with_and_without_its_class(write):
+    path = write("mine.py", GOOD.format(name="Mine"))
+    for reference in ("mine.py", "mine.py:Mine", "./mine.py", str(path), f"{path}:Mine"):
+        objective = load_objective(reference)
+        assert (type(objective).__name__, objective.name) == ("Mine", "Mine")
+        assert objective_reference(reference) == f"{path}:Mine"
+    assert source_hash(objective) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_stored_reference_loads_from_another_directory(write, tmp_path, monkeypatch):
+    write("a folder/mine.py", GOOD.format(name="Mine"))
+    stored = objective_reference("a folder/mine.py")
+    monkeypatch.chdir("/")
+    assert type(load_objective(stored)).__name__ == "Mine"
+
+
+def test_a_module_of_the_current_directory_loads(write):
+    write("pack/__init__.py", "")
+    write("pack/inner.py", GOOD.format(name="Inner"))
+    assert type(load_objective("pack.inner:Inner")).__name__ == "Inner"
+    assert objective_reference("pack.inner:Inner") == "pack.inner:Inner"
+
+
+def test_a_file_may_import_its_neighbour_and_hides_no_package(write):
+    write("helper_of_mine.py", "WIDTH = 7")
+    write("numpy.py", "raise RuntimeError('this is not numpy')")
+    write("mine.py", "import numpy, helper_of_mine\nassert helper_of_mine.WIDTH == 7\n" + GOOD.format(name="Mine"))
+    assert type(load_objective("mine.py")).__name__ == "Mine"
+    write("torch.py", GOOD.format(name="Torch"))  # the objective's own file may have any name
+    assert type(load_objective("torch.py")).__name__ == "Torch"
+    assert "nn" in vars(sys.modules["torch"])
+
+
+def test_an_imported_objective_is_not_one_of_the_file(write):
+    write("mine.py", "from objectives.digits import Digits\n" + GOOD.format(name="Mine"))
+    assert type(load_objective("mine.py")).__name__ == "Mine"
+
+
+def test_a_base_class_with_an_underscore_is_passed_over(write):
+    write("mine.py", GOOD.format(name="_Base") + "\nclass Mine(_Base): pass\n")
+    assert type(load_objective("mine.py")).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("digit", "unknown objective 'digit': did you mean 'digits'?"),
+        ("qqqq", "unknown objective 'qqqq': known: breast_cancer, digits"),
+        ("", "unknown objective ''"),
+        ("mine", "did you mean the file mine.py?"),
+        ("objectives.digits", "write package.module:Class"),
+        ("nowhere.py", "no objective file nowhere.py: `hpsearch init nowhere.py` writes one"),
+        ("some/nowhere.py:Mine", "no objective file some/nowhere.py"),
+        ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
+        ("objectives.nothing:Mine", "no module 'objectives.nothing'"),
+        ("..:Mine", "is not the name of a module"),
+        ("objectives.digits:Digit", "objectives.digits has no 'Digit': did you mean 'Digits'?"),
+        ("objectives.digits:CLASSES", "objectives.digits:CLASSES is not an Objective"),
+        ("objectives.digits:nn.Module", "objectives.digits has no 'nn.Module'"),
+        ("mine.py:Yours", "mine.py has no 'Yours': known: Mine"),
+        ("two.py", "two.py defines 2 objectives (First, Second): say which, as in two.py:First"),
+        ("none.py", "none.py defines no Objective: subclass objectives.Objective in it"),
+        ("none.py:Mine", "none.py has no 'Mine': it defines no Objective"),
+    ],
+)
+def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
+    write("mine.py", GOOD.format(name="Mine"))
+    write("two.py", GOOD.format(name="First") + GOOD.format(name="Second"))
+    write("none.py", "x = 1")
+    assert message in _refused(reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os\n\nx\n", "mine.py:3: NameError: name 'x' is not defined"),
+        ("def f():\n    return 1 / 0\n\nf()\n", "mine.py:2: ZeroDivisionError: division by zero"),
+        ("x = 1\nclass Mine(:\n", "mine.py:2: SyntaxError: invalid syntax"),
+        ("if True:\nx = 1\n", "mine.py:2: IndentationError: expected an indented block"),
+        ("import json\njson.loads('{')\n", "mine.py:2: JSONDecodeError: Expecting property name"),
+        ("\nimport no_such_module\n", "mine.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("from torch import no_such_thing\n", "mine.py:1: ImportError: cannot import name 'no_such_thing'"),
+        ("import sys\nsys.exit(3)\n", "mine.py:2: SystemExit: 3"),
+        ("raise RuntimeError('two\\nlines')\n", "mine.py:1: RuntimeError: two"),
+        ("import wrong_neighbour\n", "wrong_neighbour.py:2: SyntaxError"),
+        ("from objectives.training import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1.0"),
+    ],
+)
+@pytest.mark.parametrize("reference", ["mine.py", "mine:Mine"])
+def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, reference):
+    write("wrong_neighbour.py", "\nx = = 1\n")
+    write("mine.py", text)
+    assert _refused(reference).startswith(message)
+    assert _refused(reference).startswith(message), "a second try says the same"
+
+
+def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
+    path = write("mine.py", "x\n")
+    monkeypatch.chdir("/usr")
+    assert _refused(str(path)) == f"{path}:1: NameError: name 'x' is not defined"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass", "Mine lacks data, model, suggest: an objective defines"),
+        ("def __init__(self, path): ...", "Mine cannot be made: "),
+        (None, "Mine cannot be made: mine.py:6: KeyError: 'HOME_OF_DATA'"),
+        ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
+        ("metric = None", "Mine.metric must be a word, not None"),
+        ("name = ''", "Mine.name must be a word, not ''"),
+        ("epochs = 0", "Mine.epochs must be a whole number of at least 1, not 0"),
+        ("n_trials = 2.5", "Mine.n_trials must be a whole number of at least 1, not 2.5"),
+    ],
+)
+def test_an_objective_that_cannot_be_used_is_told(write, body, message):
+    text = GOOD.format(name="Mine")
+    if body == "pass":
+        text = "from objectives import Objective\nclass Mine(Objective):\n    pass\n"
+    elif body is None:
+        text = text.replace("    def suggest", "    def __init__(self): {}['HOME_OF_DATA']\n    def suggest")
+    else:
+        text += f"    {body}\n"
+    write("mine.py", text)
+    assert re.match(message, _refused("mine.py"))
+
+
+def test_finding_a_name_needs_no_torch():
+    code = "import sys, objectives; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_training_imports_neither_torchmetrics_nor_matplotlib():
+    code = (
+        "import sys, objectives.training, objectives.digits;"
+        "sys.exit(bool({'torchmetrics', 'matplotlib', 'yaml', 'sklearn'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_class_without_a_file_has_no_hash():
+    made = type("Made", (Objective,), {"__module__": "nowhere", "suggest": 1, "data": 1, "model": 1})
+    with pytest.raises(ObjectiveError, match="Made has no source file"):
+        source_hash(made())
+
+
+def test_paths_in_messages_are_short_below_the_current_directory(write):
+    assert isinstance(write("deep/er/mine.py", "x"), Path)
+    assert _refused("deep/er/mine.py").startswith("deep/er/mine.py:1: NameError")

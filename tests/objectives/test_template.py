@@ -1,0 +1,51 @@
+import optuna
+import pytest
+
+from objectives import ObjectiveError, load_objective
+from objectives.template import write_template
+from objectives.training import Trainer
+
+
+@pytest.mark.parametrize("name", ["my_objective.py", "wine-2.py", "2.py", "objective.py", "with space.py", "class.py"])
+def test_what_init_writes_runs_as_it_is(tmp_path, name):
+    path = tmp_path / name
+    write_template(path)
+    text = path.read_text()
+    assert len(text.splitlines()) <= 50
+    assert f"`hpsearch run {name}`" in text
+    objective = load_objective(str(path))
+    trial = optuna.create_study().ask()
+    config = objective.configure(trial)
+    assert set(trial.params) == {"lr", "weight_decay", "batch_size", "width"}
+    result = Trainer(objective, config, epochs=2, seed=0).fit()
+    assert 0 <= result.best_value <= 1
+
+
+def test_a_short_search_of_it_finds_a_good_model(tmp_path):
+    write_template(tmp_path / "a.py")
+    objective = load_objective(str(tmp_path / "a.py"))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), direction=objective.direction)
+
+    def run(trial):
+        return Trainer(objective, objective.configure(trial), epochs=objective.epochs, seed=0).fit().best_value
+
+    study.optimize(run, n_trials=8)
+    assert study.best_value > 0.95
+
+
+def test_a_file_that_exists_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text("precious")
+    with pytest.raises(ObjectiveError, match=r"^mine.py exists: choose another name, nothing was written$"):
+        write_template(path)
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mine.txt", "must end in .py"), ("nowhere/mine.py", "cannot be written: No such file")]
+)
+def test_a_place_that_does_not_serve_is_refused(tmp_path, name, message):
+    with pytest.raises(ObjectiveError, match=message):
+        write_template(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,76 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from objectives import ObjectiveError
+from objectives.training import TrainConfig
+
+
+def test_a_round_trip_through_json_keeps_every_field():
+    config = TrainConfig(
+        optimizer="sgd",
+        nesterov=True,
+        lr=0.3,
+        warmup_steps=7,
+        clip_grad_norm=None,
+        ema_decay=0.99,
+        patience=3,
+        precision="bf16",
+        model={"widths": [8, 16], "kind": "mlp", "bias": None},
+    )
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert set(config.to_dict()) == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+def test_numbers_become_plain_python_numbers():
+    config = TrainConfig(lr=np.float32(0.5), batch_size=np.int64(8), weight_decay=0)
+    assert (type(config.lr), type(config.batch_size), type(config.weight_decay)) == (float, int, float)
+
+
+def test_the_model_settings_are_a_copy():
+    settings = {"widths": [8]}
+    config = TrainConfig(model=settings)
+    settings["widths"].append(16)
+    assert config.model == {"widths": [8]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": "adam_w"}, "unknown optimizer 'adam_w': did you mean 'adamw' or 'adam'"),
+        ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"lr": 0}, "lr must be above 0, not 0.0"),
+        ({"lr": float("nan")}, "lr must be a finite number, not nan"),
+        ({"lr": "0.1"}, "lr must be a number, not '0.1'"),
+        ({"lr": None}, "lr must be a number, not None"),
+        ({"lr": True}, "lr must be a number, not True"),
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"patience": 0}, "patience must be at least 1, not 0"),
+        ({"patience": 1.5}, "patience must be a whole number or None, not 1.5"),
+        ({"weight_decay": -1}, "weight_decay must be at least 0"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction must be in"),
+        ({"min_lr_fraction": 1.1}, "min_lr_fraction must be in"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0"),
+        ({"deterministic": 1}, "deterministic must be True or False, not 1"),
+        ({"nesterov": True}, "nesterov=True needs optimizer='sgd'"),
+        ({"model": {"width": object()}}, "model must hold plain JSON values"),
+        ({"model": {"width": float("inf")}}, "model must hold plain JSON values"),
+        ({"model": {1: 2}}, "model must hold plain JSON values"),
+        ({"model": [1]}, "model must be a dictionary"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line(values, message):
+    with pytest.raises(ObjectiveError, match=message) as caught:
+        TrainConfig(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name():
+    with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize': did you mean 'batch_size'"):
+        TrainConfig.from_dict({"batchsize": 8})

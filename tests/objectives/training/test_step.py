@@ -1,0 +1,236 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from objectives.training import NonFiniteError, Splits, Standardize, TrainConfig
+from objectives.training.build import build
+from objectives.training.epoch import RunningMetrics, train_epoch, train_step
+from objectives.training.guards import FiniteGuard, Point
+
+POINT = Point(epoch=0, step=0, batch=0, lr=0.1)
+
+
+def _run(objective, epochs=3, **settings):
+    settings = {"warmup_fraction": 0.0, "schedule": "constant", **settings}
+    config = TrainConfig(**settings)
+    return build(objective, config, epochs=epochs, seed=0, split_seed=0, device=torch.device("cpu"))[0]
+
+
+def _step(run, *window):
+    return train_step(run, [torch.tensor(rows) for rows in window], POINT, RunningMetrics(run.metrics))
+
+
+def _weights(run):
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_order_of_one_step(wine, monkeypatch, precision):
+    run = _run(wine, precision=precision, accumulate=2, ema_decay=0.9)
+    calls = []
+
+    def spy(owner, name, label):
+        original = getattr(owner, name)
+
+        def called(*args, **kwargs):
+            calls.append(label)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, called)
+
+    spy(run.optimizer, "zero_grad", "zero_grad")
+    spy(run.model, "forward", "forward")
+    spy(run.loss, "forward", "loss")
+    spy(run.precision, "backward", "backward")
+    spy(run.precision.scaler, "unscale_", "unscale")
+    spy(nn.utils, "clip_grad_norm_", "clip")
+    spy(run.guard, "check", "guard")
+    spy(run.optimizer, "step", "step")
+    spy(run.schedule, "step", "schedule")
+    spy(run.ema, "update_parameters", "average")
+    _step(run, [0, 1], [2, 3])
+    forward = ["forward", "loss", "backward"]
+    assert calls == [
+        "zero_grad",
+        *forward,
+        *forward,
+        "unscale",
+        "clip",
+        "guard",
+        "step",
+        "schedule",
+        "average",
+    ]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_accumulated_micro_batches_equal_one_batch(objective_with, reduction):
+    objective = objective_with(loss=lambda *_: nn.CrossEntropyLoss(reduction=reduction))
+    rows = list(range(40))
+    whole, parts = (_run(objective, optimizer="sgd", lr=0.5, clip_grad_norm=0.1) for _ in range(2))
+    loss, norm = _step(whole, rows)
+    others = _step(parts, rows[:16], rows[16:32], rows[32:])  # the last micro-batch is shorter
+    torch.testing.assert_close(torch.stack([loss, norm]), torch.stack(others))
+    torch.testing.assert_close(_weights(parts), _weights(whole))
+
+
+def test_an_epoch_of_accumulated_steps_equals_large_batches_tail_included(wine):
+    settings = {"optimizer": "sgd", "lr": 0.1, "drop_last": False}
+    large = _run(wine, batch_size=32, **settings)  # 106 samples: the tail has 10
+    small = _run(wine, batch_size=8, accumulate=4, **settings)
+    scores = [train_epoch(run, 0) for run in (large, small)]
+    assert large.step == small.step == 4
+    torch.testing.assert_close(_weights(small), _weights(large))
+    assert scores[0].scores == pytest.approx(scores[1].scores, rel=1e-5)
+    assert scores[0].samples == scores[1].samples == 106
+
+
+def test_the_gradient_is_clipped_and_its_true_norm_returned(wine):
+    run = _run(wine, optimizer="sgd", momentum=0.0, lr=1.0, weight_decay=0.0, clip_grad_norm=1e-3)
+    before = _weights(run)
+    _, norm = _step(run, range(30))
+    assert norm > 0.1
+    assert float((_weights(run) - before).norm()) == pytest.approx(1e-3, rel=1e-3)
+    free = _run(wine, optimizer="sgd", momentum=0.0, lr=1.0, weight_decay=0.0, clip_grad_norm=None)
+    _, unclipped = _step(free, range(30))
+    assert unclipped == norm
+    assert float((_weights(free) - before).norm()) == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_bf16_runs_without_a_scaler_and_the_loss_is_in_fp32(objective_with):
+    seen = []
+
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            seen.append(output.dtype)
+            return super().forward(output, target)
+
+    run = _run(objective_with(loss=lambda *_: Loss()), precision="bf16")
+    types = []
+    run.model[1][0].register_forward_hook(lambda _m, _i, output: types.append(output.dtype))
+    _step(run, range(8))
+    assert types == [torch.bfloat16]
+    assert set(seen) == {torch.float32}
+    assert not run.precision.scaled
+    assert all(p.dtype == torch.float32 for p in run.model.parameters())
+
+
+def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
+    run = _run(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
+    _step(run, range(8))
+    handle = run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    before = (_weights(run), run.schedule.last_epoch, int(run.ema.n_averaged), run.precision.scaler.get_scale())
+    state = {k: v["exp_avg"].clone() for k, v in run.optimizer.state_dict()["state"].items()}
+    _step(run, range(8))
+    assert torch.equal(_weights(run), before[0])
+    assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
+    assert (run.schedule.last_epoch, int(run.ema.n_averaged)) == before[1:3]
+    assert run.precision.scaler.get_scale() == before[3] / 2
+    assert run.guard.skipped == 1
+    handle.remove()
+    _step(run, range(8))
+    assert run.guard.skipped == 0
+    assert run.schedule.last_epoch == before[1] + 1
+    assert not torch.equal(_weights(run), before[0])
+
+
+def test_skipping_without_end_is_a_divergence(wine):
+    run = _run(wine, precision="fp16")
+    run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    for _ in range(9):
+        _step(run, range(8))
+    with pytest.raises(NonFiniteError, match="10 steps in a row had an infinite gradient"):
+        _step(run, range(8))
+
+
+def test_fp16_learns(wine):
+    run = _run(wine, precision="fp16", lr=0.02, batch_size=16)
+    losses = [train_epoch(run, epoch).scores["loss"] for epoch in range(6)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+class _Poisoned(nn.Module):
+    """A loss that becomes NaN at one call, or whose gradient does."""
+
+    def __init__(self, at, gradient=False):
+        super().__init__()
+        self.at, self.gradient, self.calls = at, gradient, 0
+
+    def forward(self, output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        if output.requires_grad:
+            self.calls += 1
+            if self.calls == self.at and self.gradient:
+                output.register_hook(lambda grad: grad * math.nan)
+            elif self.calls == self.at:
+                return loss * math.nan
+        return loss
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_non_finite_step_ends_the_epoch_before_the_optimizer(objective_with, gradient):
+    run = _run(objective_with(loss=lambda *_: _Poisoned(9, gradient)), batch_size=16, lr=0.25)
+    train_epoch(run, 0)  # 6 steps
+    weights = []
+    original = run.guard.check
+    run.guard.check = lambda *args, **kwargs: (weights.append(_weights(run)), original(*args, **kwargs))
+    with pytest.raises(NonFiniteError) as caught:
+        train_epoch(run, 1)
+    error = caught.value
+    assert (error.epoch, error.step, error.batch, error.lr) == (1, 8, 2, 0.25)
+    assert math.isnan(error.grad_norm)
+    what = "gradient norm is nan" if gradient else "loss is nan"
+    assert str(error) == f"{what} at epoch 1, step 8, batch 2: learning rate 0.25, gradient norm nan"
+    assert torch.equal(_weights(run), weights[-1]), "the bad step was not taken"
+    assert bool(torch.isfinite(_weights(run)).all())
+
+
+def test_on_an_accelerator_steps_are_checked_together_and_the_first_bad_one_is_named():
+    guard = FiniteGuard(torch.device("cuda"), every=4)  # the guard itself touches no device
+    for step in range(3):
+        loss = torch.tensor(math.inf if step == 1 else 1.0)
+        guard.check(Point(0, step, step, 0.1), loss, torch.tensor(2.0), scaled=False)
+    with pytest.raises(NonFiniteError, match="loss is inf at epoch 0, step 1, batch 1"):
+        guard.check(Point(0, 3, 3, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
+    guard.check(Point(1, 4, 0, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
+    with pytest.raises(NonFiniteError, match="loss is nan at epoch 1, step 4"):
+        guard.flush()
+    guard.flush()
+
+
+def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_with):
+    def model(_self, _config, train):
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    run = _run(objective_with(model=model), ema_decay=0.5, lr=0.05)
+    _step(run, range(20))
+    expected = run.model[1].weight.detach().clone()
+    for count in range(1, 4):
+        _step(run, range(20 * count, 20 * count + 20))
+        decay = min(0.5, (1 + count) / (10 + count))
+        expected = decay * expected + (1 - decay) * run.model[1].weight.detach()
+    torch.testing.assert_close(run.judged[1].weight, expected)
+    assert run.judged is not run.model
+    assert torch.equal(run.judged[2].running_mean, run.model[2].running_mean)
+    assert torch.equal(run.judged[0].mean, run.model[0].mean)
+
+
+def test_running_metrics_are_those_of_all_samples(wine):
+    run = _run(wine, batch_size=8, lr=1e-12, drop_last=False, weight_decay=0.0)
+    trained = train_epoch(run, 0)
+    output = run.model(run.train.x)
+    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.train.y)), rel=1e-4)
+    expected = float((output.detach().argmax(1) == run.train.y).double().mean())
+    assert trained.scores["accuracy"] == pytest.approx(expected)
+
+
+def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
+    def data(_self, seed):
+        torch.manual_seed(seed)
+        return Splits.make(torch.randn(30, 13), torch.arange(30) % 3, seed=seed)
+
+    run = _run(objective_with(data=data), batch_size=64)
+    assert train_epoch(run, 0).samples == 18

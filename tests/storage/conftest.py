@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_PROBE = "import subprocess, sys, storage; subprocess.run([sys.executable, '-c', 'import storage'], check=True)"
+
+
+@dataclass
+class OrdinaryUser:
+    """A user other than root, as whom commands can be run."""
+
+    uid: int
+    gid: int
+    prefix: Sequence[str]
+
+    def own(self, path: Path) -> Path:
+        """Make a folder of this user's."""
+        path.mkdir(parents=True)
+        os.chown(path, self.uid, self.gid)
+        return path
+
+    def python(self, code: str, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code with an environment of a new login."""
+        return subprocess.run(
+            [*self.prefix, sys.executable, "-c", code, *map(str, arguments)],
+            env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **env},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture
+def ordinary_user() -> OrdinaryUser:
+    """The user nobody, where the tests run as root."""
+    if os.geteuid() != 0:
+        pytest.skip("takes root to become another user")
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("setpriv (util-linux) is not installed")
+    nobody = pwd.getpwnam("nobody")
+    switch = [setpriv, f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
+    # Where the interpreter lies in a folder of root's, as pyenv's does: the right to read, and to write nowhere.
+    read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    for prefix in (switch, [*switch, *read]):
+        user = OrdinaryUser(nobody.pw_uid, nobody.pw_gid, prefix)
+        if user.python(_PROBE).returncode == 0:
+            return user
+    pytest.skip("the user nobody cannot run this interpreter")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from storage.errors import StorageError
+from storage.home import home_dir, private_folder
+
+if TYPE_CHECKING:
+    from tests.storage.conftest import OrdinaryUser
+
+_SHOW = "from storage.home import home_dir; print(home_dir())"
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_argument_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "variable"))
+    assert home_dir() == tmp_path / "variable"
+    assert home_dir(str(tmp_path / "argument")) == tmp_path / "argument"
+
+
+def test_it_is_made_with_its_parents_for_its_owner_alone(tmp_path: Path) -> None:
+    home = home_dir(str(tmp_path / "with spaces" / ("long" * 50) / "home"))
+    # Root's may be passed through: its Postgres runs as somebody else.
+    assert _mode(home) == (0o711 if os.geteuid() == 0 else 0o700)
+    assert _mode(private_folder(home / "a" / "b")) == 0o700
+
+
+def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    assert home_dir(str(tmp_path)) == tmp_path
+    assert _mode(tmp_path) == 0o750
+
+
+def test_a_relative_path_and_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    assert home_dir("here") == tmp_path / "here"
+    assert home_dir("~/mine") == tmp_path / "user" / "mine"
+    with pytest.raises(StorageError, match="unknown user"):
+        home_dir("~nobody-of-this-name/mine")
+
+
+@pytest.mark.parametrize("value", ["file/home", "file", "/proc/1/home", "a\0b"])
+def test_a_place_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"^HPSEARCH_HOME ") as raised:
+        home_dir(value)
+    assert "set HPSEARCH_HOME to a folder that you may write to" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_ordinary_user_gets_the_data_directory(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+    login = ordinary_user.own(open_folder / "login")
+    shown = ordinary_user.python(_SHOW, HOME=str(login))
+    assert shown.stdout.strip() == str(login / ".local/share/hpsearch")
+
+
+def test_an_ordinary_user_gets_no_folder_of_others(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+    roots = open_folder / "roots"
+    roots.mkdir()
+    shown = ordinary_user.python(_SHOW, HPSEARCH_HOME=str(roots))
+    assert f"HPSEARCH_HOME '{roots}' is not writable for this user" in shown.stderr
+    shared = ordinary_user.own(open_folder / "shared")
+    (shared / "stack.json").touch()
+    shown = ordinary_user.python(_SHOW, HPSEARCH_HOME=str(shared))
+    assert "belongs to another user (uid 0)" in shown.stderr

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from storage.errors import StorageError
+from storage.urls import build, normalise, redact
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("postgres://u:p@h/db", "postgresql+psycopg2://u:p@h/db"),
+        ("postgresql://u:p@h:5432/db?sslmode=require", "postgresql+psycopg2://u:p@h:5432/db?sslmode=require"),
+        ("postgresql+psycopg://u@h/db", "postgresql+psycopg2://u@h/db"),
+        ("postgresql+psycopg2://u:a%40b%2F@h/db", "postgresql+psycopg2://u:a%40b%2F@h/db"),
+        ("postgresql://u:p@[::1]:5432/db", "postgresql+psycopg2://u:p@[::1]:5432/db"),
+        (" postgresql:///db?host=/run/postgresql ", "postgresql+psycopg2:///db?host=%2Frun%2Fpostgresql"),
+    ],
+)
+def test_every_spelling_becomes_one(given: str, normal: str) -> None:
+    assert normalise(given) == normal
+    assert normalise(normal) == normal
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "sqlite:///secret.db",
+        "mysql://u:secret@h/db",
+        "mysql+pymysql://u:secret@h/db",
+        "journal.log",
+        "redis://u:secret@h",
+        "",
+        "postgresql://u:secret@h",
+        "postgresql://u:secret@h/",
+        "postgresql://u:secret@h:port/db",
+        "postgresql://u:sec@ret/secret@h:port/db",
+    ],
+)
+def test_anything_else_is_refused_without_its_password(given: str) -> None:
+    with pytest.raises(StorageError) as raised:
+        normalise(given, setting="--here")
+    message = str(raised.value)
+    assert message.startswith("--here")
+    assert "\n" not in message
+    assert "postgresql://USER:PASSWORD@HOST" in message
+    if "@" in given:
+        assert "secret" not in message
+        assert "sec@" not in message
+
+
+def test_redact_keeps_all_but_the_password() -> None:
+    assert redact("postgresql://u:s@cr/et@h:1/db?x=1") == "postgresql://u:***@h:1/db?x=1"
+    assert redact("postgresql://u@h/db?password=secret&x=1") == "postgresql://u@h/db?password=***&x=1"
+    assert redact("postgresql://h/db") == "postgresql://h/db"
+    assert redact("no url") == "no url"
+
+
+def test_build_escapes_what_it_is_given() -> None:
+    from sqlalchemy.engine import make_url
+
+    url = make_url(build(user="a b", password="p@/:#?%&", host="::1", port=5, database="d", query="sslmode=disable"))
+    assert (url.username, url.password, url.host, url.port, url.database) == ("a b", "p@/:#?%&", "::1", 5, "d")
+    assert url.query == {"sslmode": "disable"}
