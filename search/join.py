@@ -19,7 +19,7 @@ from search.study import RUN_ID, TRACKING_URI, load_study
 from search.worker import Worker, worker_name
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
-from storage.tracking import Tracking, check_server
+from storage.tracking import check_server
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def join_study(
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
     check_server(uri)
     objective = load_objective(study.spec.objective)
-    tracking = Tracking(uri)
+    tracking = services.open_tracking(uri)
     locks = AdvisoryLocks(services.storage_url, application_name=f"{application} locks")
     try:
         if RUN_ID not in study.attrs:

@@ -23,12 +23,11 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
         SearchError: a setting is wrong or differs from the stored spec.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    assert services.tracking_uri is not None
     storage = open_storage(services.storage_url, application_name="hpsearch run")
     locks = AdvisoryLocks(services.storage_url, application_name="hpsearch run locks")
     try:
         handle, created = create_or_join(storage, locks, settings, objective)
-        tracking = Tracking(services.tracking_uri)
+        tracking = services.open_tracking()
         with locks.study(handle.study_id):
             ensure_parent_run(handle, tracking)
             handle.set_attr(STARTED_AT, time.time())

@@ -92,7 +92,8 @@ class LiveView:
             ("study ", "dim"), (self._spec.name, "bold"), ("  objective ", "dim"), self._spec.objective,
             ("  elapsed ", "dim"), elapsed,
         )  # fmt: skip
-        bar = ProgressBar(total=self._spec.n_trials, completed=progress.finished, width=40)
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=self._spec.n_trials, completed=progress.finished, width=60))
         workers = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("worker", "state", "trial", "epoch", self._spec.metric):
             workers.add_column(column, justify="left" if column in {"worker", "state"} else "right")

@@ -20,7 +20,6 @@ from search.study import RUN_ID, StudyHandle
 from search.summary import summarise, summary_lines
 from storage.progress import Progress, read_progress
 from storage.studies import engine_of
-from storage.tracking import Tracking
 
 _POLL = 0.5  # seconds
 
@@ -108,10 +107,9 @@ def _finish(
 ) -> int:
     """Tell MLflow and the dashboard what came of it, write the report, print the summary."""
     summary = summarise(handle)
-    assert services.tracking_uri is not None
     report: Path | None = None
     try:
-        tracking = Tracking(services.tracking_uri)
+        tracking = services.open_tracking()
         close_study(handle, summary, tracking)
         report = report_path(services, handle)
         write_report(handle, report, dashboard_url=services.dashboard_url)

@@ -11,8 +11,12 @@ from search.errors import SearchError
 from storage import stack
 from storage.connect import check_database
 from storage.home import home_dir
-from storage.tracking import check_server
+from storage.tracking import Tracking, check_server
 from storage.urls import normalise
+
+# Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
+DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
+MLFLOW_UI_URL = "HPSEARCH_MLFLOW_UI_URL"
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,12 @@ class Services:
     storage_url: str
     tracking_uri: str | None
     dashboard_url: str | None
+
+    def open_tracking(self, uri: str | None = None) -> Tracking:
+        """Return the tracking server, by default the one that was given."""
+        address = uri or self.tracking_uri
+        assert address is not None
+        return Tracking(address, ui_url=os.environ.get(MLFLOW_UI_URL))
 
 
 def find_services(
@@ -55,4 +65,4 @@ def find_services(
     check_database(url)
     if tracking_uri is not None:
         check_server(tracking_uri)
-    return Services(directory, url, tracking_uri, os.environ.get("HPSEARCH_DASHBOARD_URL"))
+    return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL))

@@ -80,9 +80,15 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
 
 
 class Tracking:
-    """The tracking server and the one experiment in it that holds all studies."""
+    """The tracking server and the one experiment in it that holds all studies.
 
-    def __init__(self, uri: str, *, experiment: str = EXPERIMENT) -> None:
+    Args:
+        uri: the server's address.
+        experiment: the experiment's name; made if there is none.
+        ui_url: where browsers reach the server, for links; `uri` unless given.
+    """
+
+    def __init__(self, uri: str, *, experiment: str = EXPERIMENT, ui_url: str | None = None) -> None:
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
         import mlflow
@@ -90,6 +96,7 @@ class Tracking:
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         mlflow.set_tracking_uri(uri)
         self.uri = uri.rstrip("/")
+        self._ui_url = (ui_url or uri).rstrip("/")
         self.client: MlflowClient = mlflow.MlflowClient(tracking_uri=uri)
         self.experiment_id = self._experiment(experiment)
         mlflow.set_experiment(experiment_id=self.experiment_id)  # where logged models go
@@ -116,7 +123,7 @@ class Tracking:
 
     def run_url(self, run_id: str) -> str:
         """Return the page of a run in the MLflow UI, in the view that has models and their "Register model"."""
-        return f"{self.uri}/#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
+        return f"{self._ui_url}/#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
     def study_run(self, study_name: str, study_id: int, *, params: Mapping[str, object], known: str | None) -> str:
         """Return the id of the study's parent run, creating it if need be; call it under the study's lock.

@@ -33,7 +33,7 @@ def report(
     from search.run import report_path
     from search.study import RUN_ID, TRACKING_URI, load_study
     from search.summary import summarise
-    from storage.tracking import Tracking, check_server
+    from storage.tracking import check_server
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)
@@ -46,6 +46,6 @@ def report(
     uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
     if uri is not None and RUN_ID in handle.attrs:
         check_server(uri)
-        tracking = Tracking(uri)
+        tracking = services.open_tracking(uri)
         close_study(handle, summarise(handle), tracking)
         tracking.log_file(str(handle.attrs[RUN_ID]), path)

@@ -1,0 +1,102 @@
+"""The pages as a person sees them, in a headless Chromium of the system's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.e2e.support import Cli, Search
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.e2e,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
+]
+
+# Quiet: no calls home, no sandbox of its own (which root may not have).
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+PATIENCE = 30_000  # ms
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.set_default_timeout(PATIENCE)
+        yield page
+        browser.close()
+
+
+def keep(page: Page, name: str) -> None:
+    """Keep a screenshot in the folder that SCREENSHOTS names, for a person to look at."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def address(search: Search, what: str) -> str:
+    line = next(line for line in search.output.splitlines() if line.startswith(what))
+    return line.split()[-1]
+
+
+def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Search) -> None:
+    page.goto(address(search, "Optuna dashboard"))
+    expect(page.get_by_text(search.name).first).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_text("Best Trial").first).to_be_visible(timeout=PATIENCE)
+    best = search.study.best_trial
+    expect(page.get_by_text(f"Best Trial (number={best.number})").first).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_text(str(best.value)).first).to_be_visible(timeout=PATIENCE)
+    keep(page, "dashboard")
+
+
+def test_the_dashboards_note_leads_to_mlflow(page: Page, search: Search) -> None:
+    page.goto(address(search, "Optuna dashboard") + "/note")
+    page.get_by_role("link", name="The study in MLflow").click()
+    page.wait_for_url(f"**/runs/{search.parent}*")
+    expect(page.get_by_role("heading", name=search.name)).to_be_visible(timeout=PATIENCE)
+
+
+def test_the_parent_run_shows_the_best_value_and_its_children(page: Page, search: Search) -> None:
+    page.goto(address(search, "MLflow, study"))
+    expect(page.get_by_role("heading", name=search.name)).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_role("link", name=f"{search.name}-0011")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_text("best_val_accuracy").first).to_be_visible(timeout=PATIENCE)
+    shown = page.get_by_text(f"{search.study.best_value:.6f}"[:7])
+    expect(shown.first).to_be_visible(timeout=PATIENCE)
+    keep(page, "mlflow-study")
+
+
+def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
+    best = search.study.best_trial
+    page.goto(address(search, "MLflow, best trial"))
+    # The table of logged models; the same name beside each metric only opens a note.
+    page.locator("[role=gridcell] a", has_text=f"{search.name}-trial-{best.number}").first.click()
+    expect(page.get_by_role("button", name="Register model").first).to_be_visible(timeout=PATIENCE)
+    keep(page, "mlflow-model")
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 1000})
+    page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
+    expect(page.locator(".plotly-graph-div .main-svg").first).to_be_visible(timeout=PATIENCE)
+    assert page.locator(".plotly-graph-div").count() == 4
+    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
+    keep(page, f"report-{width}")
