@@ -25,7 +25,7 @@ class BreastCancer(Objective):
     """
 
     name: ClassVar[str] = "breast_cancer"
-    metric: ClassVar[str] = "auroc"
+    metric = "auroc"
     epochs: ClassVar[int] = 30
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:

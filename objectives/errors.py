@@ -37,24 +37,26 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def blame(error: BaseException, preferred: Path | None = None) -> str:
+def blame(error: BaseException, file: Path | None = None) -> str:
     """`my_objective.py:12: NameError: name 'x' is not defined`: an error with the user's file and line.
 
-    The line is the deepest frame in `preferred`, else the deepest one that is neither this package nor a library.
+    The line is that of the deepest frame in `file`, or in any file that is neither this package nor a library.
     """
-    what = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    mine = [frame for frame in frames if preferred and Path(frame[0]).resolve() == preferred.resolve()]
-    theirs = mine or [frame for frame in frames if _is_users(frame[0])]
-    return f"{shown(theirs[-1][0])}:{theirs[-1][1]}: {what}" if theirs else what
+    what = f"{type(error).__name__}: {_first_line(error)}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users(frame.filename, file):
+            return f"{shown(frame.filename)}:{frame.lineno}: {what}"
+    return what
 
 
-def _is_users(filename: str) -> bool:
+def _is_users(filename: str, file: Path | None) -> bool:
     if filename.startswith("<"):
         return False
     path = Path(filename).resolve()
+    if file is not None and path == file.resolve():
+        return True
     return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, _OWN))
 
 
@@ -68,15 +70,11 @@ def users_code(what: str) -> Iterator[None]:
     """Turns any error of the objective's own code into an ObjectiveError that names its file and line."""
     try:
         yield
-    except (ObjectiveError, MemoryError):
+    except ObjectiveError:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        from objectives.training.guards import is_out_of_memory  # torch is there by now
+
+        if is_out_of_memory(error):
             raise
         raise ObjectiveError(f"{what}: {blame(error)}") from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    from objectives.training.guards import is_out_of_memory
-
-    return is_out_of_memory(error)

@@ -141,13 +141,13 @@ def _import_module(name: str) -> ModuleType:
 
 
 @contextmanager
-def _telling_import_errors(preferred: Path | None) -> Iterator[None]:
+def _telling_import_errors(file: Path | None) -> Iterator[None]:
     try:
         yield
     except ObjectiveError:
         raise
     except (Exception, SystemExit) as error:
-        raise ObjectiveError(blame(error, preferred)) from error
+        raise ObjectiveError(blame(error, file)) from error
 
 
 def _search_also(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, nearest
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
     from torch import nn
@@ -38,8 +38,8 @@ class Objective(ABC):
     """
 
     name: ClassVar[str] = ""
-    metric: ClassVar[str] = "accuracy"
-    direction: ClassVar[Literal["maximize", "minimize"]] = "maximize"
+    metric: str = "accuracy"
+    direction: Literal["maximize", "minimize"] = "maximize"
     epochs: ClassVar[int] = 20
     n_trials: ClassVar[int] = 24
 
@@ -80,6 +80,21 @@ class Objective(ABC):
         from objectives.training.metrics import metrics_for
 
         return metrics_for(self.metric, train)
+
+    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+        """Optimise another metric than the class names, as a study may say.
+
+        Raises:
+            ObjectiveError: the built-in sets have no such metric, or it is better the other way round.
+        """
+        from objectives.training.metrics import DIRECTIONS
+
+        if type(self).metrics is Objective.metrics:
+            if metric not in DIRECTIONS:
+                raise ObjectiveError(f"unknown metric {metric!r}: {nearest(metric, list(DIRECTIONS))}")
+            if direction != DIRECTIONS[metric]:
+                raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
+        self.metric, self.direction = metric, direction
 
     def default_config(self) -> TrainConfig:
         """A configuration that is a fair start without any search."""

@@ -45,6 +45,7 @@ def join_study(
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
     check_server(uri)
     objective = load_objective(study.spec.objective)
+    objective.judge_by(study.spec.metric, study.spec.direction)
     tracking = services.open_tracking(uri)
     locks = AdvisoryLocks(services.storage_url, application_name=f"{application} locks")
     try:

@@ -10,7 +10,7 @@ import optuna
 from objectives import Objective, load_objective
 from objectives.loading import objective_reference
 from search.services import Services
-from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, create_or_join
+from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
 from storage.tracking import Tracking
@@ -67,4 +67,8 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective
     """
     reference = str(settings["objective"])
     objective = load_objective(reference)
-    return {**settings, "objective": objective_reference(reference)}, objective
+    settings = {**settings, "objective": objective_reference(reference)}
+    if "metric" in settings or "direction" in settings:
+        whole = complete_settings(settings, objective)
+        objective.judge_by(whole["metric"], whole["direction"])
+    return settings, objective

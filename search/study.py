@@ -10,6 +10,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from objectives import Objective
+from objectives.training.metrics import DIRECTIONS
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
@@ -56,10 +57,12 @@ class StudyHandle:
 
 def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
+    metric = settings.get("metric", objective.metric)
+    own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     defaults = {
         "name": objective.name,
-        "metric": objective.metric,
-        "direction": objective.direction,
+        "metric": metric,
+        "direction": own_way,
         "epochs": objective.epochs,
         "n_trials": objective.n_trials,
     }

@@ -15,7 +15,7 @@ import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
-from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, TrainConfig, Trainer
+from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
 from search.study import RUN_ID, STARTED_AT, StudyHandle
@@ -143,11 +143,7 @@ class Worker:
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
         try:
-            config = self._objective.suggest(trial)
-            if not isinstance(config, TrainConfig):
-                raise ObjectiveError(
-                    f"{type(self._objective).__name__}.suggest returned {type(config).__name__}, not a TrainConfig"
-                )
+            config = self._objective.configure(trial)
             tracked.open()
             session = TrialSession(
                 run_dir,

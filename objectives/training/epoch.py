@@ -71,13 +71,14 @@ def train_step(run: Run, window: Sequence[Tensor], point: Point, running: Runnin
     total = torch.zeros((), dtype=torch.float32, device=run.device)
     run.optimizer.zero_grad(set_to_none=True)
     for rows in window:
-        batch = run.train.take(rows.to(run.device))
+        rows = rows.to(run.device)  # noqa: PLW2901
+        x, y = run.train.x[rows], run.train.y[rows]
         with run.precision.autocast():
-            output = run.model(batch.x)
-        loss = summed(run.loss, output, batch.y)
+            output = run.model(x)
+        loss = summed(run.loss, output, y)
         run.precision.backward(loss / size)
         total += loss.detach()
-        running.add(output.detach(), batch.y)
+        running.add(output.detach(), y)
     norm = run.precision.unscale_and_clip(run.optimizer, run.config.clip_grad_norm)
     run.guard.check(point, total / size, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)

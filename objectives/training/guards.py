@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from objectives.errors import ObjectiveError
+
 if TYPE_CHECKING:
     from objectives.training.config import TrainConfig
 
@@ -58,15 +60,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def telling_out_of_memory(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Raises a DeviceMemoryError in place of any out-of-memory error."""
+def told_apart(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Raises errors of the configuration in place of torch's general ones.
+
+    Raises:
+        DeviceMemoryError: memory ran out.
+        ObjectiveError: an operation has no deterministic kernel, and the configuration asks for it.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        lines = str(error).strip().splitlines() or ["no detail"]
-        raise DeviceMemoryError(config, device, lines[0]) from error
+        first = (str(error).strip().splitlines() or ["no detail"])[0]
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(config, device, first) from error
+        operation, found, _ = first.partition(" does not have a deterministic implementation")
+        if found:
+            raise ObjectiveError(f"{operation}{found}: set deterministic=False in the TrainConfig") from error
+        raise
 
 
 class Point(NamedTuple):

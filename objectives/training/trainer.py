@@ -13,7 +13,7 @@ from objectives.errors import ObjectiveError
 from objectives.training.build import build
 from objectives.training.config import TrainConfig
 from objectives.training.epoch import train_epoch
-from objectives.training.guards import NonFiniteError, telling_out_of_memory
+from objectives.training.guards import NonFiniteError, told_apart
 from objectives.training.reproducibility import reproducible, set_seed
 from objectives.training.result import FitResult, conclude
 from objectives.training.resume import restore
@@ -63,7 +63,9 @@ class Trainer:
             run_dir = session.run_dir
         self.objective, self.config, self.epochs = objective, config, epochs
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
-        self.session: Session | None = session or (LocalSession(run_dir) if run_dir else None)
+        if session is None and run_dir is not None:
+            session = LocalSession(run_dir)
+        self.session = session
         self.files = RunDir(run_dir)
         self.device = _device(device)
 
@@ -71,12 +73,13 @@ class Trainer:
         """Trains until the budget or the patience is spent, or the session ends it.
 
         Raises:
-            ObjectiveError: the objective or its data are wrong: found before training.
+            ObjectiveError: the objective or its data are wrong: found before training. Or an operation has no
+                deterministic kernel, or the session's checkpoint is of another run.
             NonFiniteError: the loss, its gradient or a validation number is NaN or infinite.
             DeviceMemoryError: the configuration does not fit the device.
         """
         switches = reproducible(deterministic=self.config.deterministic)
-        with switches, self.files.logging(), telling_out_of_memory(self.config, self.device):
+        with switches, self.files.logging(), told_apart(self.config, self.device):
             run = self._build()
             verdict = self._start(run)
             while verdict is Verdict.CONTINUE and not run.finished:

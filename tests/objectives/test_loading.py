@@ -147,6 +147,13 @@ def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, 
     assert _refused(reference).startswith(message), "a second try says the same"
 
 
+def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("objectives.errors._LIBRARIES", (tmp_path,))
+    write("deeper.py", "def f():\n    raise KeyError('x')\n")
+    write("mine.py", "import deeper\n\ndeeper.f()\n")
+    assert _refused("mine:Mine") == "mine.py:3: KeyError: 'x'"
+
+
 def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
     path = write("mine.py", "x\n")
     monkeypatch.chdir("/usr")

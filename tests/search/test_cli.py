@@ -48,6 +48,7 @@ BAD = [
     (["run", "digits", "--pruner-option", "n_warmup_steps"], ["--pruner-option", "KEY=VALUE"]),
     (["run", "digits", "--pruner", "hyperband", "--pruner-option", "max_resource=auto"], ["max_resource", "'auto'"]),
     (["run", "digits", "--metric", "accurcy"], ["'accurcy'", "accuracy"]),
+    (["run", "digits", "--metric", "loss", "--direction", "maximize"], ["direction", "'maximize'", "'minimize'"]),
     (["run", "--spec", "nowhere.toml"], ["--spec", "nowhere.toml", "No such file"]),
     (["run", "digits", "--storage-url", "sqlite:///x.db", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
     (["run", "digits", "--storage-url", "postgresql://u@127.0.0.1:1/x"], ["--tracking-uri"]),
@@ -61,7 +62,7 @@ BAD = [
             "--tracking-uri",
             "http://127.0.0.1:1",
         ],
-        ["--storage-url", "127.0.0.1", "refused"],
+        ["--storage-url", "127.0.0.1:1", "Postgres"],
     ),
     (["worker"], ["--study"]),
     (["rnu"], ["'rnu'", "'run'"]),
@@ -186,5 +187,15 @@ def test_the_readme_has_every_flag_and_variable() -> None:
                 assert f"`{variable}`" in readme, f"{variable} is not in the README"
     for source in [*(ROOT / "search").rglob("*.py"), *(ROOT / "storage").rglob("*.py"), ROOT / "hpsearch"]:
         for variable in re.findall(r"\"(HPSEARCH_[A-Z_]+)\"", source.read_text()):
-            if variable != "HPSEARCH_FLEET_PID":  # between a fleet and its own workers
+            if variable not in {"HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}:  # between processes of ours
                 assert f"`{variable}`" in readme, f"{variable} of {source.name} is not in the README"
+
+
+def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
+    from objectives import load_objective
+    from search.study import complete_settings
+
+    digits = load_objective("digits")
+    assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"
+    by_loss = complete_settings({"objective": "digits", "metric": "loss"}, digits)
+    assert (by_loss["metric"], by_loss["direction"]) == ("loss", "minimize")

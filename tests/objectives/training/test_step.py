@@ -137,6 +137,18 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     assert not torch.equal(_weights(run), before[0])
 
 
+def test_the_state_of_loss_scaling_is_kept(wine):
+    run = _run(wine, precision="fp16")
+    run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    for _ in range(3):
+        _step(run, range(8))
+    state = {**run.state_dict(), "best": {}, "history": []}
+    other = _run(wine, precision="fp16")
+    other.load_state_dict(state)
+    assert other.precision.scaler.get_scale() == run.precision.scaler.get_scale() == 65536 / 8
+    assert other.guard.skipped == 3
+
+
 def test_skipping_without_end_is_a_divergence(wine):
     run = _run(wine, precision="fp16")
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))

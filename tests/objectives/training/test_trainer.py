@@ -22,6 +22,7 @@ from objectives.training import (
     checkpoint,
     evaluate,
 )
+from objectives.training.build import build
 from objectives.training.plots import curves
 
 
@@ -141,6 +142,14 @@ def test_a_local_run_keeps_checkpoints_in_its_directory(wine, tmp_path):
         assert part in state
 
 
+def test_a_new_run_in_an_old_directory_keeps_no_old_numbers(wine, tmp_path):
+    for lr in (0.1, 0.001):  # these sessions restore nothing
+        result = _fit(wine, TrainConfig(lr=lr), session=Memory(), run_dir=tmp_path, epochs=2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["val_loss"] for line in lines] == [record.metrics["val_loss"] for record in result.history]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["config"]["lr"] == 0.001
+
+
 def test_nothing_is_written_without_a_place(wine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = _fit(wine)
@@ -188,6 +197,31 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(wine):
     assert losses(seed=1) != first
     assert losses(seed=1, split_seed=0) != first
     assert _fit(wine, seed=1, split_seed=0).split_hash == _fit(wine).split_hash != _fit(wine, seed=1).split_hash
+
+
+def test_initial_weights_follow_the_seed_and_the_split_the_study(wine):
+    def built(seed, split_seed):
+        config, cpu = TrainConfig(), torch.device("cpu")
+        run, _ = build(wine, config, epochs=1, seed=seed, split_seed=split_seed, device=cpu)
+        return run.model[1][0].weight, run.identity["split_hash"]
+
+    def same(one, other):
+        return torch.equal(one[0], other[0]), one[1] == other[1]
+
+    assert same(built(0, 0), built(0, 0)) == (True, True)
+    assert same(built(0, 0), built(0, 1)) == (True, False)
+    assert same(built(0, 0), built(1, 0)) == (False, True)
+
+
+def test_data_that_draws_from_a_global_generator_is_split_the_same(objective_with):
+    def data(_self, _seed):
+        order = torch.randperm(60).numpy() + np.random.permutation(60)
+        return Splits.make(np.zeros((60, 13)) + order[:, None], np.arange(60) % 3, seed=random.randrange(1000))
+
+    objective = objective_with(data=data)
+    first = _fit(objective, epochs=1, split_seed=2)
+    torch.rand(1), np.random.rand(), random.random()
+    assert _fit(objective, epochs=1, split_seed=2, seed=9).split_hash == first.split_hash
 
 
 def test_the_process_keeps_its_random_state_and_switches(wine):
@@ -262,6 +296,33 @@ def test_too_little_memory_is_told_apart_with_the_configuration(objective_with):
     with pytest.raises(DeviceMemoryError, match="out of memory on cpu with batch_size 16 and model") as caught:
         _fit(objective_with(model=model), config)
     assert caught.value.config is config
+
+
+def test_an_operation_without_a_deterministic_kernel_is_told_with_the_setting(objective_with):
+    class Puts(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            if self.training:  # evaluation runs first and would name it as well
+                output.clone().put_(torch.tensor([0]), torch.tensor([0.0]))
+            return output
+
+    objective = objective_with(model=lambda *_: Puts(13, 3))
+    with pytest.raises(ObjectiveError, match=r"^put_ does not have .*: set deterministic=False in the TrainConfig$"):
+        _fit(objective)
+    assert _fit(objective, TrainConfig(deterministic=False)).status == "completed"
+
+
+def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
+    modes = []
+
+    def model(_self, _config, _train):
+        net = nn.Linear(13, 3).eval()
+        net.register_forward_hook(lambda module, *_: modes.append((module.training, torch.is_grad_enabled())))
+        return net
+
+    _fit(objective_with(model=model), epochs=2)
+    epoch = [(True, True)] * 3 + [(False, False)]
+    assert modes == [(False, False)] * 2 + epoch * 2  # two looks at it before training
 
 
 def _wine_but(**parts):
