@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from storage.connect import check_database, client_settings
+from storage.connect import check_database
 from storage.errors import StorageError
 from storage.urls import normalise
 
@@ -50,15 +50,10 @@ def serve_dashboard(url: str, *, host: str, port: int) -> None:
 
 def _application(url: str) -> _Wsgi:
     import optuna_dashboard
-    import sqlalchemy as sa
-    from optuna.storages import RDBStorage, get_storage
 
-    engine_options = {
-        "pool_pre_ping": True,
-        "pool_size": 4,
-        "connect_args": client_settings(sa.make_url(url), application_name="hpsearch-dashboard"),
-    }
-    app: _Wsgi = optuna_dashboard.wsgi(get_storage(RDBStorage(url, engine_options, skip_table_creation=True)))
+    from storage.studies import open_storage
+
+    app: _Wsgi = optuna_dashboard.wsgi(open_storage(url, application_name="hpsearch-dashboard", pool_size=4))
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,10 +20,15 @@ def is_free(port: int) -> bool:
         return True
 
 
-def choose(remembered: int | None) -> int:
-    """Return the remembered port if it is free, else another that is."""
-    if remembered and is_free(remembered):
-        return remembered
+def choose(remembered: int | None, *, patience: float = 0.0) -> int:
+    """Return the remembered port if it is free, or comes to be within `patience` seconds, else another that is."""
+    deadline = time.monotonic() + patience
+    while remembered:
+        if is_free(remembered):
+            return remembered
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]

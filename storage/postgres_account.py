@@ -109,6 +109,7 @@ def make_folder(home: Path) -> Path:
     outside.parent.mkdir(parents=True, exist_ok=True)
     outside.parent.chmod(0o711)
     _make_passable(outside)
+    (outside / "home").write_text(f"{home}\n")  # whose it is, for whoever tidies up
     return outside
 
 

@@ -21,6 +21,7 @@ import psutil
 
 MARKER = "HPSEARCH_SERVICE"
 _LOG_LIMIT = 10_000_000  # bytes, after which a log is set aside at the next start
+_CLOCK_STEP = 60.0  # seconds; start times move when the clock is set
 
 _children: list[subprocess.Popen[bytes]] = []
 
@@ -70,7 +71,8 @@ def find(identity: Identity | None) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(identity.pid)
-        same = abs(process.create_time() - identity.started) < 1 and process.cmdline() == list(identity.command)
+        same = abs(process.create_time() - identity.started) < _CLOCK_STEP
+        same = same and process.cmdline() == list(identity.command)
     except psutil.Error:
         return None
     return process if same and is_running(process) else None
@@ -110,10 +112,11 @@ def stop(processes: Sequence[psutil.Process], *, timeout: float) -> None:
 
 
 def send(processes: Sequence[psutil.Process], signal_number: signal.Signals) -> None:
-    """Send a signal to those that still run."""
+    """Send a signal to those that still run, and wake those that are suspended, or they would not heed it."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal_number)
+            process.send_signal(signal.SIGCONT)
 
 
 def wait(processes: Sequence[psutil.Process], *, timeout: float) -> bool:

@@ -91,6 +91,7 @@ class Tracking:
     def __init__(self, uri: str, *, experiment: str = EXPERIMENT, ui_url: str | None = None) -> None:
         for name, value in _CLIENT_SETTINGS.items():
             os.environ.setdefault(name, value)
+        _reach_loopback_directly(uri)
         import mlflow
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -293,6 +294,15 @@ class TrialRun:
         """Stop the sender after what it has; the run stays open for a later attempt."""
         self.flush()
         self._sender.shutdown()
+
+
+def _reach_loopback_directly(uri: str) -> None:
+    """Keep requests to this machine's own server away from a configured proxy, which could not reach it."""
+    host = urlsplit(uri).hostname or ""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = os.environ.get(name, "")
+        if host in {"127.0.0.1", "localhost", "::1"} and host not in known.split(","):
+            os.environ[name] = f"{known},{host}".lstrip(",")
 
 
 def _user() -> str:

@@ -118,8 +118,8 @@ class WebService:
         return [main, *(other for other in marked if other != main)] if main else marked
 
     def _restart(self, database_port: int) -> None:
-        self.stop()
-        port = ports.choose(self.record.port)
+        # The threads of a killed process may hold its port a moment longer than it is there.
+        port = ports.choose(self.record.port, patience=2.0 if self.stop() else 0.0)
         self.record.port, self.record.database_port = port, database_port
         self.save()
         command, added = self.command(port)

@@ -54,11 +54,11 @@ def guarded_home() -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_of_the_user() -> Iterator[None]:
     """Keep the tests away from the services, the studies and the data of whoever runs them."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="hpsearch-test-") as folder:
+    with pytest.MonkeyPatch.context() as patch, guarded_home() as home:
         for name in list(os.environ):
             if name.startswith(("HPSEARCH_", "MLFLOW_", "PG")):
                 patch.delenv(name)
-        patch.setenv("HPSEARCH_HOME", folder)
+        patch.setenv("HPSEARCH_HOME", str(home))
         yield
 
 

@@ -254,6 +254,7 @@ class TestAsRoot:
         closed.chmod(0o700)
         folder = make_folder(closed / "home")
         assert folder.parent == outside
+        assert (folder / "home").read_text() == f"{closed / 'home'}\n"
         assert closed.stat().st_mode & 0o777 == 0o700  # nobody's way in was opened
         assert not (closed / "home" / "postgres").exists()
         server = Server(folder, home / "postgres.log")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import mlflow
 import optuna
 import psutil
+import psycopg2
 import pytest
 
 from storage import process, web_service
@@ -165,8 +166,8 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
     pid = _pids(home)["Optuna dashboard"]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT", "_STOP_TIMEOUT"):
-        monkeypatch.setattr(web_service, name, 1.0)
+    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+        monkeypatch.setattr(web_service, name, 3.0)
     assert status(home)[2].state == "dead"
     assert "does not answer" in status(home)[2].detail
     assert up(home) == stack
@@ -217,6 +218,27 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path, content: str | No
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
 
 
+def test_a_service_that_cannot_start_says_why(home: Path) -> None:
+    port = up(home).storage_url.rsplit(":", 1)[1].split("/")[0]
+    password = (home / "postgres" / "password").read_text()
+    connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
+    with connection, connection.cursor() as cursor:
+        cursor.execute("SELECT version_num FROM alembic_version")
+        (revision,) = cursor.fetchone() or ("",)
+        cursor.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+    _kill(home, "MLflow")
+    try:
+        with pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised:
+            up(home)
+        assert "\n" not in str(raised.value)
+        assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
+    finally:
+        with connection, connection.cursor() as cursor:
+            cursor.execute("UPDATE alembic_version SET version_num = %s", (revision,))
+        connection.close()
+    _works(up(home))
+
+
 def test_down_stops_everything_and_the_ports_are_kept_if_free(home: Path) -> None:
     stack = up(home)
     assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
@@ -240,57 +262,31 @@ def test_down_finds_what_a_lost_state_file_knew(home: Path) -> None:
     assert _processes(home) == []
 
 
-def test_four_starters_at_once_start_one_stack(fresh_home: Path) -> None:
-    starters = [
-        subprocess.Popen(
-            [sys.executable, "-c", _UP, fresh_home], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
+def test_starters_killed_at_every_step_then_four_at_once(fresh_home: Path) -> None:
+    for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
+        (starter,) = _starters(fresh_home, 1)
+        assert starter.stdout
+        assert any(step in line for line in starter.stdout), f"{step!r} was never reached"
+        starter.kill()
+        starter.communicate()
+
+    starters = _starters(fresh_home, 4)
     output = [starter.communicate() for starter in starters]
+
     assert [starter.returncode for starter in starters] == [0] * 4, output
     assert len({out.splitlines()[-1] for out, _ in output}) == 1
-    assert sum("starting MLflow" in out for out, _ in output) == 1
-    assert sum(any("waiting for another" in line for line in out.splitlines()) for out, _ in output) == 3
-    assert len([one for one in _processes(fresh_home) if "mlflow" in one.cmdline()]) == 1
+    processes = _processes(fresh_home)
+    assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
+    assert len([one for one in processes if "storage.dashboard" in one.cmdline()]) == 1
+    assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
     stack = info(fresh_home)
     assert stack
     _works(stack)
 
 
-def test_a_starter_killed_at_every_step_leaves_nothing_in_the_way(fresh_home: Path) -> None:
-    for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
-        starter = subprocess.Popen([sys.executable, "-c", _UP, fresh_home], stdout=subprocess.PIPE, text=True)
-        assert starter.stdout
-        for line in starter.stdout:
-            if step in line:
-                break
-        else:
-            raise AssertionError(f"{step!r} was never reached")
-        starter.kill()
-        starter.wait()
-        starter.stdout.close()
-    stack = up(fresh_home)
-    _works(stack)
-    processes = _processes(fresh_home)
-    assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
-    assert len([one for one in processes if "storage.dashboard" in one.cmdline()]) == 1
-
-
-def test_a_service_that_cannot_start_says_why(home: Path) -> None:
-    up(home)
-    down(home)
-    artifacts = home / "artifacts"
-    artifacts.rename(home / "aside")
-    artifacts.touch()
-    try:
-        with pytest.raises(StorageError) as raised:
-            up(home)
-        assert "\n" not in str(raised.value)
-        assert "artifacts" in str(raised.value)
-    finally:
-        artifacts.unlink()
-        (home / "aside").rename(artifacts)
+def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _UP, str(home)]
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(number)]
 
 
 def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
