@@ -1,4 +1,4 @@
-"""The command line: every mistake is told in one line with exit code 2, every option stands in the README."""
+"""The command line: every mistake is told in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from search.cli import _run, app
+from search.cli import _run
 from search.cli.secrets import NAMES
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -168,27 +165,6 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
     values = [*printed[0].values(), *printed[1].values()]
     assert len(set(values)) == 8
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
-
-
-def test_the_readme_has_every_flag_and_variable() -> None:
-    readme = (ROOT / "README.md").read_text()
-    group = typer.main.get_command(app)
-    stack = [group]
-    local = {"--help", "--all", "--output", "--yes", "--bootstrap", "--host", "--port", "--artifacts"}
-    local |= {"--allowed-hosts", "--study", "--spec"}
-    while stack:
-        command = stack.pop()
-        stack += list(getattr(command, "commands", {}).values())
-        for parameter in command.params:
-            for name in parameter.opts:
-                if name.startswith("--") and name not in local:
-                    assert f"`{name}" in readme, f"{command.name} {name} is not in the README"
-            for variable in [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []:
-                assert f"`{variable}`" in readme, f"{variable} is not in the README"
-    for source in [*(ROOT / "search").rglob("*.py"), *(ROOT / "storage").rglob("*.py"), ROOT / "hpsearch"]:
-        for variable in re.findall(r"\"(HPSEARCH_[A-Z_]+)\"", source.read_text()):
-            if variable not in {"HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}:  # between processes of ours
-                assert f"`{variable}`" in readme, f"{variable} of {source.name} is not in the README"
 
 
 def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
