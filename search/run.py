@@ -16,6 +16,7 @@ from search.launch import load_for_search, prepare_study
 from search.live import LiveView
 from search.report import write_report
 from search.services import Services, find_services
+from search.steps import steps
 from search.study import RUN_ID, StudyHandle
 from search.summary import summarise, summary_lines
 from storage.progress import Progress, read_progress
@@ -38,10 +39,11 @@ def run_search(
         0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
     """
     console = Console()
-    with console.status("loading the objective") as status:
+    with steps(console) as tell:
+        tell("loading the objective")
         settings, objective = load_for_search(settings)
-        services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=status.update)
-        status.update("opening the study")
+        services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=tell)
+        tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
     spec = handle.spec
     begin = summarise(handle)

@@ -18,11 +18,12 @@ def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
     from rich.console import Console
 
+    from search.steps import steps
     from storage import stack
     from storage.home import home_dir
 
-    with Console(stderr=True).status("starting") as line:
-        info = stack.up(home_dir(home), progress=line.update)
+    with steps(Console(stderr=True)) as tell:
+        info = stack.up(home_dir(home), progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
