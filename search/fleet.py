@@ -17,6 +17,7 @@ EXIT_USER_ERROR = 2
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
 _LONGEST_PAUSE = 30.0  # seconds
+_GRACE = 5.0  # seconds after the database's return in which a worker's end is still put down to its absence
 
 
 @dataclass
@@ -60,11 +61,13 @@ class Fleet:
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.slots = [Slot(i, log_dir / f"worker-{i}.log") for i in range(workers)]
-        self._command = [sys.executable, "-m", "search.cli", "worker", "--study", study]
+        # -P: a search.py in the user's folder must not take the place of this package.
+        self._command = [sys.executable, "-P", "-m", "search.cli", "worker", "--study", study]
         self._environment = {**os.environ, **environment, **thread_settings(workers)}
         self._gpus = gpus
         self._stopping = False
         self._settled = 0
+        self._away_until = 0.0
 
     def start(self) -> None:
         """Start every worker."""
@@ -87,31 +90,38 @@ class Fleet:
             )
         slot.pids.append(slot.process.pid)
 
-    def poll(self, settled: int) -> bool:
-        """Look after the workers once; `settled` is how many trials of the study have ended so far.
+    def poll(self, settled: int, *, away: bool = False) -> bool:
+        """Look after the workers once.
+
+        Args:
+            settled: how many trials of the study have ended so far.
+            away: whether the database does not answer: workers that end meanwhile are not to blame, and wait for it.
 
         Returns:
             Whether any worker is running or to be started again.
         """
+        if away:
+            self._away_until = time.monotonic() + _GRACE
+        away = time.monotonic() < self._away_until
         if settled > self._settled:
             self._settled = settled
             for slot in self.slots:
                 slot.deaths = 0
         for slot in self.slots:
             if slot.process is not None and slot.process.poll() is not None:
-                self._ended(slot, slot.process.returncode)
-            elif slot.process is None and slot.exit_code is None and time.monotonic() >= slot.restart_at:
+                self._ended(slot, slot.process.returncode, away=away)
+            elif slot.process is None and slot.exit_code is None and not away and time.monotonic() >= slot.restart_at:
                 self._spawn(slot)
         return any(slot.exit_code is None for slot in self.slots)
 
-    def _ended(self, slot: Slot, code: int) -> None:
+    def _ended(self, slot: Slot, code: int, *, away: bool) -> None:
         slot.process = None
-        final = code in {0, EXIT_USER_ERROR, EXIT_GAVE_UP, EXIT_DRAINED}
-        slot.deaths += not final
+        final = code in {0, EXIT_GAVE_UP, EXIT_DRAINED} or (code == EXIT_USER_ERROR and not away)
+        slot.deaths += not final and not away
         if final or self._stopping or slot.deaths >= MAX_DEATHS:
             slot.exit_code = code
         else:
-            slot.restart_at = time.monotonic() + min(2.0 ** (slot.deaths - 1) - 1, _LONGEST_PAUSE)
+            slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _LONGEST_PAUSE)
 
     def stop(self, *, kill: bool = False) -> None:
         """Tell the workers to end their epoch, save and go; with `kill`, end them at once."""

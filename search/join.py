@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 import optuna
@@ -16,7 +17,8 @@ from search.errors import SearchError
 from search.launch import ensure_parent_run
 from search.services import find_services
 from search.study import RUN_ID, TRACKING_URI, load_study
-from search.worker import Worker, worker_name
+from search.worker import SERVICE_ERRORS, Worker, worker_name
+from storage.errors import StorageError
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
 from storage.tracking import check_server
@@ -43,9 +45,11 @@ def join_study(
     uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
     if uri is None:
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    check_server(uri)
+    await_server(uri, patience=60.0 if "HPSEARCH_FLEET_PID" in os.environ else 0.0)
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
+    if warning := study.source_warning(objective):
+        log.warning(warning)
     tracking = services.open_tracking(uri)
     locks = AdvisoryLocks(services.storage_url, application_name=f"{application} locks")
     try:
@@ -64,10 +68,32 @@ def join_study(
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()
+    except SERVICE_ERRORS as error:
+        # Its trial is freed with the connection; whoever starts this worker again goes on with it.
+        log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
+        code = 1
     finally:
         locks.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
+
+
+def await_server(uri: str, *, patience: float) -> None:
+    """Check the tracking server; for up to `patience` seconds, wait for one that is away.
+
+    A worker started in place of a dead one may find the server being restarted as well.
+
+    Raises:
+        StorageError: it does not answer.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return check_server(uri)
+        except StorageError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(1.0)
 
 
 def stop_on_signals() -> threading.Event:

@@ -32,6 +32,7 @@ class LiveView:
         self._first: Progress | None = None
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._printed = (0.0, -1)
+        self._away = False
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -42,8 +43,11 @@ class LiveView:
         if self._live:
             self._live.stop()
 
-    def update(self, progress: Progress) -> None:
-        """Show `progress`."""
+    def update(self, progress: Progress, *, away: bool = False) -> None:
+        """Show `progress`, and whether the database is away."""
+        if away and not self._away:
+            self._console.print("the database does not answer; waiting for it", style="yellow")
+        self._away = away
         now = time.monotonic()
         self._first = self._first or progress
         self._samples.append((now, progress.epochs))

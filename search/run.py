@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from optuna.exceptions import StorageInternalError
 from rich.console import Console
+from sqlalchemy.exc import DBAPIError
 
 from search.closing import close_study
+from search.errors import SearchError
 from search.fleet import Fleet, visible_gpus
+from search.keeper import kept_up
 from search.launch import load_for_search, prepare_study
 from search.live import LiveView
 from search.report import write_report
@@ -49,6 +54,8 @@ def run_search(
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     console.print(f"study [bold]{spec.name}[/] ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers")
+    if warning := handle.source_warning(objective):
+        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if not workers:
         console.print(f"join it with: hpsearch worker --study {spec.name}", highlight=False)
         return 0
@@ -84,19 +91,27 @@ def _drive(console: Console, services: Services, handle: StudyHandle, workers: i
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in handled}
     told = False
+    progress, away = Progress(), False
+
+    def look() -> tuple[Progress, bool]:
+        try:
+            return read_progress(engine, handle.study_id, handle.spec.direction), False
+        except DBAPIError:
+            return progress, True
+
+    kept = kept_up(services.home) if services.embedded else nullcontext()
     try:
         fleet.start()
-        with LiveView(console, handle.spec, fleet) as view:
-            progress = Progress()
-            while fleet.poll(progress.finished):
-                progress = read_progress(engine, handle.study_id, handle.spec.direction)
-                view.update(progress)
+        with kept, LiveView(console, handle.spec, fleet) as view:
+            while fleet.poll(progress.finished, away=away):
+                progress, away = look()
+                view.update(progress, away=away)
                 if signals and not told:
                     told = True
                     console.print("stopping: workers end their epoch and save (again to kill them)")
                 wake.wait(_POLL)
                 wake.clear()
-            view.update(read_progress(engine, handle.study_id, handle.spec.direction))
+            view.update(look()[0])
     finally:
         fleet.stop(kill=True)
         for number, handler in before.items():
@@ -108,7 +123,14 @@ def _finish(
     console: Console, services: Services, handle: StudyHandle, *, interrupted: bool, fleet: Fleet | None
 ) -> int:
     """Tell MLflow and the dashboard what came of it, write the report, print the summary."""
-    summary = summarise(handle)
+    try:
+        summary = summarise(handle)
+    except KeyError:
+        raise SearchError(f"study {handle.spec.name!r} was deleted while it ran") from None
+    except (DBAPIError, StorageInternalError):
+        raise SearchError(
+            "the study's database does not answer: start it, and run the same command again to go on"
+        ) from None
     report: Path | None = None
     try:
         tracking = services.open_tracking()

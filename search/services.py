@@ -27,6 +27,7 @@ class Services:
     storage_url: str
     tracking_uri: str | None
     dashboard_url: str | None
+    embedded: bool = False
 
     def open_tracking(self, uri: str | None = None) -> Tracking:
         """Return the tracking server, by default the one that was given."""
@@ -52,7 +53,7 @@ def find_services(
     directory = home_dir(home)
     if storage_url is None and tracking_uri is None:
         info = stack.up(directory, progress=progress)
-        return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url)
+        return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url, embedded=True)
     if storage_url is None:
         raise SearchError(
             "--tracking-uri is given but --storage-url is not: give both, or neither to use the embedded stack"

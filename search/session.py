@@ -68,6 +68,11 @@ class TrialSession(LocalSession):
         """Note a file that the run made; it is uploaded when the trial ends."""
         self.files.append(path)
 
+    def forget(self) -> None:
+        """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
+        self.last_path.unlink(missing_ok=True)
+        self.previous_path.unlink(missing_ok=True)
+
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
         if epoch not in self._reported:

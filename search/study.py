@@ -10,6 +10,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from objectives import Objective
+from objectives.loading import source_hash
 from objectives.training.metrics import DIRECTIONS
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
@@ -22,6 +23,7 @@ TRACKING_URI = "hpsearch:tracking_uri"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
 STARTED_AT = "hpsearch:started_at"
+SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class StudyHandle:
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
+
+    def source_warning(self, objective: Objective) -> str | None:
+        """Return a warning when the objective's code is no longer what the study was created with."""
+        if self.attrs.get(SOURCE, source_hash(objective)) == source_hash(objective):
+            return None
+        return (
+            f"the code of {self.spec.objective} has changed since study {self.spec.name!r} was created: "
+            "its trials may not be comparable; choose another --name to search the new code"
+        )
 
     def open(self) -> optuna.Study:
         """Return Optuna's study with the spec's pruner; the sampler is set anew for each trial."""
@@ -100,6 +111,7 @@ def create_or_join(
         # No spec: made by somebody else, or by a process that died between the two steps.
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
+        storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -11,7 +11,7 @@ from objectives.training import FitResult
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL
 from storage import models
-from storage.claims import Claim
+from storage.claims import Claim, Lost
 from storage.tracking import MODEL_ID, State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
@@ -136,3 +136,10 @@ class TrialTracking:
             self.run.finish("CANCELLED", reason)
         else:
             self.run.close()
+
+
+def end_lost_run(tracking: Tracking, lost: Lost) -> None:
+    """End the run of a trial whose workers died; nobody else will."""
+    run_id = lost.user_attrs.get(RUN_ID)
+    if run_id is not None:
+        TrialRun(tracking, str(run_id)).finish("FAIL", lost.reason)

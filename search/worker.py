@@ -19,10 +19,10 @@ from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Tr
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
 from search.study import RUN_ID, STARTED_AT, StudyHandle
-from search.trial_tracking import TrialTracking
-from storage.claims import REASON, Claim, ClaimLostError, Claims, Nothing
+from search.trial_tracking import TrialTracking, end_lost_run
+from storage.claims import REASON, Claim, ClaimLostError, Claims, Lost, Nothing
 from storage.locks import AdvisoryLocks
-from storage.tracking import Tracking
+from storage.tracking import State, Tracking
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ EXIT_DRAINED = 128 + 15
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
 FAILURES_IN_A_ROW = 3
 
-_SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
+SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 
 
 def worker_name(pid: int | None = None) -> str:
@@ -97,6 +97,9 @@ class Worker:
                         self._last_failure,
                     )
                     return EXIT_GAVE_UP
+            elif isinstance(got, Lost):
+                log.error("trial %d: FAIL, %s", got.number, got.reason)
+                end_lost_run(self._tracking, got)
             elif self._nothing_left(got):
                 return 0
         return EXIT_DRAINED
@@ -171,15 +174,15 @@ class Worker:
             self._infeasible(claim, trial, tracked, str(error))
         except DeviceMemoryError as error:
             self._infeasible(claim, trial, tracked, str(error))
-        except (ClaimLostError, *_SERVICE_ERRORS):
+        except (ClaimLostError, *SERVICE_ERRORS):
             raise
         except Exception as error:  # whatever the user's code raises ends its trial, not the worker
             self._fail(claim, trial, tracked, error, run_dir)
         else:
-            self._settle(claim, trial, tracked, result, session.files)
+            self._settle(claim, trial, tracked, result, session)
 
     def _settle(
-        self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, result: FitResult, files: list[Path]
+        self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, result: FitResult, session: TrialSession
     ) -> None:
         if result.status == "stopped":
             self._claims.give_back(claim)
@@ -187,20 +190,21 @@ class Worker:
             log.info("trial %d: given back after epoch %d", claim.number, len(result.history))
             return
         self._failures = 0
-        if result.status == "pruned":
-            last = result.history[-1]
-            reason = (
-                f"{self._spec.pruner.name} pruner at epoch {last.epoch + 1} of {self._spec.epochs}: "
-                f"{self._spec.metric} {last.metrics['val_' + self._spec.metric]:.6g}"
-            )
-            tracked.publish(result, files, with_model=False)
-            self._tell(claim, trial, "PRUNED", reason)
-            tracked.finish("PRUNED", reason)
-            return
-        reason = f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-        tracked.publish(result, files, with_model=True)
-        self._tell(claim, trial, "COMPLETE", reason, result.best_value)
-        tracked.finish("COMPLETE", reason)
+        pruned = result.status == "pruned"
+        state: State = "PRUNED" if pruned else "COMPLETE"
+        reason = self._why_pruned(result) if pruned else self._best(result)
+        tracked.publish(result, session.files, with_model=not pruned)
+        self._tell(claim, trial, state, reason, None if pruned else result.best_value)
+        tracked.finish(state, reason)
+        session.forget()
+
+    def _best(self, result: FitResult) -> str:
+        return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
+
+    def _why_pruned(self, result: FitResult) -> str:
+        last, metric = result.history[-1], self._spec.metric
+        at = f"epoch {last.epoch + 1} of {self._spec.epochs}"
+        return f"{self._spec.pruner.name} pruner at {at}: {metric} {last.metrics[f'val_{metric}']:.6g}"
 
     def _infeasible(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, reason: str) -> None:
         """Settle as PRUNED, which the sampler learns from, a configuration that diverged or does not fit."""

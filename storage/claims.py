@@ -44,6 +44,15 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """A trial that was settled as FAIL just now, because too many of its workers died."""
+
+    number: int
+    reason: str
+    user_attrs: dict[str, object]
+
+
+@dataclass(frozen=True)
 class Nothing:
     """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
 
@@ -60,7 +69,7 @@ class Claims:
         self._worker = worker
         self._session = 0  # the connection that holds the lock of the current claim
 
-    def claim(self, *, n_trials: int, retries: int, open_new: bool = True) -> Claim | Nothing:
+    def claim(self, *, n_trials: int, retries: int, open_new: bool = True) -> Claim | Lost | Nothing:
         """Take a trial.
 
         Args:
@@ -78,8 +87,8 @@ class Claims:
                     continue  # a notebook's own trial: not ours to take, nor to wait for
                 if not self._locks.try_trial(trial._trial_id):
                     running += 1
-                elif claim := self._take_orphan(trial, retries):
-                    return claim
+                else:
+                    return self._take_orphan(trial, retries)
             waiting = [t for t in trials if t.state == TrialState.WAITING]
             for trial in waiting:
                 if ATTEMPT in trial.user_attrs and (claim := self._take_waiting(trial)):
@@ -92,7 +101,7 @@ class Claims:
                 return self._take_new()
             return Nothing(running)
 
-    def _take_orphan(self, trial: FrozenTrial, retries: int) -> Claim | None:
+    def _take_orphan(self, trial: FrozenTrial, retries: int) -> Claim | Lost:
         crashes = trial.user_attrs.get(CRASHES, 0) + 1
         self._set(trial._trial_id, CRASHES, crashes)
         if crashes > retries:
@@ -100,7 +109,7 @@ class Claims:
             self._set(trial._trial_id, REASON, reason)
             self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
             self._locks.release_trial(trial._trial_id)
-            return None
+            return Lost(trial.number, reason, dict(trial.user_attrs))
         return self._started(trial, trial.user_attrs[ATTEMPT] + 1)
 
     def _take_waiting(self, trial: FrozenTrial) -> Claim | None:

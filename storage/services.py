@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_PYTHON_M = (sys.executable, "-m")
+_PYTHON_M = (sys.executable, "-P", "-m")
 
 
 def mlflow_command(

@@ -259,6 +259,8 @@ class TrialRun:
 
     def _submit(self, what: str, call: object, *args: object, **kwargs: object) -> None:
         def send() -> None:
+            if self.errors:
+                return  # the server is away: waiting for it once is enough, the trial's end tries again
             try:
                 call(*args, **kwargs)  # type: ignore[operator]
             except Exception as error:  # the tracking server must never end a training run

@@ -27,7 +27,7 @@ class Cli:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "search.cli", *arguments],
+            [sys.executable, "-P", "-m", "search.cli", *arguments],
             env={**self.environment, **environment},
             cwd=self.cwd,
             stdout=subprocess.PIPE,

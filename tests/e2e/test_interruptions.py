@@ -157,3 +157,28 @@ def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:
         assert "step" in trial.user_attrs["hpsearch:reason"]
         run = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"])
         assert (run.info.status, run.data.tags["hpsearch.state"]) == ("FAILED", "infeasible")
+
+
+@pytest.fixture
+def own_stack(fresh_home: Path, cli: Cli) -> Cli:
+    """A stack that the test may break."""
+    from storage import stack as embedded
+
+    return Cli(embedded.up(fresh_home), cli.cwd)
+
+
+def test_killed_services_are_started_again_and_nothing_is_lost(
+    own_stack: Cli, tmp_path: Path, undisturbed: optuna.Study
+) -> None:
+    from storage import stack as embedded
+
+    process = start(own_stack, "killed-services", tmp_path)
+    for service in embedded.status(own_stack.stack.home):
+        assert service.pid is not None
+        for victim in [*psutil.Process(service.pid).children(recursive=True), psutil.Process(service.pid)]:
+            victim.kill()
+    (tmp_path / "open").touch()
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert_as_undisturbed(own_stack, "killed-services", undisturbed)

@@ -13,7 +13,7 @@ import pytest
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from storage.claims import ATTEMPT, CRASHES, REASON, Claim, ClaimLostError, Claims, Nothing
+from storage.claims import ATTEMPT, CRASHES, REASON, Claim, ClaimLostError, Claims, Lost, Nothing
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
 
@@ -94,10 +94,14 @@ def test_a_trial_that_kills_its_workers_fails(storage: BaseStorage, study_id: in
         claims, locks = join()
         take(claims, n_trials=1)
         locks.close()
-    assert join()[0].claim(n_trials=1, retries=1) == Nothing(running=0)
+    claims, _ = join()
+    lost = claims.claim(n_trials=1, retries=1)
+    assert isinstance(lost, Lost)
+    assert claims.claim(n_trials=1, retries=1) == Nothing(running=0)
     trial = storage.get_all_trials(study_id)[0]
     assert trial.state == TrialState.FAIL
-    assert "lost its worker 2 times" in trial.user_attrs[REASON]
+    assert trial.user_attrs[REASON] == lost.reason
+    assert "lost its worker 2 times" in lost.reason
 
 
 def test_a_trial_given_back_is_the_next_to_be_taken(storage: BaseStorage, study_id: int, join: Join) -> None:
