@@ -17,6 +17,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.e2e,
+    pytest.mark.xdist_group("search"),
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
 ]
 
