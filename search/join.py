@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from types import FrameType
 
 import optuna
@@ -15,13 +14,11 @@ import optuna
 from objectives import load_objective
 from search.errors import SearchError
 from search.launch import ensure_parent_run
-from search.services import find_services
+from search.services import await_server, find_services
 from search.study import RUN_ID, TRACKING_URI, load_study
 from search.worker import SERVICE_ERRORS, Worker, worker_name
-from storage.errors import StorageError
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
-from storage.tracking import check_server
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +35,16 @@ def join_study(
     """
     _log_to_stderr()
     stop = stop_on_signals()
-    services = find_services(storage_url, tracking_uri, home=home)
+    # A worker started in place of a dead one may find the tracking server being restarted as well.
+    patience = 60.0 if "HPSEARCH_FLEET_PID" in os.environ else 0.0
+    services = find_services(storage_url, tracking_uri, home=home, patience=patience)
     application = f"hpsearch {worker_name()}"
     storage = open_storage(services.storage_url, application_name=application)
     study = load_study(storage, name)
     uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
     if uri is None:
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    await_server(uri, patience=60.0 if "HPSEARCH_FLEET_PID" in os.environ else 0.0)
+    await_server(uri, patience=patience)
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
     if warning := study.source_warning(objective):
@@ -76,24 +75,6 @@ def join_study(
         locks.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
-
-
-def await_server(uri: str, *, patience: float) -> None:
-    """Check the tracking server; for up to `patience` seconds, wait for one that is away.
-
-    A worker started in place of a dead one may find the server being restarted as well.
-
-    Raises:
-        StorageError: it does not answer.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return check_server(uri)
-        except StorageError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(1.0)
 
 
 def stop_on_signals() -> threading.Event:

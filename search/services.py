@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from search.errors import SearchError
 from storage import stack
 from storage.connect import check_database
+from storage.errors import StorageError
 from storage.home import home_dir
 from storage.tracking import Tracking, check_server
 from storage.urls import normalise
@@ -42,9 +44,18 @@ def find_services(
     *,
     home: str | None = None,
     tracking_required: bool = False,
+    patience: float = 0.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Services:
     """Return the given services, checked, or the embedded stack's, started if need be.
+
+    Args:
+        storage_url: Postgres of the studies, or None.
+        tracking_uri: MLflow server, or None.
+        home: folder of the embedded stack, checkpoints and logs; by default the user's.
+        tracking_required: whether a given database without a tracking server will not do.
+        patience: seconds to wait for a tracking server that is away.
+        progress: is told what is being done.
 
     Raises:
         SearchError: only one of the two URLs was given where both are needed.
@@ -65,5 +76,21 @@ def find_services(
     url = normalise(storage_url)
     check_database(url)
     if tracking_uri is not None:
-        check_server(tracking_uri)
+        await_server(tracking_uri, patience=patience)
     return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL))
+
+
+def await_server(uri: str, *, patience: float) -> None:
+    """Check the tracking server; for up to `patience` seconds, wait for one that is away.
+
+    Raises:
+        StorageError: it does not answer.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return check_server(uri)
+        except StorageError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(1.0)
