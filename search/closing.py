@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import optuna
 from optuna_dashboard import save_note
 
 from search.study import RUN_ID, RUN_URL, StudyHandle
-from search.summary import Summary, format_value
+from search.summary import Summary, format_value, summarise
 from storage.tracking import Tracking
+
+log = logging.getLogger(__name__)
 
 
 def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> None:
@@ -36,6 +40,17 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
     )
     study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
     save_note(study, study_note(handle, summary))
+
+
+def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
+    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it."""
+    summary = summarise(handle)
+    if summary.finished < handle.spec.n_trials:
+        return
+    try:
+        close_study(handle, summary, tracking)
+    except Exception as error:  # its trials are safe: `hpsearch report` closes it later
+        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
 
 
 def study_note(handle: StudyHandle, summary: Summary) -> str:

@@ -29,6 +29,7 @@ class Slot:
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
     restart_at: float = 0.0
+    told: bool = False  # to stop
     exit_code: int | None = None  # set when the slot is not filled again
     pids: list[int] = field(default_factory=list)
 
@@ -41,7 +42,7 @@ class Slot:
             return "restarting"
         if self.exit_code == 0:
             return "done"
-        return "stopped" if self.exit_code == EXIT_DRAINED else "failed"
+        return "stopped" if self.exit_code == EXIT_DRAINED or self.told else "failed"
 
     def complaint(self) -> str:
         """Return the line of the worker's log that says why it ended: its last error, else its last line."""
@@ -127,6 +128,7 @@ class Fleet:
         """Tell the workers to end their epoch, save and go; with `kill`, end them at once."""
         self._stopping = True
         for slot in self.slots:
+            slot.told = slot.exit_code is None
             if slot.process is not None:
                 slot.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
             elif slot.exit_code is None:

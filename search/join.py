@@ -12,6 +12,7 @@ from types import FrameType
 import optuna
 
 from objectives import load_objective
+from search.closing import close_if_spent
 from search.errors import SearchError
 from search.launch import ensure_parent_run
 from search.services import await_server, find_services
@@ -67,6 +68,8 @@ def join_study(
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()
+        if code == 0:
+            close_if_spent(study, tracking)
     except SERVICE_ERRORS as error:
         # Its trial is freed with the connection; whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])

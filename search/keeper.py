@@ -14,14 +14,17 @@ _EVERY = 5.0  # seconds; a look costs about 30 ms
 
 
 @contextmanager
-def kept_up(home: Path) -> Iterator[None]:
-    """Start services again that end by themselves; those stopped by ``hpsearch down`` stay down."""
-    done = threading.Event()
+def kept_up(home: Path) -> Iterator[threading.Event]:
+    """Start services again that end by themselves; yield an event that is set when ``hpsearch down`` stopped them."""
+    done, stopped = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not done.wait(_EVERY):
             try:
-                if any(service.state == "dead" for service in stack.status(home)):
+                states = {service.state for service in stack.status(home)}
+                if states == {"stopped"}:
+                    stopped.set()
+                elif "dead" in states:
                     stack.up(home)
             except StorageError:
                 continue  # it may be mended at the next look; the workers tell what they miss
@@ -29,7 +32,7 @@ def kept_up(home: Path) -> Iterator[None]:
     thread = threading.Thread(target=watch, name="keeper", daemon=True)
     thread.start()
     try:
-        yield
+        yield stopped
     finally:
         done.set()
         thread.join()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 import optuna
+import torch
 
 from objectives import Objective, load_objective
 from objectives.loading import objective_reference
+from search.samplers import derive_seed, make_sampler
 from search.services import Services
+from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
 from storage.locks import AdvisoryLocks
 from storage.studies import open_storage
@@ -26,7 +30,7 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     storage = open_storage(services.storage_url, application_name="hpsearch run")
     locks = AdvisoryLocks(services.storage_url, application_name="hpsearch run locks")
     try:
-        handle, created = create_or_join(storage, locks, settings, objective)
+        handle, created = create_or_join(storage, locks, settings, objective, rehearse=rehearse)
         tracking = services.open_tracking()
         with locks.study(handle.study_id):
             ensure_parent_run(handle, tracking)
@@ -68,7 +72,25 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective
     reference = str(settings["objective"])
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
-    if "metric" in settings or "direction" in settings:
-        whole = complete_settings(settings, objective)
-        objective.judge_by(whole["metric"], whole["direction"])
+    whole = complete_settings(settings, objective)
+    objective.judge_by(whole["metric"], whole["direction"])
     return settings, objective
+
+
+def rehearse(objective: Objective, spec: StudySpec) -> None:
+    """Run every part of the objective's code once, on values that the sampler might suggest.
+
+    A typo is found here, before there is a study, rather than by a night's trials.
+
+    Raises:
+        ObjectiveError: with the file and line of the mistake.
+    """
+    from objectives.errors import users_code
+    from objectives.training.build import build
+
+    logging.getLogger("optuna").setLevel(logging.WARNING)
+    scratch = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0))
+    with users_code(f"{type(objective).__name__}.suggest"):
+        config = objective.configure(scratch.ask())
+    seed = derive_seed(spec.seed, "trial", 0)
+    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))

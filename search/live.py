@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -33,6 +34,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._printed = (0.0, -1)
         self._away = False
+        self._deaf = False
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -41,13 +43,29 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         if self._live:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def update(self, progress: Progress, *, away: bool = False) -> None:
         """Show `progress`, and whether the database is away."""
         if away and not self._away:
-            self._console.print("the database does not answer; waiting for it", style="yellow")
+            self.say("the database does not answer; waiting for it")
         self._away = away
+        try:
+            self._show(progress)
+        except OSError:
+            self._deaf = True  # the terminal was closed, or the reader of the pipe went away: the search goes on
+
+    def say(self, what: str) -> None:
+        """Print a line above the view."""
+        try:
+            self._console.print(what, style="yellow")
+        except OSError:
+            self._deaf = True
+
+    def _show(self, progress: Progress) -> None:
+        if self._deaf:
+            return
         now = time.monotonic()
         self._first = self._first or progress
         self._samples.append((now, progress.epochs))
@@ -64,7 +82,7 @@ class LiveView:
 
     def _plain(self, progress: Progress, now: float) -> None:
         self._printed = (now, progress.finished)
-        self._console.print(f"{self._counts(progress)}  {self._pace(progress)}", highlight=False, soft_wrap=True)
+        self._console.print(f"{self._counts(progress)}  {self._pace(progress)}")
 
     def _counts(self, progress: Progress) -> str:
         best = ""

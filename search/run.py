@@ -11,9 +11,11 @@ from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
+from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from search.closing import close_study
+from search.console import PlainConsole, command
 from search.errors import SearchError
 from search.fleet import Fleet, visible_gpus
 from search.keeper import kept_up
@@ -43,7 +45,7 @@ def run_search(
     Returns:
         0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
     """
-    console = Console()
+    console = PlainConsole()
     with steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
@@ -53,11 +55,12 @@ def run_search(
     spec = handle.spec
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
-    console.print(f"study [bold]{spec.name}[/] ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers")
+    what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
+    console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
-        console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow")
     if not workers:
-        console.print(f"join it with: hpsearch worker --study {spec.name}", highlight=False)
+        console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
     if begin.finished < spec.n_trials:
         interrupted, fleet = _drive(console, services, handle, workers)
@@ -77,7 +80,7 @@ def _drive(console: Console, services: Services, handle: StudyHandle, workers: i
     }
     logs = services.home / "logs" / handle.spec.name
     fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
-    console.print(f"worker logs: {logs}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"worker logs: {logs}")
     engine = engine_of(handle.storage)
     wake = threading.Event()
     signals = 0
@@ -99,21 +102,23 @@ def _drive(console: Console, services: Services, handle: StudyHandle, workers: i
         except DBAPIError:
             return progress, True
 
-    kept = kept_up(services.home) if services.embedded else nullcontext()
+    keeper = kept_up(services.home) if services.embedded else nullcontext()
     try:
         fleet.start()
-        with kept, LiveView(console, handle.spec, fleet) as view:
+        with keeper as kept, LiveView(console, handle.spec, fleet) as view:
             while fleet.poll(progress.finished, away=away):
                 progress, away = look()
                 view.update(progress, away=away)
+                if kept is not None and kept.is_set():
+                    fleet.stop()
                 if signals and not told:
                     told = True
-                    console.print("stopping: workers end their epoch and save (again to kill them)")
+                    view.say("stopping: workers end their epoch and save (again to kill them)")
                 wake.wait(_POLL)
                 wake.clear()
             view.update(look()[0])
     finally:
-        fleet.stop(kill=True)
+        fleet.stop()  # on an error of ours they save what they have
         for number, handler in before.items():
             signal.signal(number, handler)
     return signals > 0, fleet
@@ -139,20 +144,22 @@ def _finish(
         write_report(handle, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(handle.attrs[RUN_ID]), report)
     except Exception as error:  # the search is done: a server that is away must not hide its result
-        console.print(f"[yellow]MLflow was not told the end of the study: {error}[/]")
+        reason = " ".join(str(error).split())[:200]
+        again = command("report", handle.spec.name)
+        console.print(f"MLflow was not told the end of the study ({reason}); tell it with: {again}", style="yellow")
     console.print()
     for line in summary_lines(handle, summary, dashboard_url=services.dashboard_url):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
     if report is not None:
-        console.print(f"report:             {report}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"report:             {report}")
     failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
     for slot in failed:
         console.print(
             f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+        )
     if interrupted:
-        console.print(f"interrupted; go on with: hpsearch run {handle.spec.objective} --name {handle.spec.name}")
+        again = command("run", handle.spec.objective, "--name", handle.spec.name)
+        console.print(f"interrupted; go on with: {again}")
         return 130
     spent = summary.finished >= handle.spec.n_trials
     if not spent and handle.spec.timeout is not None and not failed:

@@ -10,8 +10,12 @@ from search.errors import SearchError, nearest
 
 SPEC_VERSION: Literal[1] = 1
 
-# The flag of each field whose flag has another name: messages speak of what the user typed.
-FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+# The flag of each field: messages speak of what the user types.
+FLAGS = {
+    "n_trials": "--trials",
+    "objective": "OBJECTIVE",
+    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout")},
+}
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -98,8 +102,8 @@ class Threshold(_Model):
     """Prune at an absolute bound, Optuna's ``ThresholdPruner``."""
 
     name: Literal["threshold"] = "threshold"
-    lower: float | None = Field(default=None, strict=False)
-    upper: float | None = Field(default=None, strict=False)
+    lower: float | None = Field(default=None, strict=False, allow_inf_nan=False)
+    upper: float | None = Field(default=None, strict=False, allow_inf_nan=False)
     n_warmup_steps: int = Field(default=0, ge=0)
     interval_steps: int = Field(default=1, ge=1)
 
@@ -138,8 +142,8 @@ class StudySpec(_Model):
     sampler: SamplerSpec = TPE()
     pruner: PrunerSpec = Median()
     seed: int = Field(default=0, ge=0, lt=2**31)
-    retries: int = Field(default=2, ge=0)
-    timeout: float | None = Field(default=None, gt=0, strict=False)
+    retries: int = Field(default=2, ge=0, le=1000)
+    timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -167,7 +171,7 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         SearchError: naming the first setting that is wrong, its value and what is allowed.
     """
     known = set(StudySpec.model_fields)
-    for key in values:
+    for key in map(str, values):
         if key not in known:
             raise SearchError(f"unknown setting {key!r} in the study spec{nearest(key, known)}")
     version = values.get("version", SPEC_VERSION)
@@ -205,9 +209,11 @@ def _first_line(error: ValidationError) -> str:
         return f"{path[0]}: unknown {path[0]} {given!r}{nearest(str(given), names)}"
     if where == "name":
         return (
-            f"name {value!r} cannot name a study: use up to 100 letters, digits, '.', '_' and '-', "
+            f"--name {value!r} cannot name a study: use up to 100 letters, digits, '.', '_' and '-', "
             "a letter or digit first"
         )
+    if kind.startswith("model_"):
+        return f"{where} is {value!r}: give its name, or a table with its name and options"
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{setting} is {value!r}: it must be {message}"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
     """Yield a function that tells what is being done: a spinner on a terminal, a line each elsewhere."""
     if not console.is_terminal:
-        yield lambda what: console.print(what, highlight=False, markup=False, soft_wrap=True)
+        yield console.print
         return
     with console.status("") as status:
         yield status.update

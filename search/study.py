@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ SPEC = "hpsearch:spec"
 TRACKING_URI = "hpsearch:tracking_uri"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
+TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow
 STARTED_AT = "hpsearch:started_at"
 SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 
@@ -81,11 +83,17 @@ def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[st
 
 
 def create_or_join(
-    storage: BaseStorage, locks: AdvisoryLocks, settings: dict[str, Any], objective: Objective
+    storage: BaseStorage,
+    locks: AdvisoryLocks,
+    settings: dict[str, Any],
+    objective: Objective,
+    *,
+    rehearse: Callable[[Objective, StudySpec], None],
 ) -> tuple[StudyHandle, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 
     Settings that are not given are taken from the stored spec on joining, from the objective on creating.
+    `rehearse` is called before a study is created, and raises when the objective cannot be searched.
 
     Returns:
         The study, and whether it was created now.
@@ -97,6 +105,7 @@ def create_or_join(
     with locks.name(wanted.name):
         study_id = _study_id(storage, wanted.name)
         if study_id is None:
+            rehearse(objective, wanted)
             direction = optuna.study.StudyDirection[wanted.direction.upper()]
             study_id = storage.create_new_study([direction], wanted.name)
         stored = storage.get_study_user_attrs(study_id).get(SPEC)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study import RUN_URL, StudyHandle
+from search.study import RUN_URL, TRACKING, StudyHandle
 from search.worker import INFEASIBLE
 
 
@@ -23,6 +23,7 @@ class Summary:
     best: FrozenTrial | None
     epochs_run: int
     epochs_saved: int
+    untracked: int  # trials of which something did not reach MLflow
     seconds_saved: float  # at each pruned trial's own pace per epoch
 
     @property
@@ -57,6 +58,7 @@ def summarise(handle: StudyHandle) -> Summary:
         best=best,
         epochs_run=sum(len(t.intermediate_values) for t in trials),
         epochs_saved=saved_epochs,
+        untracked=sum(TRACKING in t.user_attrs for t in trials),
         seconds_saved=saved_seconds,
     )
 
@@ -98,6 +100,8 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
+    if summary.untracked:
+        lines.append(f"MLflow lacks something of {summary.untracked} trials: see their attribute {TRACKING}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         lines.append(f"MLflow, best trial: {url}")
     if url := handle.attrs.get(RUN_URL):

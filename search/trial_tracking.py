@@ -9,7 +9,7 @@ import optuna
 
 from objectives.training import FitResult
 from search.spec import StudySpec
-from search.study import RUN_ID, RUN_URL
+from search.study import RUN_ID, RUN_URL, TRACKING
 from storage import models
 from storage.claims import Claim, Lost
 from storage.tracking import MODEL_ID, State, Tracking, TrialRun
@@ -37,7 +37,7 @@ class TrialTracking:
         self.run: TrialRun | None = None
 
     def open(self) -> None:
-        """Open the trial's run and log its parameters; the trial notes the run, the run the trial."""
+        """Open the trial's run; the trial notes the run, the run the trial."""
         known = self._trial.user_attrs.get(RUN_ID)
         try:
             self.run = self._tracking.trial_run(
@@ -53,8 +53,12 @@ class TrialTracking:
         if known is None:
             self._trial.set_user_attr(RUN_ID, self.run.run_id)
             self._trial.set_user_attr(RUN_URL, self.run.url)
-        self.run.log_params({**self._trial.params, "seed": self._spec.seed, "epochs": self._spec.epochs})
         self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
+
+    def log_params(self) -> None:
+        """Log the trial's parameters, once they are suggested."""
+        if self.run is not None:
+            self.run.log_params({**self._trial.params, "seed": self._spec.seed, "epochs": self._spec.epochs})
 
     def log_file(self, path: Path) -> None:
         """Upload a file of the run directory."""
@@ -82,7 +86,7 @@ class TrialTracking:
             self._log_model(run, result)
         run.flush()
         if run.errors:
-            self._trial.set_user_attr("hpsearch:tracking", f"incomplete: {'; '.join(run.errors)}"[:1000])
+            self._trial.set_user_attr(TRACKING, f"incomplete: {run.errors[0]}")
 
     def _whole(self, result: FitResult) -> bool:
         """Make sure that the run has every epoch; what did not arrive while the server was away is sent again."""
@@ -93,8 +97,9 @@ class TrialTracking:
             self.run.errors.clear()
         else:
             self.open()
+            self.log_params()
             if self.run is None:
-                self._trial.set_user_attr("hpsearch:tracking", "missing: MLflow was away during the whole trial")
+                self._trial.set_user_attr(TRACKING, "missing: MLflow was away during the whole trial")
                 return False
         for record in result.history:
             self.run.log_epoch(record.epoch, record.timestamp, record.metrics)

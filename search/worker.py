@@ -146,8 +146,9 @@ class Worker:
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
         try:
-            config = self._objective.configure(trial)
             tracked.open()
+            config = self._objective.configure(trial)
+            tracked.log_params()
             session = TrialSession(
                 run_dir,
                 trial=trial,
@@ -176,7 +177,7 @@ class Worker:
             self._infeasible(claim, trial, tracked, str(error))
         except (ClaimLostError, *SERVICE_ERRORS):
             raise
-        except Exception as error:  # whatever the user's code raises ends its trial, not the worker
+        except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             self._fail(claim, trial, tracked, error, run_dir)
         else:
             self._settle(claim, trial, tracked, result, session)
@@ -213,7 +214,9 @@ class Worker:
         self._tell(claim, trial, "PRUNED", reason)
         tracked.finish("INFEASIBLE", reason)
 
-    def _fail(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, error: Exception, run_dir: Path) -> None:
+    def _fail(
+        self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, error: BaseException, run_dir: Path
+    ) -> None:
         self._failures += 1
         reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, ObjectiveError):

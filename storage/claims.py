@@ -105,7 +105,7 @@ class Claims:
         crashes = trial.user_attrs.get(CRASHES, 0) + 1
         self._set(trial._trial_id, CRASHES, crashes)
         if crashes > retries:
-            reason = f"lost its worker {crashes} times ({trial.user_attrs.get(WORKER)} was the last)"
+            reason = f"lost its worker, {crashes} in all ({trial.user_attrs.get(WORKER)} was the last)"
             self._set(trial._trial_id, REASON, reason)
             self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
             self._locks.release_trial(trial._trial_id)
@@ -173,3 +173,13 @@ class Claims:
     def let_go(self, claim: Claim) -> None:
         """Release what is left of a claim that was lost."""
         self._locks.release_trial(claim.trial_id)
+
+
+def running_now(url: str, storage: BaseStorage, study_id: int) -> int:
+    """Return how many of the study's RUNNING trials have a living worker."""
+    locks = AdvisoryLocks(url, application_name="hpsearch look")
+    try:
+        running = storage.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
+        return sum(not locks.try_trial(trial._trial_id) for trial in running)
+    finally:
+        locks.close()

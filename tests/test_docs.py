@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
 # Between the processes of one command, not for people.
-INTERNAL = {"HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}
+INTERNAL = {"HPSEARCH_COMMAND", "HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}
 
 
 def test_every_setting_is_documented() -> None:

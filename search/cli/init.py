@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from search.console import command
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the app."""
@@ -20,4 +22,4 @@ def init(
     from objectives.template import write_template
 
     write_template(path)
-    typer.echo(f"wrote {path}; run it with: hpsearch run {path}")
+    typer.echo(f"wrote {path}; run it with: {command('run', str(path))}")

@@ -24,7 +24,8 @@ def run(
     name: o.Name = None,
     trials: o.Trials = None,
     workers: Annotated[
-        int, typer.Option("--workers", min=0, help="Worker processes on this machine; 0 only creates the study.")
+        int,
+        typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
     epochs: o.Epochs = None,
     metric: o.Metric = None,

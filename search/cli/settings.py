@@ -27,6 +27,8 @@ def gather_settings(
         if name is None and not options:
             continue
         kept = settings.get(key, {})
+        if not isinstance(kept, dict):
+            raise SearchError(f"{key} is {kept!r}: give its name, or a table with its name and options")
         if name is not None and name != kept.get("name"):
             kept = {"name": name}
         default = StudySpec.model_fields[key].default.name

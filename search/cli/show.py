@@ -21,20 +21,20 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials."""
-    from rich.console import Console
     from rich.table import Table
 
     from search.cli.read import open_for_reading
+    from search.console import PlainConsole
     from search.study import load_study
     from search.summary import format_value, summarise, summary_lines
     from storage.claims import REASON, WORKER
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
-    console = Console()
+    console = PlainConsole()
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-        console.print(f"{key:>10}  {shown}", highlight=False, markup=False)
+        console.print(f"{key:>10}  {shown}")
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("trial", "state", "epochs", "value", "worker", "reason"):
@@ -52,7 +52,9 @@ def show(
             worker,
             str(reason).splitlines()[0] if reason else "",
         )
+    if not every and len(trials) > 20:
+        console.print(f"the last 20 of {len(trials)} trials; all of them with --all")
     console.print(table)
     console.print()
     for line in summary_lines(handle, summarise(handle), dashboard_url=services.dashboard_url):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)

@@ -16,13 +16,13 @@ def register(app: typer.Typer) -> None:
 
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
-    from rich.console import Console
 
+    from search.console import PlainConsole
     from search.steps import steps
     from storage import stack
     from storage.home import home_dir
 
-    with steps(Console(stderr=True)) as tell:
+    with steps(PlainConsole(stderr=True)) as tell:
         info = stack.up(home_dir(home), progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
@@ -46,5 +46,5 @@ def status(home: o.Home = None) -> int:
     services = stack.status(home_dir(home))
     for service in services:
         where = service.url or ""
-        typer.echo(f"{service.name:<10} {service.state:<8} {where} {service.detail}".rstrip())
+        typer.echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
     return 0 if all(service.state == "running" for service in services) else 3

@@ -14,10 +14,10 @@ def register(app: typer.Typer) -> None:
 
 def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """List the studies and where they stand."""
-    from rich.console import Console
     from rich.table import Table
 
     from search.cli.read import open_for_reading
+    from search.console import PlainConsole, command
     from search.spec import parse_spec
     from search.study import SPEC
     from storage.progress import read_progress
@@ -38,6 +38,6 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
         counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
         table.add_row(spec.name, spec.objective, *map(str, counts), best)
     if table.row_count:
-        Console().print(table)
+        PlainConsole().print(table)
     else:
-        typer.echo("no studies yet; start one with: hpsearch run digits")
+        typer.echo(f"no studies yet; start one with: {command('run', 'digits')}")

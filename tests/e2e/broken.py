@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from sklearn.datasets import load_wine
@@ -25,8 +26,11 @@ class Broken(Objective):
         return Splits.make(x, y, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        if os.environ["BREAK"] == "bug":
-            raise KeyError("no such layer")
+        how = os.environ["BREAK"]
+        if how == "everywhere" or (how == "in workers" and "HPSEARCH_FLEET_PID" in os.environ):
+            raise KeyError("no such layer [1, 2] [/red]")
+        if how == "exit" and "HPSEARCH_FLEET_PID" in os.environ:
+            sys.exit(3)
         return nn.Sequential(nn.Linear(13, 3), Exploding())
 
 

@@ -102,6 +102,32 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert cli.study(name).trials[0].user_attrs["hpsearch:attempt"] == 2
 
 
+def test_a_lost_terminal_drains_the_run(cli: Cli, tmp_path: Path, undisturbed: optuna.Study) -> None:
+    process = start(cli, "hung-up", tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()  # whatever it prints from now on fails
+    process.send_signal(signal.SIGHUP)
+    log = cli.stack.home / "logs" / "hung-up" / "worker-0.log"
+    wait_for(lambda: "ending the epoch" in log.read_text(), "the worker to be told")
+    (tmp_path / "open").touch()
+    process.wait()
+    trial = cli.study("hung-up").trials[0]
+    assert (trial.state, list(trial.intermediate_values)) == (TrialState.WAITING, [0, 1, 2])
+    assert "hpsearch:crashes" not in trial.user_attrs
+
+
+def test_a_study_with_dead_workers_can_be_deleted(cli: Cli, tmp_path: Path) -> None:
+    process = start(cli, "deleted", tmp_path)
+    assert "1 running trials" in cli("delete", "deleted", "--yes", code=2)
+    worker = reached(tmp_path)[0]
+    process.kill()
+    os.kill(worker, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not psutil.pid_exists(worker), "the worker to be gone")
+    cli("delete", "deleted", "--yes")
+    assert "no study 'deleted'" in cli("show", "deleted", code=2)
+
+
 def test_workers_of_a_killed_fleet_leave_and_its_trials_are_taken_up(
     cli: Cli, tmp_path: Path, undisturbed: optuna.Study
 ) -> None:
@@ -120,8 +146,11 @@ def test_a_worker_joins_by_name_and_url_alone(cli: Cli, tmp_path: Path, undistur
     cli("run", GATED, "--name", "joined", "--workers", "0", "--sampler", "random", "--pruner", "none")
     assert cli.study("joined").trials == []
     environment = {"HPSEARCH_STORAGE_URL": cli.stack.storage_url, "HPSEARCH_HOME": str(tmp_path / "elsewhere")}
+    (tmp_path / "search.py").write_text("raise SystemExit('not this one')\n")
     cli("worker", "--study", "joined", **environment)
     assert_as_undisturbed(cli, "joined", undisturbed)
+    parent = cli.study("joined").user_attrs["hpsearch:mlflow_run_id"]
+    assert mlflow.MlflowClient(cli.stack.tracking_uri).get_run(parent).info.status == "FINISHED"
 
 
 def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) -> None:
@@ -138,13 +167,30 @@ def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) 
     assert run.info.status == "KILLED"
 
 
+def test_a_mistake_is_told_before_there_is_a_study(cli: Cli) -> None:
+    output = cli("run", BROKEN, "--name", "mistake", code=2, BREAK="everywhere")
+    assert "broken.py:31: KeyError" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    assert "no study 'mistake'" in cli("show", "mistake", code=2)
+
+
 def test_a_bug_ends_the_run_before_the_budget_is_burnt(cli: Cli) -> None:
-    output = cli("run", BROKEN, "--name", "bug", "--workers", "1", code=1, BREAK="bug")
+    output = cli("run", BROKEN, "--name", "bug", "--workers", "1", code=1, BREAK="in workers")
     assert "Traceback" not in output
     assert "no such layer" in output
     trials = cli.study("bug").trials
     assert [t.state for t in trials] == [TrialState.FAIL] * 3
     assert "no such layer" in trials[0].user_attrs["hpsearch:reason"]
+    assert "no such layer [1, 2] [/red]" in cli("show", "bug")
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    for trial in trials:
+        assert client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"]).info.status == "FAILED"
+
+
+def test_an_objective_that_exits_fails_its_trial_only(cli: Cli) -> None:
+    cli("run", BROKEN, "--name", "exit", "--workers", "1", "--trials", "1", code=1, BREAK="exit")
+    trial = cli.study("exit").trials[0]
+    assert (trial.state, trial.user_attrs["hpsearch:reason"]) == (TrialState.FAIL, "SystemExit: 3")
 
 
 def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:

@@ -37,6 +37,7 @@ BAD = [
     (["run", "digits", "--trials", "0"], ["--trials", "0"]),
     (["run", "digits", "--trials", "many"], ["--trials", "'many'"]),
     (["run", "digits", "--workers", "-1"], ["--workers", "-1"]),
+    (["run", "digits", "--workers", "99999999999"], ["--workers", "512"]),
     (["run", "digits", "--epochs", "0"], ["epochs", "0"]),
     (["run", "digits", "--direction", "sideways"], ["direction", "'sideways'"]),
     (["run", "digits", "--name", "../../etc"], ["name", "'../../etc'"]),
@@ -84,6 +85,7 @@ def test_a_mistake_is_told_in_one_line(refuse, arguments: list[str], words: list
     [
         ("objective = 'digits'\nn_trails = 3\n", ["'n_trails'", "'n_trials'"]),
         ("objective = 'digits'\n[sampler]\nname = 'tpe'\nstartup = 3\n", ["sampler.startup"]),
+        ("objective = 'digits'\nsampler = 5\n", ["sampler is 5"]),
         ("objective = \n", ["--spec", "line 1"]),
         ("version = 2\nobjective = 'digits'\n", ["version", "2"]),
     ],

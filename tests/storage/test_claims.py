@@ -101,7 +101,7 @@ def test_a_trial_that_kills_its_workers_fails(storage: BaseStorage, study_id: in
     trial = storage.get_all_trials(study_id)[0]
     assert trial.state == TrialState.FAIL
     assert trial.user_attrs[REASON] == lost.reason
-    assert "lost its worker 2 times" in lost.reason
+    assert "lost its worker, 2 in all" in lost.reason
 
 
 def test_a_trial_given_back_is_the_next_to_be_taken(storage: BaseStorage, study_id: int, join: Join) -> None:
