@@ -19,7 +19,8 @@ def _run(objective, epochs=3, **settings):
 
 
 def _step(run, *window):
-    return train_step(run, [torch.tensor(rows) for rows in window], POINT, RunningMetrics(run.metrics))
+    batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
+    return train_step(run, batches, POINT, RunningMetrics(run.metrics))
 
 
 def _weights(run):
@@ -29,7 +30,7 @@ def _weights(run):
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_order_of_one_step(wine, monkeypatch, precision):
-    run = _run(wine, precision=precision, accumulate=2, ema_decay=0.9)
+    run = _run(wine, precision=precision, batch_size=16, accumulate=2, ema_decay=0.9)
     calls = []
 
     def spy(owner, name, label):
@@ -49,8 +50,9 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
     spy(nn.utils, "clip_grad_norm_", "clip")
     spy(run.guard, "check", "guard")
     spy(run.optimizer, "step", "step")
+    spy(run.steplog, "note", "note")
     spy(run.schedule, "step", "schedule")
-    spy(run.ema, "update_parameters", "average")
+    spy(run.average, "after_step", "average")
     _step(run, [0, 1], [2, 3])
     forward = ["forward", "loss", "backward"]
     assert calls == [
@@ -58,6 +60,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
         *forward,
         *forward,
         "unscale",
+        "note",
         "clip",
         "guard",
         "step",
@@ -122,18 +125,18 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     run = _run(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
     _step(run, range(8))
     handle = run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    before = (_weights(run), run.schedule.last_epoch, int(run.ema.n_averaged), run.precision.scaler.get_scale())
+    before = (_weights(run), run.schedule.taken, int(run.average.average.n_averaged), run.precision.scaler.get_scale())
     state = {k: v["exp_avg"].clone() for k, v in run.optimizer.state_dict()["state"].items()}
     _step(run, range(8))
     assert torch.equal(_weights(run), before[0])
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
-    assert (run.schedule.last_epoch, int(run.ema.n_averaged)) == before[1:3]
+    assert (run.schedule.taken, int(run.average.average.n_averaged)) == before[1:3]
     assert run.precision.scaler.get_scale() == before[3] / 2
     assert run.guard.skipped == 1
     handle.remove()
     _step(run, range(8))
     assert run.guard.skipped == 0
-    assert run.schedule.last_epoch == before[1] + 1
+    assert run.schedule.taken == before[1] + 1
     assert not torch.equal(_weights(run), before[0])
 
 
@@ -233,9 +236,9 @@ def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_
 def test_running_metrics_are_those_of_all_samples(wine):
     run = _run(wine, batch_size=8, lr=1e-12, drop_last=False, weight_decay=0.0)
     trained = train_epoch(run, 0)
-    output = run.model(run.train.x)
-    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.train.y)), rel=1e-4)
-    expected = float((output.detach().argmax(1) == run.train.y).double().mean())
+    output = run.model(run.splits.train.x)
+    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.splits.train.y)), rel=1e-4)
+    expected = float((output.detach().argmax(1) == run.splits.train.y).double().mean())
     assert trained.scores["accuracy"] == pytest.approx(expected)
 
 
