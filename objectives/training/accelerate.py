@@ -56,7 +56,7 @@ def compiled(model: nn.Module, judged: nn.Module, trial: Callable[[], None]) -> 
         for module in both:
             module._compiled_call_impl = None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0] if lines else 'no detail'}"
+        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # the first may only name the backend
     return None
 
 

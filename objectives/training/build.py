@@ -43,7 +43,7 @@ def build(
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits = _splits(objective, split_seed)
+    splits = checked_splits(objective, split_seed)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
         model = _module(objective.model(config, splits.train), "model").to(device)
@@ -57,6 +57,8 @@ def build(
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with users_code(f"{who}.augment"):
         augment = objective.augment(config)
+        if augment is not None:
+            augment(splits.train.inputs(slice(0, 2)))
     in_memory = config.num_workers is None and splits.val.load is None
     epoch_steps = steps_of(len(splits.train), config)
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
@@ -136,7 +138,12 @@ def _trial_step(run: Run) -> None:
         run.model.load_state_dict(kept)
 
 
-def _splits(objective: Objective, split_seed: int) -> Splits:
+def checked_splits(objective: Objective, split_seed: int) -> Splits:
+    """The objective's data, found fit to train on.
+
+    Raises:
+        ObjectiveError: they are not.
+    """
     who = type(objective).__name__
     set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
     with users_code(f"{who}.data"):

@@ -118,7 +118,7 @@ class TrainConfig:
         self._check_pairs()
 
     def _check_names(self) -> None:
-        for what, known in _NAMES.items():
+        for what, known in NAMES.items():
             name = getattr(self, what)
             if name not in known:
                 raise ObjectiveError(f"unknown {what} {name!r}: {nearest(name, list(known))}")
@@ -158,7 +158,7 @@ class TrainConfig:
         return cls(**values)
 
 
-_NAMES = {
+NAMES = {
     "optimizer": OPTIMIZERS,
     "base_optimizer": BASES,
     "schedule": SCHEDULES,

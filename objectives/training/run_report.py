@@ -100,8 +100,8 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
     if risen > 0.1 * abs(last["val_loss"]):
         lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
-    if result.best_epoch == run.epochs - 1:
-        lines.append("The best epoch is the last one planned: more epochs may do better (underfit).")
+    if risen == 0.0 and len(result.history) == run.epochs > 1:
+        lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
     return lines
 
 

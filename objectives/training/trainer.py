@@ -72,7 +72,7 @@ class Trainer:
             session = LocalSession(run_dir)
         self.session = session
         self.files = RunDir(run_dir)
-        self.device = _device(device)
+        self.device = device_named(device)
         self.instruments = instruments
         instruments.check(run_dir)
 
@@ -185,7 +185,12 @@ def _shown(metrics: dict[str, float]) -> str:
     return " ".join(f"{name}={value:.5g}" for name, value in metrics.items())
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The device of that name; an accelerator where there is one, unless named.
+
+    Raises:
+        ObjectiveError: there is no such device.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
