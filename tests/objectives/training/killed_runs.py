@@ -3,6 +3,7 @@
 Each run is a child of this process, forked after torch was imported, so that eighteen of them start in no time.
 """
 
+import importlib
 import json
 import os
 import random
@@ -18,6 +19,18 @@ from objectives.training import LocalSession, Splits, TrainConfig, Trainer
 from tests.objectives.training.support import exact
 
 EPOCHS = 6
+# What a run imports when it needs it: once here, and not in each child.
+IMPORTED_LATE = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pytorch_optimizer",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "torch._inductor",
+    "torch.utils.checkpoint",
+    "torchmetrics.classification",
+    "yaml",
+)
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.3}
 MLP = {"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3}
 # Together: every kind of state there is, and 0 and 2 processes that load batches.
@@ -89,11 +102,11 @@ def train(name, session, result_file):
     result_file.write_text(json.dumps(kept))
 
 
-def in_a_process_of_its_own(work):
-    """Runs `work` in a child; how the child ended."""
+def in_a_process_of_its_own(name, session, result_file):
+    """Trains in a child; how the child ended."""
     child = os.fork()
     if child == 0:
-        work()
+        train(name, session, result_file)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -101,15 +114,18 @@ def in_a_process_of_its_own(work):
 def main(name, folder):
     """Prints a line of JSON: how the killed children ended, and whether each resumed one came to the same."""
     torch.set_num_threads(1)
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
     undisturbed = folder / "undisturbed.json"
-    in_a_process_of_its_own(lambda: train(name, None, undisturbed))
+    in_a_process_of_its_own(name, None, undisturbed)
     ends, same = [], []
     for epoch in range(EPOCHS):
         run_dir, found = folder / str(epoch), folder / f"{epoch}.json"
-        ends.append(in_a_process_of_its_own(lambda: train(name, Killed(run_dir, epoch), found)))
-        in_a_process_of_its_own(lambda: train(name, LocalSession(run_dir), found))
+        ends.append(in_a_process_of_its_own(name, Killed(run_dir, epoch), found))
+        in_a_process_of_its_own(name, LocalSession(run_dir), found)
         same.append(found.read_text() == undisturbed.read_text())
-    print(json.dumps({"ends": ends, "same": same, "epochs": len(json.loads(undisturbed.read_text())["history"])}))
+    epochs = len(json.loads(undisturbed.read_text())["history"])
+    print(json.dumps({"ends": ends, "same": same, "epochs": epochs}))
 
 
 if __name__ == "__main__":
