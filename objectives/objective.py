@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
     from objectives.training.data import Dataset, Splits
+    from objectives.training.loader import Augment
     from objectives.training.metrics import Metrics
 
 
@@ -74,6 +75,14 @@ class Objective(ABC):
         from torch import nn
 
         return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+
+    def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
+        """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
+
+        Draw from torch's, numpy's or Python's global generators: they are seeded for it, so that runs repeat. With
+        `TrainConfig.num_workers` it runs in processes of its own, on the CPU; else on the device.
+        """
+        return None
 
     def metrics(self, train: Dataset) -> Metrics:
         """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to."""

@@ -6,8 +6,9 @@ from objectives.training.evaluate import evaluate
 from objectives.training.guards import DeviceMemoryError, NonFiniteError
 from objectives.training.metrics import Metrics
 from objectives.training.preprocess import Standardize
+from objectives.training.records import EpochRecord
 from objectives.training.result import FitResult
-from objectives.training.session import EpochRecord, LocalSession, Session, Verdict, promotable
+from objectives.training.session import LocalSession, Session, Verdict, promotable
 from objectives.training.trainer import Trainer
 
 __all__ = [

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from objectives.errors import ObjectiveError, nearest, users_code
+from objectives.training.accelerate import compiled, layout
+from objectives.training.averaging import build_average
 from objectives.training.config import TrainConfig
-from objectives.training.data import Splits, steps_per_epoch
-from objectives.training.ema import averaged
-from objectives.training.environment import environment
-from objectives.training.evaluate import check_loss
+from objectives.training.data import Splits
+from objectives.training.environment import environment, uncommitted
+from objectives.training.evaluate import check_loss, summed
+from objectives.training.feed import build_feed, steps_of
 from objectives.training.guards import FiniteGuard
 from objectives.training.metrics import DIRECTIONS
 from objectives.training.optim import build_optimizer
@@ -22,7 +24,9 @@ from objectives.training.precision import Precision
 from objectives.training.progress import Progress
 from objectives.training.reproducibility import set_seed
 from objectives.training.run import FORMAT, Run
-from objectives.training.schedules import build_schedule
+from objectives.training.schedules import build_schedule, check_length
+from objectives.training.sharpness import Sharpness
+from objectives.training.steplog import StepLog
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -39,7 +43,7 @@ def build(
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits = _splits(objective, split_seed)
+    splits = checked_splits(objective, split_seed)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
         model = _module(objective.model(config, splits.train), "model").to(device)
@@ -51,11 +55,20 @@ def build(
         metrics.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
-    train, val = splits.train.to(device), splits.val.to(device)
-    steps = epochs * steps_per_epoch(
-        len(train), batch_size=config.batch_size, accumulate=config.accumulate, drop_last=config.drop_last
-    )
-    optimizer = build_optimizer(model, config, device)
+    with users_code(f"{who}.augment"):
+        augment = objective.augment(config)
+        if augment is not None:
+            augment(splits.train.inputs(slice(0, 2)))
+    in_memory = config.num_workers is None and splits.val.load is None
+    epoch_steps = steps_of(len(splits.train), config)
+    _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
+    maximize = objective.direction == "maximize"
+    layout(model, config)
+    optimizer, sharpness = build_optimizer(model, config, device), None
+    if config.optimizer == "sam":
+        sharpness = Sharpness(optimizer)
+        optimizer = sharpness.base
+    source = _source(objective)
     run = Run(
         identity={
             "format": FORMAT,
@@ -66,28 +79,71 @@ def build(
             "split_seed": split_seed,
             "split_hash": splits.hash(),
         },
-        environment=environment(device, _source(objective)),
+        environment=environment(device, source),
+        changes=uncommitted(source.parent if source else Path.cwd()),
         config=config,
         epochs=epochs,
         seed=seed,
         device=device,
         splits=splits,
-        train=train,
-        val=val,
+        val=splits.val.to(device) if in_memory else splits.val,
+        feed=build_feed(splits.train, config, seed=seed, device=device, augment=augment),
         model=model,
         loss=loss,
         metrics=metrics,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, config, steps),
+        sharpness=sharpness,
+        schedule=build_schedule(optimizer, config, epochs * epoch_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
-        ema=None if config.ema_decay is None else averaged(model, config.ema_decay),
+        average=build_average(model, config, epochs),
         guard=FiniteGuard(device),
-        progress=Progress(f"val_{objective.metric}", maximize=objective.direction == "maximize"),
+        steplog=StepLog(model, config.log_every),
+        progress=Progress(f"val_{objective.metric}", maximize=maximize),
     )
-    return run, _rehearse(objective, run)
+    scores = _rehearse(objective, run)
+    if config.compile and (why := compiled(run.model, run.judged, lambda: _trial_step(run))):
+        run.notes.append(f"not compiled: {why}")
+    return run, scores
 
 
-def _splits(objective: Objective, split_seed: int) -> Splits:
+def oddities(run: Run) -> list[str]:
+    """What is not wrong and yet not what was asked for, in a line each."""
+    samples, size = len(run.splits.train), run.config.batch_size
+    return (
+        [f"batch_size {size} is more than the {samples} training samples: a step takes all"] if size > samples else []
+    )
+
+
+def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
+    batches = max(samples // config.batch_size if config.drop_last else -(-samples // config.batch_size), 1)
+    if config.accumulate > batches:
+        raise ObjectiveError(
+            f"accumulate {config.accumulate} with batch_size {config.batch_size} is more than an epoch of {samples} "
+            f"samples: set accumulate to at most {batches}"
+        )
+    check_length(config, total_steps=total_steps, epoch_steps=epoch_steps)
+
+
+def _trial_step(run: Run) -> None:
+    """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
+    kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    x, y = next(run.feed.windows(0))[0].get()
+    run.model.train()
+    try:
+        with run.precision.autocast():
+            output = run.model(x)
+        summed(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
+    finally:
+        run.model.zero_grad(set_to_none=True)
+        run.model.load_state_dict(kept)
+
+
+def checked_splits(objective: Objective, split_seed: int) -> Splits:
+    """The objective's data, found fit to train on.
+
+    Raises:
+        ObjectiveError: they are not.
+    """
     who = type(objective).__name__
     set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
     with users_code(f"{who}.data"):
@@ -136,13 +192,13 @@ def _check_width(run: Run) -> None:
     """Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first."""
     labels, training = run.splits.train.y, run.judged.training
     run.judged.eval()
-    output = run.judged(run.val.x[:2])
+    output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
     run.judged.train(training)
     if not isinstance(output, Tensor):
         raise ObjectiveError(f"the model must return one tensor, not {type(output).__name__}")
-    if len(output) != len(run.val.x[:2]):
+    if len(output) != min(len(run.val), 2):
         raise ObjectiveError(
-            f"the model gives {list(output.shape)} for {len(run.val.x[:2])} inputs: keep the first dim"
+            f"the model gives {list(output.shape)} for {min(len(run.val), 2)} inputs: keep the first dim"
         )
     classes = not labels.dtype.is_floating_point and labels.ndim == 1 and isinstance(run.loss, nn.CrossEntropyLoss)
     if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +12,41 @@ import torch
 from torch import Tensor
 
 from objectives.errors import ObjectiveError
+from objectives.training.dividing import by_time, divide
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs x [n, ...] and targets y [n, ...], kept in memory.
+    """Inputs x [n, ...] and targets y [n, ...], kept in memory or loaded when they are needed.
 
     Attributes:
-        x: inputs as the model takes them, raw: scaling belongs to the model.
+        x: inputs as the model takes them, raw: scaling belongs to the model. With `load`, what stands for them: a
+            number of a file, an encoded image. A tensor over a memory-mapped file is read as it is used.
         y: class labels (int64 [n]) or values (float [n, ...]).
         rows: where each sample stands in the source, if known: what shows that splits are disjoint.
+        load: makes one sample's input from its entry in `x`; `TrainConfig.num_workers` processes call it.
     """
 
     x: Tensor
     y: Tensor
     rows: Tensor | None = None
+    load: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def take(self, rows: Tensor) -> Dataset:
         """The samples at `rows`."""
-        return Dataset(self.x[rows], self.y[rows], rows if self.rows is None else self.rows[rows])
+        return Dataset(self.x[rows], self.y[rows], rows if self.rows is None else self.rows[rows], self.load)
+
+    def inputs(self, rows: Tensor | slice) -> Tensor:
+        """The inputs at `rows` [n, ...] as the model takes them."""
+        x = self.x[rows]
+        return x if self.load is None else torch.stack([self.load(entry) for entry in x])
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on a device."""
-        return Dataset(self.x.to(device), self.y.to(device), self.rows)
+        return Dataset(self.x.to(device), self.y.to(device), self.rows, self.load)
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,10 @@ class Splits:
         test: float = 0.2,
         stratify: bool = True,
         groups: Any | None = None,
+        times: Any | None = None,
+        load: Callable[[Tensor], Tensor] | None = None,
     ) -> Splits:
-        """Splits arrays or tensors of n samples at random: a pure function of the arguments.
+        """Splits arrays or tensors of n samples, at random or by time: a pure function of the arguments.
 
         Args:
             x: inputs [n, ...]; floating point becomes float32.
@@ -71,21 +82,28 @@ class Splits:
             stratify: keep the shares of the classes in each split, where y has classes and there are no `groups`.
             groups: a group per sample [n] (a patient, a scan): no group is divided between splits, and the shares
                 are shares of the groups.
+            times: when each sample was taken [n], numbers or datetimes: the earliest are trained on, the latest are
+                the test split, and no moment is divided. `seed` and `stratify` then have nothing to decide.
+            load: see `Dataset`.
 
         Raises:
             ObjectiveError: the shares leave a split empty, or a class is too rare to be in each split.
         """
-        data = Dataset(_tensor(x), _tensor(y))
+        data = Dataset(_tensor(x), _tensor(y), load=load)
         if len(data.x) != len(data.y):
             raise ObjectiveError(f"x has {len(data.x)} samples and y has {len(data.y)}")
         if min(val, test) <= 0 or val + test >= 1:
             raise ObjectiveError(f"val={val} and test={test} must be above 0 and leave something to train on")
+        if times is not None:
+            if groups is not None:
+                raise ObjectiveError("give groups or times: a split by both has no single answer")
+            return cls(*(data.take(torch.from_numpy(part)) for part in by_time(times, len(data), val, test)))
         rows = np.arange(len(data))
         classes = data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
         grouped = None if groups is None else np.asarray(groups)
-        rest, held = _divide(rows, test, labels, grouped, seed)
-        train, valid = _divide(rest, val / (1 - test), labels, grouped, seed)
+        rest, held = divide(rows, test, labels, grouped, seed)
+        train, valid = divide(rest, val / (1 - test), labels, grouped, seed)
         return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in (train, valid, held)))
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
@@ -125,23 +143,6 @@ def _tensor(values: Any) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def _divide(
-    rows: np.ndarray[Any, Any], share: float, labels: Any, groups: Any, seed: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    from sklearn.model_selection import GroupShuffleSplit, train_test_split
-
-    try:
-        if groups is not None:
-            splitter = GroupShuffleSplit(n_splits=1, test_size=share, random_state=seed)
-            kept, taken = next(splitter.split(rows, groups=groups[rows]))
-            return rows[kept], rows[taken]
-        stratify = None if labels is None else labels[rows]
-        kept, taken = train_test_split(rows, test_size=share, random_state=seed, stratify=stratify)
-    except ValueError as error:
-        raise ObjectiveError(f"the data cannot be split: {error}") from error
-    return kept, taken
-
-
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     if not isinstance(part, Dataset):
         raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
@@ -178,13 +179,19 @@ def steps_per_epoch(samples: int, *, batch_size: int, accumulate: int, drop_last
 
 
 def windows(
-    samples: int, *, batch_size: int, accumulate: int, drop_last: bool, seed: int
+    samples: int,
+    *,
+    batch_size: int,
+    accumulate: int,
+    drop_last: bool,
+    seed: int,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of one epoch in random order, as the micro-batches of each optimizer step.
 
     The last window may be shorter; with `drop_last` a short last micro-batch is left out unless it is the only one.
     """
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).to(device)
     batches = torch.split(order, batch_size)
     if drop_last and len(batches) > 1 and len(batches[-1]) < batch_size:
         batches = batches[:-1]

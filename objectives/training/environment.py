@@ -18,6 +18,8 @@ import torch
 # A resume where one of these differs is not exact to the last bit.
 EXACT = ("torch", "device", "device_name", "threads", "machine")
 
+_LONGEST_DIFF = 1_000_000  # characters
+
 
 def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
     """Plain values that describe this process, the device and the objective's source."""
@@ -59,6 +61,16 @@ def _git(folder: Path) -> dict[str, Any]:
     if not sha:
         return {}
     return {"git_sha": sha, "git_dirty": bool(_run(*here, "status", "--porcelain", "--untracked-files=no"))}
+
+
+@lru_cache
+def uncommitted(folder: Path) -> str:
+    """How the tracked files around `folder` differ from their commit, as git prints it; empty without git."""
+    git = shutil.which("git")
+    diff = _run(git, "--no-optional-locks", "-C", str(folder), "diff", "--no-ext-diff", "HEAD") if git else ""
+    if len(diff) > _LONGEST_DIFF:
+        diff = f"{diff[:_LONGEST_DIFF]}\n[the rest of {len(diff)} characters is left out]"
+    return _without_secrets(diff) + "\n" if diff else ""
 
 
 def _run(*command: str) -> str:

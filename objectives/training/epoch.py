@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from objectives.training.data import windows
+from objectives.training.config import TrainConfig
 from objectives.training.evaluate import as_floats, summed
+from objectives.training.feed import Batch
 from objectives.training.guards import Point
 from objectives.training.metrics import Metrics
-from objectives.training.reproducibility import derive_seed
 from objectives.training.run import Run
 
 
@@ -39,56 +41,81 @@ def train_epoch(run: Run, epoch: int) -> Trained:
     The loss per sample and the metrics are those of the outputs as training saw them.
     """
     run.model.train()
-    config, running = run.config, RunningMetrics(run.metrics)
+    running = RunningMetrics(run.metrics)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     norm_sum, samples, steps, lr = torch.zeros_like(loss_sum), 0, 0, 0.0
-    order = windows(
-        len(run.train),
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        drop_last=config.drop_last,
-        seed=derive_seed(run.seed, "order", epoch),
-    )
-    for batch, window in enumerate(order):
+    for number, window in enumerate(run.feed.windows(epoch)):
         lr = float(run.optimizer.param_groups[0]["lr"])
-        loss, norm = train_step(run, window, Point(epoch, run.step, batch, lr), running)
+        loss, norm = train_step(run, window, Point(epoch, run.step, number, lr), running)
         loss_sum += loss
         norm_sum += norm
-        samples += sum(map(len, window))
+        samples += sum(batch.size for batch in window)
         steps += 1
+        run.on_step()
+        _validate_within(run, epoch)
     run.guard.flush()
     scores = as_floats({"loss": loss_sum / samples, "grad_norm": norm_sum / steps, **running.compute()})
     return Trained(grad_norm=scores.pop("grad_norm"), scores=scores, lr=lr, samples=samples)
 
 
-def train_step(run: Run, window: Sequence[Tensor], point: Point, running: RunningMetrics) -> tuple[Tensor, Tensor]:
+def train_step(run: Run, window: Sequence[Batch], point: Point, running: RunningMetrics) -> tuple[Tensor, Tensor]:
     """One optimizer step over the micro-batches of a window: the summed loss and the gradient's norm, on the device.
 
     The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.
-    A step that loss scaling skips moves neither weights, schedule nor moving average.
+    A step that loss scaling skips moves neither weights, schedule nor average.
     """
-    size = sum(map(len, window))
-    total = torch.zeros((), dtype=torch.float32, device=run.device)
+    size = sum(batch.size for batch in window)
     run.optimizer.zero_grad(set_to_none=True)
-    for rows in window:
-        rows = rows.to(run.device)  # noqa: PLW2901
-        x, y = run.train.x[rows], run.train.y[rows]
+    if run.sharpness is None:
+        total = _gradient(run, (batch.get() for batch in window), size, running)
+    else:
+        inputs = [batch.get() for batch in window]  # both passes see the same samples, augmented the same way
+        total = _gradient(run, inputs, size, running)
+        with run.sharpness.displaced(run.model):
+            _gradient(run, inputs, size, None)
+    run.precision.unscale(run.optimizer)
+    run.steplog.note(point, total / size)
+    norm = clip(run.optimizer, run.config)
+    run.guard.check(point, total / size, norm, scaled=run.precision.scaled)
+    stepped = run.precision.step(run.optimizer)
+    if stepped:
+        run.schedule.step()
+        run.average.after_step()
+    run.guard.count(point, norm, stepped=stepped)
+    run.step += 1
+    return total, torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has no norm
+
+
+def _gradient(run: Run, batches: Iterable[tuple[Tensor, Tensor]], size: int, running: RunningMetrics | None) -> Tensor:
+    """Adds the gradient of the mean loss over `size` samples to the parameters'; the summed loss."""
+    total = torch.zeros((), dtype=torch.float32, device=run.device)
+    for x, y in batches:
         with run.precision.autocast():
             output = run.model(x)
         loss = summed(run.loss, output, y)
         run.precision.backward(loss / size)
         total += loss.detach()
-        running.add(output.detach(), y)
-    norm = run.precision.unscale_and_clip(run.optimizer, run.config.clip_grad_norm)
-    run.guard.check(point, total / size, norm, scaled=run.precision.scaled)
-    stepped = run.precision.step(run.optimizer)
-    if stepped:
-        run.schedule.step()
-        if run.ema is not None:
-            run.ema.update_parameters(run.model)
-    run.guard.count(point, norm, stepped=stepped)
-    run.step += 1
-    return total, torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has no norm
+        if running is not None:
+            running.add(output.detach(), y)
+    return total
+
+
+def clip(optimizer: Optimizer, config: TrainConfig) -> Tensor:
+    """Clips the gradient as configured; its norm before that, a scalar on the device."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    limit = float("inf") if config.clip_grad_norm is None else config.clip_grad_norm
+    norm = nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
+    if config.clip_grad_value is not None:
+        nn.utils.clip_grad_value_(parameters, config.clip_grad_value)
+    return norm
+
+
+def _validate_within(run: Run, epoch: int) -> None:
+    """A validation in the midst of an epoch, for the record of steps, which changes nothing of the run."""
+    every = run.config.validate_every
+    if every is not None and run.step % every == 0:
+        run.guard.flush()
+        run.steplog.add_scores(epoch, run.step, run.validate(copy.deepcopy(run.metrics)))
 
 
 class RunningMetrics:

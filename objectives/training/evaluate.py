@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from objectives.errors import ObjectiveError
 from objectives.training.data import Dataset
+from objectives.training.loader import loaded
 from objectives.training.metrics import Metrics
 
 
@@ -22,6 +23,7 @@ def evaluate(
     *,
     batch_size: int,
     device: torch.device | str,
+    num_workers: int = 0,
 ) -> dict[str, float]:
     """The mean loss per sample, as "loss", and each metric, over a whole dataset.
 
@@ -34,21 +36,31 @@ def evaluate(
         metrics: reset before use, on `device`.
         batch_size: rows in one forward pass; the answer does not depend on it.
         device: where the model is.
+        num_workers: processes that load a dataset which is not in memory.
     """
     training = model.training
     model.eval()
     try:
         metrics.reset()
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for start in range(0, len(dataset), batch_size):
-            x = dataset.x[start : start + batch_size].to(device)
-            y = dataset.y[start : start + batch_size].to(device)
+        for x, y in _batches(dataset, batch_size, torch.device(device), num_workers):
             output = model(x)
             total += summed(loss, output, y)
             metrics.update(output, y)
         return as_floats({"loss": total / len(dataset), **metrics.compute()})
     finally:
         model.train(training)
+
+
+def _batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    if dataset.load is None:
+        for start in range(0, len(dataset), size):
+            rows = slice(start, start + size)
+            yield dataset.x[rows].to(device), dataset.y[rows].to(device)
+        return
+    found = torch.split(torch.arange(len(dataset)), size)
+    for x, y in loaded(dataset, found, device=device, num_workers=num_workers):
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
 def summed(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:

@@ -101,6 +101,7 @@ class FiniteGuard:
         self._max_skipped = max_skipped
         self._pending: list[tuple[Point, Tensor, Tensor]] = []
         self.skipped = 0  # consecutive steps that loss scaling skipped; kept in checkpoints
+        self.skipped_in_all = 0
 
     def check(self, point: Point, loss: Tensor, grad_norm: Tensor, *, scaled: bool) -> None:
         """Takes note of a step; raises NonFiniteError for it or one before it.
@@ -131,6 +132,7 @@ class FiniteGuard:
     def count(self, point: Point, grad_norm: Tensor, *, stepped: bool) -> None:
         """Counts skipped steps in a row; raises NonFiniteError when loss scaling does not recover."""
         self.skipped = 0 if stepped else self.skipped + 1
+        self.skipped_in_all += not stepped
         if self.skipped >= self._max_skipped:
             raise NonFiniteError(
                 f"{self.skipped} steps in a row had an infinite gradient",

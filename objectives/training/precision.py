@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 _TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,12 +32,9 @@ class Precision:
         """Adds the gradient of `loss`, scaled, to the parameters' gradients."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def unscale_and_clip(self, optimizer: Optimizer, max_norm: float | None) -> Tensor:
-        """The norm of the true gradient before clipping: a scalar on the device."""
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Makes the gradients the true ones, for whoever looks at them or clips them."""
         self.scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        limit = float("inf") if max_norm is None else max_norm
-        return nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer; False when loss scaling skipped the step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from objectives.training.session import EpochRecord
+from objectives.training.records import EpochRecord
 
 
 @dataclass

@@ -31,11 +31,28 @@ def set_seed(*parts: int | str) -> None:
 
 
 @contextmanager
-def reproducible(*, deterministic: bool) -> Iterator[None]:
+def seeded(*parts: int | str) -> Iterator[None]:
+    """A region with the CPU's generators seeded for a purpose; they are put back after it."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)  # a process that loads data must not touch the GPU
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+@contextmanager
+def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
     """A region in which a run may seed everything: generators and switches are put back after it."""
     debugging: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()
     cpu, cuda = torch.get_rng_state(), _cuda_state()
+    matmul = torch.get_float32_matmul_precision()
     switches = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -47,9 +64,11 @@ def reproducible(*, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         debugging.fill_uninitialized_memory = False  # a debugging aid that costs time
+    torch.set_float32_matmul_precision(matmul_precision)
     try:
         yield
     finally:
+        torch.set_float32_matmul_precision(matmul)
         torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
         torch.backends.cudnn.benchmark = switches[2]
         debugging.fill_uninitialized_memory = switches[3]

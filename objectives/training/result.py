@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from objectives.training.accelerate import peak_memory, plain
 from objectives.training.data import Dataset
+from objectives.training.records import EpochRecord
 from objectives.training.run import Run
 from objectives.training.run_dir import RunDir
-from objectives.training.session import EpochRecord, Verdict
+from objectives.training.session import Verdict
 
 Status = Literal["completed", "pruned", "stopped"]
 
@@ -32,7 +34,11 @@ class FitResult:
         best_path, last_path: checkpoints in the run's directory, where there are any.
         split_hash: SHA-256 of the data as it was split.
         val: the validation split, on the CPU: what `best_value` was measured on.
-        resume_note: why resumes of this run were not exact (another machine, another torch); None when they were.
+        resume_note: why resumes of this run were not exact (another machine, another torch), and which options it
+            had to do without; None when there is nothing of the kind.
+        train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
+            for the report, and None without a run directory.
+        memory: most bytes of the device's memory that the run held at once; None on a CPU.
     """
 
     status: Status
@@ -47,25 +53,33 @@ class FitResult:
     split_hash: str
     val: Dataset
     resume_note: str | None = None
+    memory: int | None = None
+    train_scores: dict[str, float] | None = None
 
 
 def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     """The result of a run that has ended, with its best weights put back."""
     best, val = run.progress.best, run.splits.val
     run.judged.load_state_dict(best["model"])
+    status = _status(run, verdict)
+    reported = files.path is not None and status != "stopped"
+    train_scores = run.judge_train() if reported else None
+    model = plain(run.judged.cpu()).eval()
     return FitResult(
-        status=_status(run, verdict),
+        status=status,
         best_epoch=best["epoch"],
         best_value=best["value"],
         best_metrics=dict(best["metrics"]),
         history=list(run.progress.history),
-        model=run.judged.cpu().eval(),
-        example=val.x[torch.arange(4) % len(val)].cpu(),
+        model=model,
+        example=val.inputs(torch.arange(4) % len(val)),
         best_path=files.existing("best.pt"),
         last_path=files.existing("last.pt"),
         split_hash=run.identity["split_hash"],
-        val=val.to("cpu"),
+        val=val,
         resume_note="; ".join(run.notes) or None,
+        memory=peak_memory(run.device),
+        train_scores=train_scores,
     )
 
 

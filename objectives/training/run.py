@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
+from objectives.training.averaging import Average
 from objectives.training.config import TrainConfig
 from objectives.training.data import Dataset, Splits
 from objectives.training.evaluate import evaluate
+from objectives.training.feed import Feed
 from objectives.training.guards import FiniteGuard
 from objectives.training.metrics import Metrics
 from objectives.training.precision import Precision
 from objectives.training.progress import Progress
+from objectives.training.schedules import Schedule
+from objectives.training.sharpness import Sharpness
+from objectives.training.steplog import StepLog
 
-FORMAT = 1  # of a checkpoint's state
+FORMAT = 2  # of a checkpoint's state
 _EVAL_FACTOR = 4  # an evaluation keeps no activations, so it takes larger batches than training
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass
@@ -30,37 +38,46 @@ class Run:
     Attributes:
         identity: what makes it this run: objective, configuration, epochs, seeds and data; plain values.
         environment: what it runs on; plain values.
+        changes: how the objective's source differs from its commit, as git prints it.
         splits: as the objective gave them, on the CPU.
-        train, val: on the device.
+        val: the validation split, on the device unless it is loaded as it is used.
+        feed: the training batches.
+        optimizer: the one that takes the steps; with SAM its base.
+        sharpness: SAM's first pass, where it is configured.
+        on_step: called after each optimizer step of an epoch: a profiler's beat.
         step: optimizer steps tried so far.
-        notes: what kept a resume from being exact.
+        notes: what kept a resume from being exact, and options that the run had to do without.
     """
 
     identity: dict[str, Any]
     environment: dict[str, Any]
+    changes: str
     config: TrainConfig
     epochs: int
     seed: int
     device: torch.device
     splits: Splits
-    train: Dataset
     val: Dataset
+    feed: Feed
     model: nn.Module
     loss: nn.Module
     metrics: Metrics
     optimizer: Optimizer
-    schedule: LRScheduler
+    sharpness: Sharpness | None
+    schedule: Schedule
     precision: Precision
-    ema: AveragedModel | None
+    average: Average
     guard: FiniteGuard
+    steplog: StepLog
     progress: Progress
+    on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
     def judged(self) -> nn.Module:
-        """The model whose weights are judged and kept: the moving average where there is one."""
-        return self.model if self.ema is None else self.ema.module
+        """The model whose weights are judged and kept: the average of weights where there is one."""
+        return self.average.judged
 
     @property
     def finished(self) -> bool:
@@ -73,10 +90,24 @@ class Run:
         """A copy of the judged weights and buffers."""
         return {name: tensor.detach().clone() for name, tensor in self.judged.state_dict().items()}
 
-    def validate(self) -> dict[str, float]:
-        """Loss and metrics of the judged model on the validation split."""
-        batch = self.config.eval_batch_size or _EVAL_FACTOR * self.config.batch_size
-        return evaluate(self.judged, self.val, self.loss, self.metrics, batch_size=batch, device=self.device)
+    def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
+        """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
+        return self._judge(self.val, metrics or self.metrics)
+
+    def judge_train(self) -> dict[str, float]:
+        """Loss and metrics of the judged model on the training split, in evaluation mode."""
+        return self._judge(self.splits.train, self.metrics)
+
+    def _judge(self, split: Dataset, metrics: Metrics) -> dict[str, float]:
+        return evaluate(
+            self.judged,
+            split,
+            self.loss,
+            metrics,
+            batch_size=self.config.eval_batch_size or _EVAL_FACTOR * self.config.batch_size,
+            device=self.device,
+            num_workers=self.config.num_workers or 0,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All that a checkpoint holds, as plain values and the run's own tensors.
@@ -91,19 +122,20 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
+            "average": self.average.state_dict(),
             "step": self.step,
             "skipped": self.guard.skipped,
+            "skipped_in_all": self.guard.skipped_in_all,
             **self.progress.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave, but for identity and environment."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        (self.sharpness or self.optimizer).load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        self.step, self.guard.skipped, self.notes = state["step"], state["skipped"], state["notes"]
+        self.average.load_state_dict(state["average"])
+        self.step, self.notes = state["step"], state["notes"]
+        self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.progress.load_state_dict(state)

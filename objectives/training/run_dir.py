@@ -7,16 +7,37 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from objectives.training.plots import curves
-from objectives.training.session import EpochRecord, MetricsFile
+from objectives.training.plots import curves, gradient_flow
+from objectives.training.records import EpochRecord, MetricsFile, StepsFile
+from objectives.training.run_report import write_report
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+    from objectives.training.result import FitResult
+    from objectives.training.run import Run
+
+
+FILES = (
+    "report.md",
+    "config.yaml",
+    "changes.diff",
+    "metrics.jsonl",
+    "steps.jsonl",
+    "train.log",
+    "curves.png",
+    "gradients.png",
+    "smoke.json",
+    "smoke.png",
+    "trace.json.gz",
+)
 
 
 class RunDir:
     """Writes a run's files; with no path, none.
 
-    The files are `config.yaml`, `metrics.jsonl`, `train.log` and `curves.png`; checkpoints are the session's.
+    The files are those in `FILES`; checkpoints are the session's.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -46,28 +67,42 @@ class RunDir:
             self.log.removeHandler(handler)
             handler.close()
 
-    def start(self, resolved: dict[str, Any], *, resumed: bool) -> None:
-        """Writes `config.yaml`; a run that starts anew clears the numbers of one before it."""
+    def start(self, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> None:
+        """Writes `config.yaml` and `changes.diff`.
+
+        A run that starts anew clears the numbers of one before it; one resumed at a step forgets the steps from there.
+        """
         if self.path is None:
             return
         target = self.path / "config.yaml"
-        if not resumed:
+        if resumed_at is None:
             MetricsFile(self.path / "metrics.jsonl").clear()
-        if not resumed or not target.exists():
+        StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
+        if resumed_at is None or not target.exists():
             _replace(target, _yaml(resolved))
+            (self.path / "changes.diff").unlink(missing_ok=True)
+            if changes:
+                _replace(self.path / "changes.diff", changes)
 
     def record(self, record: EpochRecord) -> None:
         """Appends an epoch to `metrics.jsonl`."""
         if self.path is not None:
             MetricsFile(self.path / "metrics.jsonl").append(record)
 
-    def finish(self, history: list[EpochRecord], metric: str, best_epoch: int) -> list[Path]:
-        """Draws the curves; returns the files that are worth keeping as artifacts."""
+    def record_steps(self, records: list[dict[str, Any]]) -> None:
+        """Appends records of steps to `steps.jsonl`."""
+        if self.path is not None and records:
+            StepsFile(self.path / "steps.jsonl").append(records)
+
+    def finish(self, run: Run, result: FitResult, objective: Objective) -> list[Path]:
+        """Draws the plots and writes the report; returns the files that are worth keeping as artifacts."""
         if self.path is None:
             return []
-        curves(history, self.path / "curves.png", metric=metric, best_epoch=best_epoch)
-        names = ("config.yaml", "metrics.jsonl", "train.log", "curves.png")
-        return [self.path / name for name in names if (self.path / name).exists()]
+        steps = StepsFile(self.path / "steps.jsonl").read()
+        curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+        gradient_flow(steps, self.path / "gradients.png")
+        write_report(self.path / "report.md", run, result, objective, steps)
+        return [self.path / name for name in FILES if (self.path / name).exists()]
 
 
 def _yaml(values: dict[str, Any]) -> str:

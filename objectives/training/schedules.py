@@ -1,14 +1,16 @@
-"""Learning-rate schedules by name, in optimizer steps."""
+"""Learning-rate schedules by name: what moves the rate after an optimizer step, and after an epoch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from objectives.errors import ObjectiveError
 
 if TYPE_CHECKING:
     from objectives.training.config import TrainConfig
@@ -20,75 +22,155 @@ class Plan:
 
     total_steps: int
     warmup_steps: int
+    epoch_steps: int = 1
 
     @classmethod
-    def of(cls, config: TrainConfig, total_steps: int) -> Plan:
+    def of(cls, config: TrainConfig, total_steps: int, epoch_steps: int = 1) -> Plan:
         """The plan of a configuration: warm-up never takes the whole run."""
         steps = config.warmup_steps
         if steps is None:
             steps = round(config.warmup_fraction * total_steps)
-        return cls(total_steps, min(steps, max(total_steps - 1, 0)))
+        return cls(total_steps, min(steps, max(total_steps - 1, 0)), epoch_steps)
 
 
-# A factory makes the scheduler that is stepped once after every optimizer step.
-Factory = Callable[[Optimizer, "TrainConfig", Plan], LRScheduler]
+class Schedule:
+    """A schedule in steps: the factor on each group's own rate is a pure function of the step.
 
-
-def _multiplier(decay: Callable[[float, TrainConfig], float]) -> Factory:
-    """A schedule as a factor on each group's own rate: (step + 1) / warmup while it climbs, then `decay`.
-
-    The factor is a pure function of the step, so a resumed schedule is exact, and groups keep their ratios.
-    `decay(progress, config)` has progress in [0, 1); at 0 it is 1.
+    So a resumed schedule is exact, groups keep their ratios, and a step past the end does no harm.
     """
 
-    def build(optimizer: Optimizer, config: TrainConfig, plan: Plan) -> LRScheduler:
-        length = max(plan.total_steps - plan.warmup_steps, 1)
+    unit = "step"
 
-        def factor(step: int) -> float:
-            if step < plan.warmup_steps:
-                return (step + 1) / plan.warmup_steps
-            return decay(min((step - plan.warmup_steps) / length, 1.0), config)
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        self._steps = LambdaLR(optimizer, factor)
 
-        return LambdaLR(optimizer, factor)
+    @property
+    def taken(self) -> int:
+        """Optimizer steps so far."""
+        return int(self._steps.last_epoch)
 
-    return build
+    def step(self) -> None:
+        """After an optimizer step that ran."""
+        self._steps.step()
+
+    def end_epoch(self, value: float) -> None:
+        """After a validation, with the objective's metric."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"steps": self._steps.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave; the rates themselves are in the optimizer's state."""
+        self._steps.load_state_dict(state["steps"])
+
+
+class Plateau(Schedule):
+    """Climbs over the warm-up's steps, then falls when the validation metric stands still (ReduceLROnPlateau)."""
+
+    unit = "metric"
+
+    def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: Plan, *, maximize: bool) -> None:
+        super().__init__(optimizer, lambda step: _climb(step, config, plan))
+        self._warmup = plan.warmup_steps
+        self._seen = 0
+        self._plateau = ReduceLROnPlateau(
+            optimizer,
+            mode="max" if maximize else "min",
+            factor=config.decay_factor,
+            patience=config.plateau_patience,
+            threshold=0.0,
+            min_lr=[group["initial_lr"] * config.min_lr_fraction for group in optimizer.param_groups],
+        )
+
+    def step(self) -> None:
+        """Only the warm-up goes by steps: LambdaLR would undo what the plateau did."""
+        self._seen += 1
+        if self._seen <= self._warmup:
+            super().step()
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps so far."""
+        return self._seen
+
+    def end_epoch(self, value: float) -> None:
+        """Counts epochs without improvement, once the rate has climbed."""
+        if self._seen >= self._warmup:
+            self._plateau.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**super().state_dict(), "plateau": self._plateau.state_dict(), "seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        super().load_state_dict(state)
+        self._plateau.load_state_dict(state["plateau"])
+        self._seen = state["seen"]
+
+
+def _climb(step: int, config: TrainConfig, plan: Plan) -> float:
+    """From 1/steps up to 1, never from 0: along a line, or half a cosine."""
+    if step >= plan.warmup_steps:
+        return 1.0
+    share = (step + 1) / plan.warmup_steps
+    return share if config.warmup == "linear" else 0.5 * (1 - math.cos(math.pi * share))
 
 
 def _floor(share: float, config: TrainConfig) -> float:
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * share
 
 
-def _cosine(progress: float, config: TrainConfig) -> float:
-    return _floor(0.5 * (1 + math.cos(math.pi * progress)), config)
-
-
-def _linear(progress: float, config: TrainConfig) -> float:
-    return _floor(1 - progress, config)
-
-
-def _exponential(progress: float, config: TrainConfig) -> float:
-    return math.pow(max(config.min_lr_fraction, 1e-3), progress)
-
-
-def _constant(_progress: float, _config: TrainConfig) -> float:
+def _constant(_step: int, _length: int, _config: TrainConfig, _plan: Plan) -> float:
     return 1.0
 
 
-def _one_cycle(optimizer: Optimizer, _config: TrainConfig, plan: Plan) -> LRScheduler:
+def _cosine(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
+    return _floor(0.5 * (1 + math.cos(math.pi * step / length)), config)
+
+
+def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: Plan) -> float:
+    """As CosineAnnealingWarmRestarts: `cycles` cosines of one length (Loshchilov and Hutter 2017)."""
+    cycle = math.ceil(length / config.cycles)
+    return _cosine(step % cycle if step < length else cycle, cycle, config, plan)
+
+
+def _linear(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
+    return _floor(1 - step / length, config)
+
+
+def _polynomial(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
+    """As PolynomialLR, which has no rate to end at."""
+    return _floor((1 - step / length) ** config.power, config)
+
+
+def _exponential(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
+    return math.pow(max(config.min_lr_fraction, 1e-3), step / length)
+
+
+def _step(step: int, _length: int, config: TrainConfig, plan: Plan) -> float:
+    """As StepLR by epochs: times `decay_factor` after each `decay_epochs`, counted from the start of the run."""
+    epochs = (step + plan.warmup_steps) // plan.epoch_steps
+    return max(config.decay_factor ** (epochs // decay_epochs(config, plan)), config.min_lr_fraction)
+
+
+def decay_epochs(config: TrainConfig, plan: Plan) -> int:
+    """Epochs between two falls of the schedule `step`: a third of the run unless configured."""
+    return config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
+
+
+def _one_cycle(step: int, _length: int, _config: TrainConfig, plan: Plan) -> float:
     """Smith's 1-cycle, as OneCycleLR lays it out: from 1/25 of the peak up to it, then down to 1/250,000.
 
     The climb takes 30 % of the run, or the warm-up where that is longer. OneCycleLR itself divides by zero in very
-    short runs, raises one step past its end, and cycles momentum.
+    short runs, raises one step past its end, flattens the rates of groups, and cycles momentum.
     """
     low, end = 1 / 25, 1 / 25e4
     peak = max(0.3 * plan.total_steps, plan.warmup_steps) - 1
-
-    def factor(step: int) -> float:
-        if step <= peak:
-            return _between(low, 1.0, step / peak if peak > 0 else 1.0)
-        return _between(1.0, end, min((step - peak) / max(plan.total_steps - 1 - peak, 1), 1.0))
-
-    return LambdaLR(optimizer, factor)
+    if step <= peak:
+        return _between(low, 1.0, step / peak if peak > 0 else 1.0)
+    return _between(1.0, end, min((step - peak) / max(plan.total_steps - 1 - peak, 1), 1.0))
 
 
 def _between(start: float, stop: float, progress: float) -> float:
@@ -96,15 +178,60 @@ def _between(start: float, stop: float, progress: float) -> float:
     return stop + (start - stop) / 2 * (1 + math.cos(math.pi * progress))
 
 
-SCHEDULES: dict[str, Factory] = {
-    "constant": _multiplier(_constant),
-    "cosine": _multiplier(_cosine),
-    "linear": _multiplier(_linear),
-    "exponential": _multiplier(_exponential),
-    "one_cycle": _one_cycle,
+# The factor on the peak rate `step` steps after the warm-up, of `length` such steps; at 0 it is 1.
+_DECAYS: dict[str, Callable[[int, int, TrainConfig, Plan], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "cosine_restarts": _cosine_restarts,
+    "linear": _linear,
+    "polynomial": _polynomial,
+    "exponential": _exponential,
+    "step": _step,
 }
+SCHEDULES = (*_DECAYS, "one_cycle", "plateau")
 
 
-def build_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int) -> LRScheduler:
-    """The configured schedule over `total_steps` optimizer steps."""
-    return SCHEDULES[config.schedule](optimizer, config, Plan.of(config, total_steps))
+def build_schedule(
+    optimizer: Optimizer, config: TrainConfig, total_steps: int, *, epoch_steps: int = 1, maximize: bool = True
+) -> Schedule:
+    """The configured schedule over a run.
+
+    Args:
+        optimizer: whose rates it moves.
+        config: names and shapes it.
+        total_steps: optimizer steps of the run.
+        epoch_steps: optimizer steps of an epoch.
+        maximize: whether the metric given to `end_epoch` is better when higher.
+    """
+    plan = Plan.of(config, total_steps, epoch_steps)
+    if config.schedule == "plateau":
+        return Plateau(optimizer, config, plan, maximize=maximize)
+    if config.schedule == "one_cycle":
+        return Schedule(optimizer, lambda step: _one_cycle(step, 0, config, plan))
+    decay, length = _DECAYS[config.schedule], max(total_steps - plan.warmup_steps, 1)
+
+    def factor(step: int) -> float:
+        if step < plan.warmup_steps:
+            return _climb(step, config, plan)
+        return decay(min(step - plan.warmup_steps, length), length, config, plan)
+
+    return Schedule(optimizer, factor)
+
+
+def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> None:
+    """Refuses a schedule that does not fit the run.
+
+    Raises:
+        ObjectiveError: the warm-up, a decay or a cycle is longer than the run.
+    """
+    epochs = total_steps // epoch_steps
+    if config.warmup_steps is not None and config.warmup_steps >= total_steps:
+        raise ObjectiveError(
+            f"warmup_steps {config.warmup_steps} is longer than the run of {total_steps} steps: set warmup_fraction"
+        )
+    if config.schedule == "step" and config.decay_epochs is not None and config.decay_epochs >= epochs:
+        raise ObjectiveError(
+            f"decay_epochs {config.decay_epochs} is no shorter than the run of {epochs} epochs: lower it"
+        )
+    if config.schedule == "cosine_restarts" and config.cycles > total_steps:
+        raise ObjectiveError(f"cycles {config.cycles} is more than the {total_steps} steps of the run: lower it")

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import math
 import shutil
-from dataclasses import dataclass
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from objectives.errors import ObjectiveError
 from objectives.training import checkpoint
+from objectives.training.records import EpochRecord, MetricsFile
 
 log = logging.getLogger("objectives.training")
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """The numbers of one epoch.
-
-    Attributes:
-        epoch: 0-based.
-        timestamp: unix seconds when the epoch ended; kept in the checkpoint, so a replay repeats it.
-        metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
-            (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`.
-    """
-
-    epoch: int
-    timestamp: float
-    metrics: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values; NaN and infinities as None."""
-        plain = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
-        return {"epoch": self.epoch, "timestamp": self.timestamp, **plain}
 
 
 class Verdict(enum.Enum):
@@ -80,19 +61,35 @@ def promotable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class LocalSession:
-    """Keeps a run in a directory: `last.pt` and the one before it, `best.pt`, `metrics.jsonl`. Never stops a run."""
+    """Keeps a run in a directory: `last.pt` and those before it, `best.pt`, `metrics.jsonl`. Never stops a run.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the directory.
+        keep: how many states to keep for resuming, the last one included; two survive a torn file.
+        interval: seconds between two of them, for epochs that are shorter than their checkpoint is worth. The last
+            epoch is always kept; a run that is killed loses what came after the last checkpoint, and nothing else.
+        snapshot_every: epochs between two states that stay, as `epoch-0009.pt`; none unless given.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, keep: int = 2, interval: float = 0.0, snapshot_every: int | None = None
+    ) -> None:
+        for name, value, least in (("keep", keep, 1), ("interval", interval, 0), ("snapshot_every", snapshot_every, 1)):
+            if value is not None and value < least:
+                raise ObjectiveError(f"{name} must be at least {least}, not {value}")
         self.run_dir = Path(run_dir)
         self.last_path = self.run_dir / "last.pt"
         self.previous_path = self.run_dir / "previous.pt"
         self.best_path = self.run_dir / "best.pt"
+        self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
+        self._interval, self._snapshot_every = interval, snapshot_every
+        self._saved_at = -math.inf
         self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
 
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
         checkpoint.remove_leftovers(self.run_dir)
-        for path in (self.last_path, self.previous_path):
+        for path in (self.last_path, *self._earlier):
             try:
                 return checkpoint.read(path)
             except FileNotFoundError:
@@ -102,11 +99,20 @@ class LocalSession:
         return None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
-        """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping the one before."""
+        """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping those before."""
         if best:
             checkpoint.write(self.best_path, promotable(state))
-        if self.last_path.exists():
-            self.last_path.replace(self.previous_path)
+        done = len(state.get("history", ()))
+        if self._snapshot_every and done % self._snapshot_every == 0:
+            checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state)
+        now = time.monotonic()
+        if now - self._saved_at < self._interval and done < state.get("epochs", 0):
+            return
+        self._saved_at = now
+        kept = [self.last_path, *self._earlier]
+        for newer, older in reversed(list(pairwise(kept))):
+            if newer.exists():
+                newer.replace(older)
         checkpoint.write(self.last_path, state)
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -119,34 +125,3 @@ class LocalSession:
         if path.resolve().parent != self.run_dir.resolve():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, self.run_dir / path.name)
-
-
-class MetricsFile:
-    """One JSON object a line, one line an epoch. Appending an epoch again changes nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, record: EpochRecord) -> None:
-        """Adds an epoch that is not in the file yet; a line torn by a crash is dropped first."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = self.path.read_text() if self.path.exists() else ""
-        lines = text.splitlines()
-        whole = [line for line in lines if _epoch(line) is not None]
-        if any(_epoch(line) == record.epoch for line in whole):
-            return
-        if len(whole) < len(lines) or (text and not text.endswith("\n")):
-            self.path.write_text("".join(f"{line}\n" for line in whole))
-        with self.path.open("a") as file:
-            file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
-
-    def clear(self) -> None:
-        """Forgets what another run left."""
-        self.path.unlink(missing_ok=True)
-
-
-def _epoch(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.errors import ObjectiveError
-from objectives.training.build import build
+from objectives.training.accelerate import peak_memory, reset_peak_memory
+from objectives.training.build import build, oddities
 from objectives.training.config import TrainConfig
 from objectives.training.epoch import train_epoch
 from objectives.training.guards import NonFiniteError, told_apart
+from objectives.training.instruments import NONE, Instruments
+from objectives.training.records import EpochRecord
 from objectives.training.reproducibility import reproducible, set_seed
 from objectives.training.result import FitResult, conclude
 from objectives.training.resume import restore
 from objectives.training.run import Run
 from objectives.training.run_dir import RunDir
-from objectives.training.session import EpochRecord, LocalSession, Session, Verdict
+from objectives.training.session import LocalSession, Session, Verdict
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -37,6 +40,7 @@ class Trainer:
         session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
         run_dir: where configuration, log, numbers and plots go; none are written without it.
         device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
+        instruments: what watches the run and changes nothing of it: a profiler, TensorBoard.
 
     Example:
         >>> result = Trainer(Digits(), TrainConfig(lr=3e-3), epochs=20, seed=0).fit()
@@ -54,6 +58,7 @@ class Trainer:
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
+        instruments: Instruments = NONE,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
@@ -67,7 +72,9 @@ class Trainer:
             session = LocalSession(run_dir)
         self.session = session
         self.files = RunDir(run_dir)
-        self.device = _device(device)
+        self.device = device_named(device)
+        self.instruments = instruments
+        instruments.check(run_dir)
 
     def fit(self) -> FitResult:
         """Trains until the budget or the patience is spent, or the session ends it.
@@ -78,7 +85,7 @@ class Trainer:
             NonFiniteError: the loss, its gradient or a validation number is NaN or infinite.
             DeviceMemoryError: the configuration does not fit the device.
         """
-        switches = reproducible(deterministic=self.config.deterministic)
+        switches = reproducible(deterministic=self.config.deterministic, matmul_precision=self.config.matmul_precision)
         with switches, self.files.logging(), told_apart(self.config, self.device):
             run = self._build()
             verdict = self._start(run)
@@ -90,10 +97,14 @@ class Trainer:
         """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
         epoch, started = run.progress.next_epoch, time.perf_counter()
         set_seed(run.seed, "epoch", epoch)
-        trained = train_epoch(run, epoch)
+        with self.instruments.profiler(run, self.files.path):
+            trained = train_epoch(run, epoch)
         training = time.perf_counter() - started
+        self.files.record_steps(run.steplog.drain())
+        run.average.after_epoch(epoch, run.feed.inputs)
         scores = run.validate()
         _require_finite(scores, self.objective.metric, run, epoch)
+        run.schedule.end_epoch(scores[self.objective.metric])
         metrics = {
             **{f"train_{name}": value for name, value in trained.scores.items()},
             **{f"val_{name}": value for name, value in scores.items()},
@@ -103,6 +114,8 @@ class Trainer:
             "samples_per_second": trained.samples / training,
         }
         record = EpochRecord(epoch, time.time(), metrics)
+        if memory := peak_memory(run.device):
+            metrics["peak_memory_bytes"] = float(memory)
         best = run.progress.add(record, run.weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
@@ -110,6 +123,7 @@ class Trainer:
         return self._report(record)
 
     def _build(self) -> Run:
+        reset_peak_memory(self.device)
         run, untrained = build(
             self.objective,
             self.config,
@@ -119,6 +133,8 @@ class Trainer:
             device=self.device,
         )
         self.files.log.info("%s on %s, untrained: %s", self.objective.name, self.device, _shown(untrained))
+        for note in [*run.notes, *oddities(run)]:
+            self.files.log.warning("%s", note)
         return run
 
     def _start(self, run: Run) -> Verdict:
@@ -127,7 +143,8 @@ class Trainer:
         if state is not None:
             restore(run, state)
             self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch - 1, "; ".join(run.notes))
-        self.files.start({**run.identity, "environment": run.environment}, resumed=state is not None)
+        resolved = {**run.identity, "environment": run.environment}
+        self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
         for record in run.progress.history:
             verdict = self._report(record)
             if verdict is not Verdict.CONTINUE:
@@ -136,6 +153,7 @@ class Trainer:
 
     def _report(self, record: EpochRecord) -> Verdict:
         self.files.record(record)
+        self.instruments.record(record, self.files.path)
         return Verdict.CONTINUE if self.session is None else self.session.report(record)
 
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
@@ -144,7 +162,7 @@ class Trainer:
         best = f"{run.progress.key}={result.best_value:.6g}"
         self.files.log.info("%s: best epoch %d, %s", result.status, result.best_epoch, best)
         if result.status != "stopped":
-            for path in self.files.finish(result.history, self.objective.metric, result.best_epoch):
+            for path in self.files.finish(run, result, self.objective):
                 if self.session is not None:
                     self.session.log(path)
         return result
@@ -167,7 +185,12 @@ def _shown(metrics: dict[str, float]) -> str:
     return " ".join(f"{name}={value:.5g}" for name, value in metrics.items())
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
+    """The device of that name; an accelerator where there is one, unless named.
+
+    Raises:
+        ObjectiveError: there is no such device.
+    """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

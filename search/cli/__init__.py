@@ -7,7 +7,23 @@ import sys
 
 import typer
 
-from search.cli import delete, init, migrate, report, run, secrets, serve, show, stack, studies, worker
+from search.cli import (
+    delete,
+    init,
+    lr_range,
+    migrate,
+    objective,
+    report,
+    run,
+    secrets,
+    serve,
+    show,
+    smoke,
+    stack,
+    studies,
+    train,
+    worker,
+)
 
 app = typer.Typer(
     name="hpsearch",
@@ -18,7 +34,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (run, worker, studies, show, report, delete, init, stack, migrate, serve, secrets):
+VERBS = (
+    *(run, worker, studies, show, report, delete, init),
+    *(train, smoke, lr_range, objective),
+    *(stack, migrate, serve, secrets),
+)
+for module in VERBS:
     module.register(app)
 
 

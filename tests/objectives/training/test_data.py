@@ -142,3 +142,44 @@ def test_standardize_images_by_channel():
     x = torch.randn(20, 2, 4, 4) * torch.tensor([3.0, 0.5])[:, None, None]
     scaled = Standardize.fit(x, dim=(0, 2, 3))(x)
     torch.testing.assert_close(scaled.std(dim=(0, 2, 3), correction=0), torch.ones(2))
+
+
+def _timed(times, **kwargs):
+    return Splits.make(np.arange(len(times))[:, None], np.zeros(len(times)), seed=0, times=times, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["float", "datetime64[s]"])
+def test_a_split_by_time_trains_on_the_past(kind):
+    times = np.random.default_rng(0).permutation(50).astype("int64").astype(kind)
+    splits = _timed(times, val=0.2, test=0.1)
+    train, val, test = (times[part.rows.numpy()] for _, part in splits.parts())
+    assert (len(train), len(val), len(test)) == (35, 10, 5)
+    assert train.max() < val.min() <= val.max() < test.min()
+    assert splits.hash() == _timed(times, val=0.2, test=0.1).hash()
+
+
+def test_no_moment_is_divided_between_splits():
+    times = np.repeat([3, 1, 2, 0, 4], 7)
+    moments = [set(times[part.rows.numpy()]) for _, part in _timed(times, val=0.3, test=0.15).parts()]
+    assert sum(map(len, moments)) == 5
+    assert max(moments[0]) < min(moments[1]) <= max(moments[1]) < min(moments[2])
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([1.0] * 10, "cannot be split by time: 1 moments"),
+        ([1.0, float("nan")] * 5, "none of them missing"),
+        (["a"] * 10, "must be numbers or datetimes"),
+        (np.zeros((10, 2)), "one value for each of the 10 samples"),
+        (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "none of them missing"),
+    ],
+)
+def test_times_that_order_nothing_are_refused(times, message):
+    with pytest.raises(ObjectiveError, match=message):
+        _timed(times) if len(times) == 10 else None
+
+
+def test_groups_and_times_exclude_each_other():
+    with pytest.raises(ObjectiveError, match="groups or times"):
+        _timed(np.arange(20), groups=np.arange(20))

@@ -1,11 +1,14 @@
+import sys
 from copy import deepcopy as copy_of
 
 import pytest
 import torch
 from torch import nn
 
-from objectives.training import TrainConfig
-from objectives.training.optim import OPTIMIZERS, build_optimizer, parameter_groups
+from objectives import ObjectiveError
+from objectives.training import Standardize, TrainConfig, checkpoint
+from objectives.training.optim import BASES, OPTIMIZERS, build_optimizer, parameter_groups
+from objectives.training.sharpness import Sharpness
 
 CPU = torch.device("cpu")
 
@@ -44,32 +47,168 @@ def test_a_shared_parameter_is_in_one_group():
     assert (len(decay["params"]), len(plain["params"])) == (1, 1)
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_optimizer_learns_and_its_state_makes_the_round_trip(name):
-    config = TrainConfig(optimizer=name, lr=0.05, weight_decay=1e-3)
+def _steps(model, optimizer, x, y, count):
+    """The losses of steps as the training loop takes them: with SAM in two passes."""
+    sharpness = Sharpness(optimizer) if hasattr(optimizer, "first_step") else None
+    losses = []
 
-    def steps(model, optimizer, count):
-        losses = []
-        for _ in range(count):
-            optimizer.zero_grad(set_to_none=True)
-            loss = (model(x) - y).square().mean()
-            loss.backward()
+    def gradient():
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(count):
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(gradient())
+        if sharpness is None:
             optimizer.step()
-            losses.append(loss.item())
-        return losses
+        else:
+            with sharpness.displaced(model):
+                gradient()
+            sharpness.base.step()
+    return losses
 
+
+def _task():
     torch.manual_seed(0)
     x = torch.randn(32, 4)
-    y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0]])
-    model = nn.Linear(4, 1)
+    return x, (x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0]])).tanh()
+
+
+def _net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("taken", [3, 7])  # within and past the first update of the slow weights
+def test_every_optimizer_learns_and_goes_on_exactly_from_a_checkpoint(name, taken, tmp_path):
+    lr = 1.0 if name == "lars" else 0.01
+    config = TrainConfig(optimizer=name, lr=lr, weight_decay=1e-3, layer_decay=0.9)
+    x, y = _task()
+    model = _net()
     optimizer = build_optimizer(model, config, CPU)
-    first = steps(model, optimizer, 10)
-    assert first[-1] < first[0]
-    copy = nn.Linear(4, 1)
-    copy.load_state_dict(model.state_dict())
-    resumed = build_optimizer(copy, config, CPU)
-    resumed.load_state_dict(copy_of(optimizer.state_dict()))
-    assert steps(copy, resumed, 5) == steps(model, optimizer, 5)
+    first = _steps(model, optimizer, x, y, taken)
+    checkpoint.write(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    rest = _steps(model, optimizer, x, y, 40)
+    assert rest[-1] < 0.9 * first[0]
+    kept = checkpoint.read(tmp_path / "a.pt")
+    again = _net()
+    again.load_state_dict(kept["model"])
+    resumed = build_optimizer(again, config, CPU)
+    resumed.load_state_dict(kept["optimizer"])
+    assert _steps(again, resumed, x, y, 40) == rest
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_no_optimizer_starts_uphill(name):
+    x, y = _task()
+    model = _net()
+    optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.01 if name == "lars" else 1e-3), CPU)
+    losses = _steps(model, optimizer, x, y, 5)
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("base", sorted(BASES))
+@pytest.mark.parametrize("name", ["sam", "lookahead"])
+def test_what_wraps_an_optimizer_uses_the_one_that_is_named(name, base):
+    model = nn.Linear(2, 2)
+    config = TrainConfig(optimizer=name, base_optimizer=base, lr=0.5, sam_rho=0.2, lookahead_alpha=0.3)
+    optimizer = build_optimizer(model, config, CPU)
+    inner = optimizer.base_optimizer if name == "sam" else optimizer.optimizer
+    assert type(inner) is type(build_optimizer(model, TrainConfig(optimizer=base), CPU))
+    assert [(group["lr"], group["weight_decay"]) for group in inner.param_groups] == [(0.5, 0.01), (0.5, 0.0)]
+    if name == "sam":
+        assert {group["rho"] for group in optimizer.param_groups} == {0.2}
+    else:
+        assert optimizer.alpha == 0.3
+
+
+def test_sam_takes_the_gradient_uphill_and_puts_the_weights_back():
+    """One step by hand: w -> w + rho g / |g|, the gradient there, a step of SGD from w."""
+    x, y = _task()
+    model = nn.Linear(4, 1)
+    config = TrainConfig(optimizer="sam", base_optimizer="sgd", momentum=0.0, weight_decay=0.0, lr=0.1, sam_rho=0.5)
+    start = copy_of(model)
+
+    def gradient(module):
+        module.zero_grad()
+        (module(x) - y).square().mean().backward()
+        return [p.grad.clone() for p in module.parameters()]
+
+    first = gradient(start)
+    norm = torch.stack([g.square().sum() for g in first]).sum().sqrt()
+    uphill = copy_of(start)
+    with torch.no_grad():
+        for p, g in zip(uphill.parameters(), first, strict=True):
+            p.add_(0.5 * g / norm)
+    second = gradient(uphill)
+    _steps(model, build_optimizer(model, config, CPU), x, y, 1)
+    for p, q, g in zip(model.parameters(), start.parameters(), second, strict=True):
+        torch.testing.assert_close(p, q - 0.1 * g)
+
+
+def test_muon_takes_hidden_matrices_alone():
+    model = nn.Sequential(
+        nn.Embedding(9, 4), nn.Linear(4, 6), nn.LayerNorm([6, 6]), nn.Conv1d(6, 6, 3), nn.Linear(6, 2)
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, TrainConfig(optimizer="muon", weight_decay=0.3))
+    assert {g["name"]: {names[id(p)] for p in g["params"]} for g in groups} == {
+        "muon": {"1.weight", "3.weight"},
+        "decay": {"0.weight", "4.weight"},
+        "no_decay": {"1.bias", "2.weight", "2.bias", "3.bias", "4.bias"},
+    }
+    assert [g["weight_decay"] for g in groups] == [0.3, 0.3, 0.0]
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.LayerNorm(4)
+
+
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 4))
+        self.embed = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.head = nn.Linear(4, 2)
+
+
+def test_layers_learn_slower_the_deeper_they_lie():
+    """By depth: a block is one layer however many parameters it has, and a norm belongs to the layer before it."""
+    model = nn.Sequential(Standardize(torch.zeros(3), torch.ones(3)), _Encoder())
+    config = TrainConfig(lr=1.0, layer_decay=0.5, weight_decay=0.1)
+    rates = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, config)
+    for group in groups:
+        for parameter in group["params"]:
+            rates[names[id(parameter)].removeprefix("1.")] = group["lr"]
+    assert rates == {
+        "token": 0.125,
+        "embed.weight": 0.125,
+        "embed.bias": 0.125,
+        "norm.weight": 0.125,
+        "norm.bias": 0.125,
+        **{name: 0.25 for name in rates if name.startswith("blocks.0")},
+        **{name: 0.5 for name in rates if name.startswith("blocks.1")},
+        "head.weight": 1.0,
+        "head.bias": 1.0,
+    }
+    assert len([name for name in rates if name.startswith("blocks.0")]) == 6
+    assert [g["name"] for g in groups][-2:] == ["decay/3", "no_decay/3"]
+    assert {g["lr"] for g in build_optimizer(model, config, CPU).param_groups} == {0.125, 0.25, 0.5, 1.0}
+
+
+def test_an_optimizer_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ObjectiveError, match="needs pytorch-optimizer: pip install pytorch-optimizer"):
+        build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="lion"), CPU)
+    build_optimizer(nn.Linear(2, 2), TrainConfig(optimizer="adamw"), CPU)
 
 
 def test_the_settings_reach_the_optimizer():

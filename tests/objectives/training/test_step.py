@@ -19,7 +19,8 @@ def _run(objective, epochs=3, **settings):
 
 
 def _step(run, *window):
-    return train_step(run, [torch.tensor(rows) for rows in window], POINT, RunningMetrics(run.metrics))
+    batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
+    return train_step(run, batches, POINT, RunningMetrics(run.metrics))
 
 
 def _weights(run):
@@ -29,7 +30,7 @@ def _weights(run):
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_order_of_one_step(wine, monkeypatch, precision):
-    run = _run(wine, precision=precision, accumulate=2, ema_decay=0.9)
+    run = _run(wine, precision=precision, batch_size=16, accumulate=2, ema_decay=0.9)
     calls = []
 
     def spy(owner, name, label):
@@ -49,8 +50,9 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
     spy(nn.utils, "clip_grad_norm_", "clip")
     spy(run.guard, "check", "guard")
     spy(run.optimizer, "step", "step")
+    spy(run.steplog, "note", "note")
     spy(run.schedule, "step", "schedule")
-    spy(run.ema, "update_parameters", "average")
+    spy(run.average, "after_step", "average")
     _step(run, [0, 1], [2, 3])
     forward = ["forward", "loss", "backward"]
     assert calls == [
@@ -58,6 +60,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
         *forward,
         *forward,
         "unscale",
+        "note",
         "clip",
         "guard",
         "step",
@@ -122,18 +125,18 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     run = _run(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
     _step(run, range(8))
     handle = run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    before = (_weights(run), run.schedule.last_epoch, int(run.ema.n_averaged), run.precision.scaler.get_scale())
+    before = (_weights(run), run.schedule.taken, int(run.average.average.n_averaged), run.precision.scaler.get_scale())
     state = {k: v["exp_avg"].clone() for k, v in run.optimizer.state_dict()["state"].items()}
     _step(run, range(8))
     assert torch.equal(_weights(run), before[0])
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
-    assert (run.schedule.last_epoch, int(run.ema.n_averaged)) == before[1:3]
+    assert (run.schedule.taken, int(run.average.average.n_averaged)) == before[1:3]
     assert run.precision.scaler.get_scale() == before[3] / 2
     assert run.guard.skipped == 1
     handle.remove()
     _step(run, range(8))
     assert run.guard.skipped == 0
-    assert run.schedule.last_epoch == before[1] + 1
+    assert run.schedule.taken == before[1] + 1
     assert not torch.equal(_weights(run), before[0])
 
 
@@ -233,9 +236,9 @@ def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_
 def test_running_metrics_are_those_of_all_samples(wine):
     run = _run(wine, batch_size=8, lr=1e-12, drop_last=False, weight_decay=0.0)
     trained = train_epoch(run, 0)
-    output = run.model(run.train.x)
-    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.train.y)), rel=1e-4)
-    expected = float((output.detach().argmax(1) == run.train.y).double().mean())
+    output = run.model(run.splits.train.x)
+    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.splits.train.y)), rel=1e-4)
+    expected = float((output.detach().argmax(1) == run.splits.train.y).double().mean())
     assert trained.scores["accuracy"] == pytest.approx(expected)
 
 
@@ -246,3 +249,139 @@ def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
 
     run = _run(objective_with(data=data), batch_size=64)
     assert train_epoch(run, 0).samples == 18
+
+
+def test_the_gradient_may_be_clipped_by_value(wine):
+    settings = {"optimizer": "sgd", "momentum": 0.0, "lr": 1.0, "weight_decay": 0.0, "clip_grad_norm": None}
+    run = _run(wine, clip_grad_value=0.01, **settings)
+    before = _weights(run)
+    _, norm = _step(run, range(30))
+    free = _run(wine, **settings)
+    _, unclipped = _step(free, range(30))
+    assert norm == unclipped
+    gradient = before - _weights(free)
+    torch.testing.assert_close(before - _weights(run), gradient.clamp(-0.01, 0.01))
+    assert float(gradient.abs().max()) > 0.01
+
+
+def _sam(objective, **settings):
+    return _run(objective, optimizer="sam", base_optimizer="sgd", momentum=0.0, lr=0.5, sam_rho=0.3, **settings)
+
+
+def test_sam_over_micro_batches_equals_sam_over_one_batch(wine):
+    rows = list(range(40))
+    whole, parts = (_sam(wine, clip_grad_norm=0.1) for _ in range(2))
+    plain = _run(wine, optimizer="sgd", momentum=0.0, lr=0.5, clip_grad_norm=0.1)
+    before = _weights(whole)
+    loss, norm = _step(whole, rows)
+    others = _step(parts, rows[:16], rows[16:32], rows[32:])
+    torch.testing.assert_close(torch.stack([loss, norm]), torch.stack(others))
+    torch.testing.assert_close(_weights(parts), _weights(whole))
+    assert torch.equal(loss, _step(plain, rows)[0]), "the loss that is reported is that at the weights, not uphill"
+    assert not torch.allclose(_weights(plain), _weights(whole))
+    assert float((_weights(whole) - before).norm()) == pytest.approx(0.5 * 0.1, rel=0.1), "the step is clipped"
+
+
+def test_a_step_of_sam_that_loss_scaling_skips_moves_nothing(wine):
+    run = _sam(wine, precision="fp16", schedule="cosine", ema_decay=0.9, epochs=10)
+    _step(run, range(8))
+    run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    before = (_weights(run), run.schedule.taken, int(run.average.average.n_averaged))
+    _step(run, range(8))
+    assert torch.equal(_weights(run), before[0])
+    assert (run.schedule.taken, int(run.average.average.n_averaged)) == before[1:]
+    assert run.guard.skipped == 1
+    assert not any("old_p" in state for state in run.optimizer.state.values())
+
+
+def test_sam_counts_a_batch_once_in_batch_norm(objective_with):
+    def model(_self, _config, _train):
+        return nn.Sequential(nn.BatchNorm1d(13), nn.Linear(13, 3))
+
+    runs = [_sam(objective_with(model=model)), _run(objective_with(model=model), optimizer="sgd", lr=0.5)]
+    for run in runs:
+        _step(run, range(20))
+        _step(run, range(20, 40))
+    sam, plain = (run.model[0] for run in runs)
+    assert torch.equal(sam.running_mean, plain.running_mean)
+    assert sam.momentum == plain.momentum == 0.1
+
+
+def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine):
+    run = _run(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
+    seen = {}
+
+    def spy(note):
+        def noted(point, loss):
+            seen[point.step] = {name: p.grad.norm().item() for name, p in run.model.named_parameters()}
+            note(point, loss)
+
+        return noted
+
+    run.steplog.note = spy(run.steplog.note)
+    for epoch in range(2):
+        train_epoch(run, epoch)
+    records = run.steplog.drain()
+    assert [record["step"] for record in records] == [0, 4, 8]
+    assert [record["epoch"] for record in records] == [0, 0, 1]
+    for record in records:
+        norms = seen[record["step"]]
+        assert set(record["layers"]) == {"1.0", "1.2"}
+        for layer, norm in record["layers"].items():
+            assert norm == pytest.approx(math.hypot(norms[f"{layer}.weight"], norms[f"{layer}.bias"]), rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(math.hypot(*record["layers"].values()))
+        assert record["grad_norm"] > 1e-3, "before clipping"
+    assert run.steplog.drain() == []
+
+
+def test_no_step_is_noted_unless_asked_for(wine):
+    run = _run(wine, batch_size=16, log_every=None)
+    train_epoch(run, 0)
+    assert run.steplog.drain() == []
+
+
+def test_a_validation_within_an_epoch_changes_nothing(wine):
+    plain, watched = (_run(wine, batch_size=16, validate_every=every) for every in (None, 4))
+    scores = [train_epoch(run, 0) for run in (plain, watched)]
+    assert scores[0] == scores[1]
+    assert torch.equal(_weights(plain), _weights(watched))
+    within = [record for record in watched.steplog.drain() if "val_loss" in record]
+    assert [(record["epoch"], record["step"]) for record in within] == [(0, 4)]
+    assert within[0]["val_accuracy"] > 0
+
+
+class _Reads:
+    """Counts the calls that read a tensor from the device, and so wait for it."""
+
+    NAMES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        for name in self.NAMES:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+
+    def _counted(self, name, original):
+        def called(tensor, *args, **kwargs):
+            if tensor.dtype.is_floating_point:  # the number of averages is kept on the CPU
+                self.calls.append(name)
+            return original(tensor, *args, **kwargs)
+
+        return called
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"accumulate": 2}, {"optimizer": "sgd"}])
+def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, monkeypatch, settings):
+    """As many steps as there may be: the guard looks every 16, and the sums are read once."""
+
+    def data(_self, seed):
+        torch.manual_seed(seed)
+        return Splits.make(torch.randn(2000, 13), torch.arange(2000) % 3, seed=seed)
+
+    run = _run(objective_with(data=data), batch_size=8, log_every=10, precision="bf16", **settings)
+    run.guard = FiniteGuard(torch.device("cuda"))  # as on an accelerator; the guard itself touches no device
+    reads = _Reads(monkeypatch)
+    trained = train_epoch(run, 0)
+    run.steplog.drain()
+    steps = trained.samples // (8 * run.config.accumulate)
+    of_the_guard = -(-steps // 16)
+    assert len(reads.calls) <= of_the_guard + 3, reads.calls

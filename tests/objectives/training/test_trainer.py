@@ -117,9 +117,9 @@ def test_the_files_of_a_run(wine, tmp_path):
     session = Memory()
     config = TrainConfig(lr=0.02, model={"width": 4})
     result = _fit(wine, config, session=session, run_dir=tmp_path, split_seed=3)
-    names = ["config.yaml", "curves.png", "metrics.jsonl", "train.log"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert sorted(p.name for p in session.logged) == names
+    names = ["config.yaml", "curves.png", "gradients.png", "metrics.jsonl", "report.md", "steps.jsonl", "train.log"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "changes.diff") == names
+    assert sorted(p.name for p in session.logged if p.name != "changes.diff") == names
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert TrainConfig.from_dict(kept["config"]) == config
     assert (kept["epochs"], kept["seed"], kept["split_seed"]) == (5, 0, 3)

@@ -1,0 +1,106 @@
+"""Averages of the weights, judged in their place: moving over steps (EMA), or even over the last epochs (SWA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+if TYPE_CHECKING:
+    from objectives.training.config import TrainConfig
+
+
+class Average:
+    """No average: the model itself is judged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def judged(self) -> nn.Module:
+        """The model whose weights are judged and kept."""
+        return self._model
+
+    def after_step(self) -> None:
+        """After an optimizer step that ran."""
+
+    def after_epoch(self, epoch: int, inputs: Callable[[], Any]) -> None:
+        """Before the validation of an epoch; `inputs()` iterates over the training inputs, batch by batch."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Plain values and tensors; None when there is nothing to keep."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restores what `state_dict` gave."""
+
+
+class _Kept(Average):
+    average: AveragedModel
+
+    @property
+    def judged(self) -> nn.Module:
+        return self.average.module
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.average.load_state_dict(state or {})
+
+
+class MovingAverage(_Kept):
+    """The exponential moving average of a model's weights; its buffers follow the model's.
+
+    The decay starts low, min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not mostly its
+    initial weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model)
+
+        @torch.no_grad()
+        def update(averages: Sequence[Tensor], current: Sequence[Tensor], count: Tensor | int) -> None:
+            steps = int(count)  # kept on the CPU: reading it waits for no device
+            torch._foreach_lerp_(list(averages), list(current), 1 - min(decay, (1 + steps) / (10 + steps)))
+
+        self.average = AveragedModel(model, multi_avg_fn=update)
+
+    def after_step(self) -> None:
+        """Moves the average."""
+        self.average.update_parameters(self._model)
+
+
+class EvenAverage(_Kept):
+    """Stochastic weight averaging (Izmailov et al. 2018): the even mean of the weights at the ends of epochs.
+
+    Until `first` the model itself is judged. Batch norm's statistics are taken anew for the mean's weights.
+    """
+
+    def __init__(self, model: nn.Module, first: int) -> None:
+        super().__init__(model)
+        self.first = first
+        self.average = AveragedModel(model)
+
+    @property
+    def judged(self) -> nn.Module:
+        """The mean, once it holds an epoch."""
+        return self.average.module if int(self.average.n_averaged) else self._model
+
+    def after_epoch(self, epoch: int, inputs: Callable[[], Any]) -> None:
+        """Adds an epoch's weights."""
+        if epoch >= self.first:
+            self.average.update_parameters(self._model)
+            update_bn(inputs(), self.average)
+
+
+def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> Average:
+    """The configured average of a model's weights over a run of `epochs`."""
+    if config.ema_decay is not None:
+        return MovingAverage(model, config.ema_decay)
+    if config.swa_fraction is not None:
+        return EvenAverage(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
+    return Average(model)

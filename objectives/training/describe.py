@@ -1,0 +1,93 @@
+"""The settings of a training run and the search space of an objective, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from objectives.training.config import NAMES, TrainConfig
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+
+class Setting(NamedTuple):
+    """One field of a `TrainConfig`: its name, type, value and what it does."""
+
+    name: str
+    type: str
+    value: Any
+    help: str
+
+
+def settings(config: TrainConfig) -> list[Setting]:
+    """All fields of a configuration, in their order, with the class's own words."""
+    helps = _helps(inspect.getdoc(TrainConfig) or "")
+    helps |= {name: f"one of {', '.join(known)}" for name, known in NAMES.items() if name in helps}
+    return [
+        Setting(item.name, str(item.type).partition("[")[0], getattr(config, item.name), helps.get(item.name, ""))
+        for item in dataclasses.fields(config)
+    ]
+
+
+def _helps(doc: str) -> dict[str, str]:
+    """The `Attributes` block of a docstring, by name; names that share a line share their words."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in doc.partition("Attributes:\n")[2].splitlines():
+        if head := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+            names = head[1].split(", ")
+            found.update(dict.fromkeys(names, head[2]))
+        else:
+            found.update({name: f"{found[name]} {line.strip()}" for name in names})
+    if "warmup_fraction" in found:
+        found["warmup_steps"] = found["warmup_fraction"]
+    return found
+
+
+def search_space(objective: Objective, draws: int = 64) -> dict[str, str]:
+    """The parameters that `suggest` asks for, with their ranges, as many random trials find them.
+
+    Raises:
+        ObjectiveError: `suggest` gives no configuration, or one that is not valid.
+    """
+    recorder = _Recorder()
+    for _ in range(draws):
+        objective.configure(recorder)
+    return recorder.seen
+
+
+class _Recorder:
+    """A trial that answers at random and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self._random = random.Random(0)  # noqa: S311 nothing secret is drawn
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        self._note(name, low, high, step, log)
+        if step is not None:
+            return low + step * self._random.randint(0, int((high - low) / step + 1e-9))
+        return self._draw(low, high, log)
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        self._note(name, low, high, None if step == 1 else step, log)
+        return min(int(self._draw(low, high, log)), high) if log else self._random.randrange(low, high + 1, step)
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        self.seen[name] = "one of " + ", ".join(map(str, choices))
+        return self._random.choice(choices)
+
+    def _note(self, name: str, low: float, high: float, step: float | None, log: bool) -> None:
+        extra = " on a log scale" if log else "" if step is None else f" in steps of {step:g}"
+        self.seen[name] = f"{low:g} to {high:g}{extra}"
+
+    def _draw(self, low: float, high: float, log: bool) -> float:
+        share: float = self._random.random()
+        return low * (high / low) ** share if log else low + (high - low) * share

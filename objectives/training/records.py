@@ -1,0 +1,98 @@
+"""The numbers of a run as lines of JSON, appended as they come and whole after any crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """The numbers of one epoch.
+
+    Attributes:
+        epoch: 0-based.
+        timestamp: unix seconds when the epoch ended; kept in the checkpoint, so a replay repeats it.
+        metrics: `train_loss`, `val_loss`, `train_<metric>` and `val_<metric>` for each metric, `lr`, `grad_norm`
+            (mean over the steps, before clipping), `epoch_seconds`, `samples_per_second`.
+    """
+
+    epoch: int
+    timestamp: float
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values; NaN and infinities as None."""
+        plain = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        return {"epoch": self.epoch, "timestamp": self.timestamp, **plain}
+
+
+class MetricsFile:
+    """One JSON object a line, one line an epoch. Appending an epoch again changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: EpochRecord) -> None:
+        """Adds an epoch that is not in the file yet; a line torn by a crash is dropped first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = text.splitlines()
+        whole = [line for line in lines if _epoch(line) is not None]
+        if any(_epoch(line) == record.epoch for line in whole):
+            return
+        if len(whole) < len(lines) or (text and not text.endswith("\n")):
+            self.path.write_text("".join(f"{line}\n" for line in whole))
+        with self.path.open("a") as file:
+            file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
+
+    def clear(self) -> None:
+        """Forgets what another run left."""
+        self.path.unlink(missing_ok=True)
+
+
+class StepsFile:
+    """One JSON object a line, in the order of optimizer steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole records."""
+        text = self.path.read_text() if self.path.exists() else ""
+        found = (_parsed(line) for line in text.splitlines())
+        return [record for record in found if record is not None and "step" in record]
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Adds records."""
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the steps from `step` on: they are about to be taken again. And a line torn by a crash."""
+        if self.path.exists():
+            kept = [record for record in self.read() if _before(record, step)]
+            self.path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _before(record: dict[str, Any], step: int) -> bool:
+    """A validation within an epoch comes after the step that it is counted by."""
+    return int(record["step"]) < step or ("val_loss" in record and int(record["step"]) == step > 0)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _epoch(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["epoch"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,49 @@
+"""``hpsearch smoke``: can the model fit one batch at all?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(smoke)
+
+
+def smoke(
+    objective: Objective_,
+    *,
+    settings: Set = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="In the batch.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", min=25, help="To take at most, with each rate tried.")] = 1000,
+    seed: RunSeed = 0,
+    device: Device = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png  [default: none]")
+    ] = None,
+) -> int:
+    """Overfit one batch: a model that cannot bring its loss near zero has a fault. Exit code 1 when it does not."""
+    import dataclasses
+
+    from objectives import load_objective
+    from objectives.training.smoke import smoke as overfit
+    from objectives.training.trainer import device_named
+
+    found = load_objective(objective)
+    config = configured(found, settings)
+    result = overfit(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
+    for number, loss in enumerate(result.losses):
+        typer.echo(f"step {25 * number:5}  loss {loss:.6g}")
+    if run_dir is not None:
+        result.write(run_dir)
+    told = dataclasses.asdict(result)
+    if result.passed:
+        typer.echo("passed: {samples} samples fitted to below {target:.4g} at learning rate {lr:g}".format(**told))
+        return 0
+    typer.echo(f"hpsearch: failed: {result.reason}", err=True)
+    return 1

@@ -1,0 +1,95 @@
+"""``hpsearch train``: one training run, alone, without a study or a database."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+
+if TYPE_CHECKING:
+    from objectives import Objective
+    from objectives.training import FitResult, TrainConfig
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(train)
+
+
+def train(
+    objective: Objective_,
+    *,
+    settings: Set = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="  [default: the objective's]")] = None,
+    seed: RunSeed = 0,
+    device: Device = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Folder of the run; give it again to go on  [default: runs/NAME-TIME]"),
+    ] = None,
+    test: Annotated[bool, typer.Option("--test", help="Open the held-out test split at the end, once.")] = False,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many checkpoints to keep for resuming.")] = 2,
+    save_every: Annotated[
+        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves every epoch.")
+    ] = 0.0,
+    snapshot_every: Annotated[
+        int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that stay.")
+    ] = None,
+    profile: Annotated[int, typer.Option("--profile", min=0, help="Steps of the first epoch to profile.")] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
+) -> int:
+    """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
+    from objectives import load_objective
+    from objectives.training import DeviceMemoryError, EpochRecord, LocalSession, NonFiniteError, Trainer, Verdict
+    from objectives.training.instruments import Instruments
+
+    class Printing(LocalSession):
+        def report(self, record: EpochRecord) -> Verdict:
+            typer.echo(_line(record.epoch, record.metrics, found.metric))
+            return super().report(record)
+
+    found = load_objective(objective)
+    config = configured(found, settings)
+    folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    trainer = Trainer(
+        found,
+        config,
+        epochs=epochs or found.epochs,
+        seed=seed,
+        session=Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every),
+        device=device,
+        instruments=Instruments(profile_steps=profile, tensorboard=tensorboard),
+    )
+    try:
+        result = trainer.fit()
+    except (NonFiniteError, DeviceMemoryError) as error:
+        typer.echo(f"hpsearch: {error}", err=True)
+        return 1
+    except KeyboardInterrupt:
+        typer.echo(f"hpsearch: stopped; go on with --run-dir {folder}", err=True)
+        return 130
+    _conclude(found, config, result, folder, seed=seed, test=test)
+    return 0
+
+
+def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
+    names = ["train_loss", "val_loss", *([f"val_{metric}"] if metric != "loss" else []), "lr"]
+    shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names)
+    return f"epoch {epoch:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
+
+
+def _conclude(
+    objective: Objective, config: TrainConfig, result: FitResult, folder: Path, *, seed: int, test: bool
+) -> None:
+    from objectives.training.held_out import score_test
+
+    typer.echo(f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch}; {folder / 'report.md'}")
+    if result.resume_note:
+        typer.echo(result.resume_note)
+    if test:
+        scores = score_test(objective, config, result, split_seed=seed)
+        typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))

@@ -1,0 +1,132 @@
+"""A process of its own for test_kill: trains a configuration, again and again, killed at each epoch and resumed.
+
+Each run is a child of this process, forked after torch was imported, so that eighteen of them start in no time.
+"""
+
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from objectives.digits import Digits
+from objectives.training import LocalSession, Splits, TrainConfig, Trainer
+from tests.objectives.training.support import exact
+
+EPOCHS = 6
+# What a run imports when it needs it: once here, and not in each child.
+IMPORTED_LATE = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pytorch_optimizer",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "torch._inductor",
+    "torch.utils.checkpoint",
+    "torchmetrics.classification",
+    "yaml",
+)
+CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.3}
+MLP = {"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3}
+# Together: every kind of state there is, and 0 and 2 processes that load batches.
+CONFIGS = {
+    "loader": TrainConfig(
+        lr=5e-3, schedule="one_cycle", ema_decay=0.9, accumulate=2, batch_size=32, num_workers=2, model=CNN
+    ),
+    "sam": TrainConfig(
+        optimizer="sam",
+        base_optimizer="sgd",
+        nesterov=True,
+        lr=0.05,
+        layer_decay=0.8,
+        precision="fp16",
+        schedule="plateau",
+        plateau_patience=0,
+        patience=5,
+        num_workers=0,
+        model=MLP,
+    ),
+    "lookahead": TrainConfig(
+        optimizer="lookahead",
+        lr=5e-3,
+        schedule="step",
+        warmup="cosine",
+        swa_fraction=0.5,
+        clip_grad_norm=None,
+        clip_grad_value=0.05,
+        precision="bf16",
+        model=CNN,
+    ),
+}
+
+
+class Augmented(Digits):
+    """Some digits, shifted by up to a pixel and blurred with noise: a draw from each generator."""
+
+    def data(self, seed):
+        splits = super().data(seed)
+        return Splits(splits.train.take(torch.arange(260)), splits.val.take(torch.arange(99)), splits.test)
+
+    def augment(self, config):
+        def change(x):
+            x = torch.roll(x, (random.randint(-1, 1), int(np.random.randint(-1, 2))), dims=(2, 3))
+            return x + torch.randn_like(x)
+
+        return change
+
+
+class Killed(LocalSession):
+    """Kills its process at the end of an epoch, by the signal that nothing can catch."""
+
+    def __init__(self, run_dir, epoch):
+        super().__init__(run_dir)
+        self.epoch = epoch
+
+    def report(self, record):
+        verdict = super().report(record)
+        if record.epoch == self.epoch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return verdict
+
+
+def train(name, session, result_file):
+    """Trains to the end and leaves what a run comes to, to the last bit."""
+    result = Trainer(Augmented(), CONFIGS[name], epochs=EPOCHS, seed=11, split_seed=5, session=session).fit()
+    weights = {key: tensor.numpy().tobytes().hex() for key, tensor in result.model.state_dict().items()}
+    kept = {"history": exact(result.history), "best": result.best_epoch, "note": result.resume_note, **weights}
+    result_file.write_text(json.dumps(kept))
+
+
+def in_a_process_of_its_own(name, session, result_file):
+    """Trains in a child; how the child ended."""
+    child = os.fork()
+    if child == 0:
+        train(name, session, result_file)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(name, folder):
+    """Prints a line of JSON: how the killed children ended, and whether each resumed one came to the same."""
+    torch.set_num_threads(1)
+    for module in IMPORTED_LATE:
+        importlib.import_module(module)
+    undisturbed = folder / "undisturbed.json"
+    in_a_process_of_its_own(name, None, undisturbed)
+    ends, same = [], []
+    for epoch in range(EPOCHS):
+        run_dir, found = folder / str(epoch), folder / f"{epoch}.json"
+        ends.append(in_a_process_of_its_own(name, Killed(run_dir, epoch), found))
+        in_a_process_of_its_own(name, LocalSession(run_dir), found)
+        same.append(found.read_text() == undisturbed.read_text())
+    epochs = len(json.loads(undisturbed.read_text())["history"])
+    print(json.dumps({"ends": ends, "same": same, "epochs": epochs}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
