@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from objectives.training.config import TrainConfig
-from objectives.training.evaluate import as_floats, summed
+from objectives.training.evaluate import as_floats, mean
 from objectives.training.feed import Batch
 from objectives.training.guards import Point
 from objectives.training.metrics import Metrics
@@ -83,7 +83,9 @@ def train_step(run: Run, window: Sequence[Batch], point: Point, running: Running
         run.average.after_step()
     run.guard.count(point, norm, stepped=stepped)
     run.step += 1
-    return total, torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has no norm
+    if run.precision.scaled:
+        norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has none
+    return total, norm
 
 
 def _gradient(run: Run, batches: Iterable[tuple[Tensor, Tensor]], size: int, running: RunningMetrics | None) -> Tensor:
@@ -92,9 +94,10 @@ def _gradient(run: Run, batches: Iterable[tuple[Tensor, Tensor]], size: int, run
     for x, y in batches:
         with run.precision.autocast():
             output = run.model(x)
-        loss = summed(run.loss, output, y)
-        run.precision.backward(loss / size)
-        total += loss.detach()
+        loss = mean(run.loss, output, y)
+        share = len(y) / size
+        run.precision.backward(loss if share == 1 else loss * share)
+        total += loss.detach() * len(y)
         if running is not None:
             running.add(output.detach(), y)
     return total

@@ -65,12 +65,17 @@ def _batches(dataset: Dataset, size: int, device: torch.device, num_workers: int
 
 def summed(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
     """The sum of the losses of a batch, in fp32: sums add up over uneven batches, means do not."""
+    return mean(loss, output, target) * len(target)
+
+
+def mean(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
+    """The mean over the samples of a batch of their losses, in fp32."""
     value: Tensor = loss(output.float(), target).float()
     if value.ndim == 0:
-        return value * len(target)
+        return value
     if value.shape[0] != len(target):
         raise ObjectiveError(f"the loss gave {list(value.shape)} for {len(target)} samples: give [n], or the mean")
-    return value.reshape(len(target), -1).mean(dim=1).sum()
+    return value.mean()
 
 
 def check_loss(loss: nn.Module) -> None:

@@ -112,6 +112,8 @@ class FiniteGuard:
             grad_norm: the norm of its gradient before clipping, a scalar on the device.
             scaled: loss scaling is on: an infinite gradient skips the step and is no failure by itself.
         """
+        if self._every == 1 and math.isfinite(loss) and (scaled or math.isfinite(grad_norm)):
+            return
         self._pending.append((point, loss.detach(), torch.zeros_like(grad_norm) if scaled else grad_norm.detach()))
         if len(self._pending) >= self._every:
             self.flush()

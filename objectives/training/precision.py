@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class Precision:
         """Whether losses are scaled, and steps with an infinite gradient skipped."""
         return self.scaler.is_enabled()
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
-        return torch.autocast(self._device, dtype=self._dtype, enabled=self._dtype is not None)
+        return nullcontext() if self._dtype is None else torch.autocast(self._device, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`, scaled, to the parameters' gradients."""

@@ -39,7 +39,7 @@ def test_a_run_is_trained_with_what_is_set(capsys, tmp_path: Path) -> None:
     (run_dir,) = (tmp_path / "runs").iterdir()
     config = yaml.safe_load((run_dir / "config.yaml").read_text())["config"]
     assert (config["lr"], config["ema_decay"]) == (0.001, None)
-    assert config["model"] == {"kind": "mlp", "layers": 2, "width": 16, "dropout": 0.2}
+    assert config["model"] == {"kind": "mlp", "layers": 2, "width": 16, "dropout": 0.3}
     assert not (tmp_path / "home").exists(), "no service was started"
 
 

@@ -1,0 +1,109 @@
+"""What a training loop must never do, and where it is caught. The rest is held by the tests named beside each."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import ObjectiveError
+from objectives.training import TrainConfig, Trainer, checkpoint
+
+SOURCES = sorted((Path(__file__).parents[3] / "objectives").rglob("*.py"))
+
+# fit on validation data: test_trainer::test_the_model_sees_training_data_alone
+# evaluate without eval(): test_metrics::test_a_loss_is_the_mean_over_samples_whatever_the_batches
+# swallow a NaN: test_step::test_a_non_finite_step_ends_the_epoch_before_the_optimizer
+# step the schedule unconditionally: test_step::test_a_step_that_loss_scaling_skips_moves_nothing
+FORBIDDEN = {
+    "DataParallel": "one process drives one device",
+    "cuda.amp": "deprecated: torch.amp",
+    "pickle.load": "runs what it reads",
+    "pickle.dump": "a module's pickle is code",
+    "jit.script": "deprecated",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORBIDDEN))
+def test_no_source_uses(name):
+    def used(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
+                yield ast.unparse(node)
+
+    assert SOURCES
+    found = [f"{path.name}: {text}" for path in SOURCES for text in used(path) if name in text]
+    assert found == [], FORBIDDEN[name]
+
+
+def test_every_load_is_of_weights_only():
+    calls = [
+        node
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert calls
+    for call in calls:
+        assert "weights_only=True" in ast.unparse(call)
+
+
+def test_a_checkpoint_holds_no_module(wine, tmp_path):
+    Trainer(wine, TrainConfig(ema_decay=0.9), epochs=1, seed=0, run_dir=tmp_path).fit()
+
+    def values(item):
+        if isinstance(item, dict):
+            for key, value in item.items():
+                yield from (*values(key), *values(value))
+        elif isinstance(item, list | tuple):
+            for value in item:
+                yield from values(value)
+        else:
+            yield item
+
+    for name in ("last.pt", "best.pt"):
+        kinds = {type(value) for value in values(checkpoint.read(tmp_path / name))}
+        assert kinds <= {torch.Tensor, int, float, str, bool, type(None)}, name
+
+
+def test_the_best_epoch_is_not_chosen_by_the_training_loss(objective_with):
+    """Validation labels are shuffled, so that fitting better on the training split helps nothing there."""
+    wine = objective_with()
+
+    def data(_self, seed):
+        splits = wine.data(seed)
+        torch.manual_seed(3)
+        splits.val.y[:] = splits.val.y[torch.randperm(len(splits.val))]
+        return splits
+
+    result = Trainer(objective_with(data=data), TrainConfig(lr=0.02, batch_size=16), epochs=8, seed=0).fit()
+    train = [record.metrics["train_loss"] for record in result.history]
+    val = [record.metrics["val_accuracy"] for record in result.history]
+    assert train.index(min(train)) == 7
+    assert result.best_epoch == val.index(max(val)) < 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accumulate": 7, "batch_size": 16}, "accumulate 7 with batch_size 16 is more than an epoch of 106 samples: "),
+        ({"warmup_steps": 6, "batch_size": 32}, "warmup_steps 6 is longer than the run of 6 steps"),
+        ({"schedule": "step", "decay_epochs": 2}, "decay_epochs 2 is no shorter than the run of 2 epochs"),
+        ({"schedule": "cosine_restarts", "cycles": 3, "batch_size": 64}, "cycles 3 is more than the 2 steps"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_the_data_is_told_before_training(objective_with, settings, message):
+    def model(_self, _config, _train):
+        net = nn.Linear(13, 3)
+        net.register_forward_hook(lambda *_: pytest.fail("it trained"))
+        return net
+
+    with pytest.raises(ObjectiveError, match=message):
+        Trainer(objective_with(model=model), TrainConfig(**settings), epochs=2, seed=0).fit()
+
+
+def test_a_batch_larger_than_the_data_is_told_and_takes_them_all(wine, tmp_path):
+    result = Trainer(wine, TrainConfig(batch_size=500), epochs=1, seed=0, run_dir=tmp_path).fit()
+    assert "batch_size 500 is more than the 106 training samples" in (tmp_path / "train.log").read_text()
+    assert result.history[0].metrics["train_loss"] > 0
