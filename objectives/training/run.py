@@ -132,7 +132,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave, but for identity and environment."""
         self.model.load_state_dict(state["model"])
-        (self.sharpness or self.optimizer).load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])

@@ -80,6 +80,7 @@ class Plateau(Schedule):
             factor=config.decay_factor,
             patience=config.plateau_patience,
             threshold=0.0,
+            eps=0.0,  # the default leaves rates below 1e-8 alone
             min_lr=[group["initial_lr"] * config.min_lr_fraction for group in optimizer.param_groups],
         )
 

@@ -49,7 +49,3 @@ class Sharpness:
             for parameter in group["params"]:
                 if (kept := self._sam.state[parameter].pop("old_p", None)) is not None:
                     parameter.copy_(kept)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the base's state, which both share."""
-        self._sam.load_state_dict(state)

@@ -148,3 +148,20 @@ def test_the_exported_model_scores_what_was_recorded_from_raw_inputs(tmp_path, n
     loss, metrics = objective.loss(config, result.val), objective.metrics(result.val)
     scores = evaluate(Served(), result.val, loss, metrics, batch_size=100, device="cpu")
     assert scores[objective.metric] == pytest.approx(result.best_value, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", None)])
+def test_a_model_is_initialised_on_purpose_and_keeps_its_loss_outside(name, kind):
+    """He's scale before a ReLU, even odds at the start, and not a default of torch's layers."""
+    objective = load_objective(name)
+    train = objective.data(0).train
+    settings = {"layers": 2, "width": 64} | ({"kind": kind} if kind else {})
+    torch.manual_seed(0)
+    model = objective.model(TrainConfig(model=settings), train).eval()
+    weights = [m.weight.detach() for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv2d)]
+    for weight in weights[:-1]:
+        fan_in = weight[0].numel()
+        assert float(weight.std()) == pytest.approx((2 / fan_in) ** 0.5, rel=0.15)
+    assert float(weights[-1].std()) == pytest.approx(0.01, rel=0.3)
+    assert float(model(train.x[:64]).detach().softmax(-1).std()) < 0.2
+    assert not any(isinstance(module, torch.nn.modules.loss._Loss) for module in model.modules())

@@ -65,3 +65,17 @@ def test_what_is_judged_is_what_is_kept(settings):
         device="cpu",
     )
     assert scores["accuracy"] == pytest.approx(result.best_value, abs=1e-6)
+
+
+def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):
+    objective = objective_with(model=_normed)
+    averaged, plain = (
+        Trainer(objective, TrainConfig.from_dict({**SWA.to_dict(), "swa_fraction": share}), epochs=6, seed=0).fit()
+        for share in (0.5, None)
+    )
+    same = [
+        one.metrics["val_loss"] == other.metrics["val_loss"]
+        for one, other in zip(averaged.history, plain.history, strict=True)
+    ]
+    # The first mean is of one epoch's weights, with batch norm's statistics taken anew.
+    assert same == [True, True, True, False, False, False]

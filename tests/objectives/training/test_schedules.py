@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from objectives import ObjectiveError
-from objectives.training import TrainConfig
+from objectives.training import TrainConfig, Trainer
 from objectives.training.schedules import SCHEDULES, build_schedule, check_length
 
 STEPS = 40
@@ -209,3 +209,12 @@ def test_only_plateau_goes_by_the_metric():
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         units[name] = build_schedule(optimizer, TrainConfig(schedule=name), STEPS).unit
     assert {name for name, unit in units.items() if unit == "metric"} == {"plateau"}
+
+
+def test_a_run_gives_the_plateau_its_metric_each_epoch(wine):
+    config = TrainConfig(
+        lr=1e-9, schedule="plateau", decay_factor=0.5, plateau_patience=0, warmup_fraction=0.0, weight_decay=0.0
+    )
+    history = Trainer(wine, config, epochs=5, seed=0).fit().history
+    assert len({record.metrics["val_accuracy"] for record in history}) == 1, "nothing is learned at such a rate"
+    assert [record.metrics["lr"] for record in history] == pytest.approx([1e-9, 1e-9, 5e-10, 2.5e-10, 1.25e-10])
