@@ -72,7 +72,8 @@ def find(identity: Identity | None) -> psutil.Process | None:
     try:
         process = psutil.Process(identity.pid)
         same = abs(process.create_time() - identity.started) < _CLOCK_STEP
-        same = same and process.cmdline() == list(identity.command)
+        # Empty for a moment while the program takes the place of its starter, seen where that is done by vfork.
+        same = same and process.cmdline() in ([], list(identity.command))
     except psutil.Error:
         return None
     return process if same and is_running(process) else None
