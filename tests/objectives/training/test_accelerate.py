@@ -1,5 +1,8 @@
 """What is to make the same numbers come sooner gives the same numbers."""
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +63,9 @@ def test_channels_last_reaches_the_convolutions_and_not_the_result():
     assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
 
 
+@pytest.mark.skipif(
+    not Path(sysconfig.get_paths()["include"], "Python.h").exists(), reason="needs Python's headers to compile with"
+)
 def test_a_model_is_compiled_when_asked_for(wine):
     plain = _fit(wine, TrainConfig(batch_size=16), epochs=3)
     torch._dynamo.reset()
