@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from objectives.digits import Digits
 from objectives.training import LocalSession, Splits, TrainConfig, Trainer
@@ -78,6 +79,16 @@ class Augmented(Digits):
             return x + torch.randn_like(x)
 
         return change
+
+    def loss(self, config, train):
+        return Steep() if config.precision == "fp16" else super().loss(config, train)
+
+
+class Steep(nn.CrossEntropyLoss):
+    """So steep that fp16 overflows until the scale of the loss has come down."""
+
+    def forward(self, output, target):
+        return 1000 * super().forward(output, target)
 
 
 class Killed(LocalSession):

@@ -140,6 +140,25 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     assert not torch.equal(_weights(run), before[0])
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "sam"])
+def test_a_first_step_that_is_skipped_leaves_nothing_behind(wine, optimizer):
+    """Optimizers make their state at the first step, and some by memory that only a step that runs fills."""
+    settings = {"optimizer": optimizer, "base_optimizer": "sgd", "precision": "fp16", "lr": 0.1}
+    skipping, plain = (_run(wine, **settings) for _ in range(2))
+    with torch.no_grad():  # what the allocator hands out again is not zero
+        garbage = [torch.full_like(p, 1e30) for p in skipping.model.parameters()]
+    del garbage
+    handle = skipping.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    _step(skipping, range(8))
+    assert skipping.guard.skipped == 1
+    handle.remove()
+    for run in (skipping, plain):
+        run.precision.scaler.load_state_dict({**run.precision.scaler.state_dict(), "scale": 1024.0})
+        for start in range(0, 48, 8):
+            _step(run, range(start, start + 8))
+    torch.testing.assert_close(_weights(skipping), _weights(plain), rtol=1e-2, atol=1e-3)
+
+
 def test_the_state_of_loss_scaling_is_kept(wine):
     run = _run(wine, precision="fp16")
     run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
