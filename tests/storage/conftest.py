@@ -51,7 +51,8 @@ def ordinary_user() -> OrdinaryUser:
     nobody = pwd.getpwnam("nobody")
     switch = [setpriv, f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
     # Where the interpreter lies in a folder of root's, as pyenv's does: the right to read, and to write nowhere.
-    read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    # access(2), by which initdb looks for postgres, heeds it under this securebit alone.
+    read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--securebits=+no_setuid_fixup"]
     for prefix in (switch, [*switch, *read]):
         user = OrdinaryUser(nobody.pw_uid, nobody.pw_gid, prefix)
         if user.python(_PROBE).returncode == 0:
