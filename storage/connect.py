@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.diagnosis import connection_error
 from storage.errors import StorageError
-from storage.schema import OPTUNA_REVISION, OPTUNA_TABLES
+from storage.schema import OPTUNA_REVISION, OPTUNA_TABLES, OUR_TABLES, REVISION, VERSION_TABLE
 from storage.urls import normalise, redact
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
                      WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
         FROM unnest(%s) AS name
         """,
-        (list(OPTUNA_TABLES),),
+        ([*OPTUNA_TABLES, *OUR_TABLES],),
     )
     rows = cursor.fetchall()
     if all(is_missing for _, is_missing, _ in rows):
@@ -133,16 +133,20 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
 
 
 def _check_revision(cursor: Any, head: str) -> None:
-    cursor.execute("SELECT to_regclass('alembic_version') IS NOT NULL")
-    found = None
-    if cursor.fetchone()[0]:
-        cursor.execute("SELECT version_num FROM alembic_version")
-        found = (cursor.fetchone() or (None,))[0]
-    if found != OPTUNA_REVISION:
-        raise StorageError(
-            f"{head}: the tables are of another version of Optuna (schema {found}, this one needs {OPTUNA_REVISION}): "
-            "run hpsearch migrate as the owner of the database"
-        )
+    for table, owner, needed in (
+        ("alembic_version", "Optuna", OPTUNA_REVISION),
+        (VERSION_TABLE, "hpsearch", REVISION),
+    ):
+        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
+        found = None
+        if cursor.fetchone()[0]:
+            cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+            found = (cursor.fetchone() or (None,))[0]
+        if found != needed:
+            raise StorageError(
+                f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
+                "run hpsearch migrate as the owner of the database"
+            )
 
 
 def _join(words: Iterable[str]) -> str:

@@ -1,5 +1,9 @@
-"""The one error of this package that is meant for the user."""
+"""The errors of this package."""
 
 
 class StorageError(Exception):
     """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
+
+
+class ClaimLostError(Exception):
+    """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""

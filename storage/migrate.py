@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import sqlalchemy as sa
 
 from storage.connect import connect, make_engine
 from storage.errors import StorageError
 from storage.roles import grant_worker
-from storage.schema import OPTUNA_REVISION
+from storage.schema import OPTUNA_REVISION, REVISION, VERSION_TABLE
 from storage.urls import normalise, redact
-
-if TYPE_CHECKING:
-    import sqlalchemy as sa
 
 # Two keys of 32 bits, beside those of storage.locks.
 _LOCK = (0x68700004, 0)
@@ -40,6 +39,7 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
     try:
         with _locked(url, setting) as cursor:
             _migrate_optuna(url, setting)
+            _migrate_ours(url, setting)
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         text = " ".join(str(getattr(error, "orig", None) or error).split())
@@ -65,7 +65,7 @@ def _locked(url: str, setting: str) -> Iterator[object]:
 def _migrate_optuna(url: str, setting: str) -> None:
     engine = make_engine(url, application_name="hpsearch-migrate")
     try:
-        found = _revision(engine)
+        found = _revision(engine, "alembic_version")
     finally:
         engine.dispose()
     if found == OPTUNA_REVISION:
@@ -88,11 +88,36 @@ def _migrate_optuna(url: str, setting: str) -> None:
         storage.engine.dispose()
 
 
-def _revision(engine: sa.Engine) -> str | None:
+def _migrate_ours(url: str, setting: str) -> None:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    engine = make_engine(url, application_name="hpsearch-migrate")
+    try:
+        found = _revision(engine, VERSION_TABLE)
+        if found == REVISION:
+            return
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        if found is not None and found not in known:
+            raise StorageError(
+                f"{setting} {redact(url)}: the tables are of a newer hpsearch (schema {found}): "
+                "install that version here"
+            )
+        with engine.connect() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    finally:
+        engine.dispose()
+
+
+def _revision(engine: sa.Engine, table: str) -> str | None:
     with engine.connect() as connection:
-        if not connection.dialect.has_table(connection, "alembic_version"):
+        if not connection.dialect.has_table(connection, table):
             return None
-        revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+        revision = connection.execute(sa.select(sa.column("version_num")).select_from(sa.table(table))).scalar()
         return None if revision is None else str(revision)
 
 

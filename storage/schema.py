@@ -5,8 +5,15 @@ from __future__ import annotations
 # The head of Optuna's own migrations, kept here so that a check need not import Optuna.
 OPTUNA_REVISION = "v3.2.0.a"
 
+# The head of our own migrations (storage/migrations), and the table that holds it.
+REVISION = "0001"
+VERSION_TABLE = "hpsearch_alembic_version"
+
 # True where the tables are of this release.
-IS_CURRENT = f"SELECT EXISTS (SELECT FROM alembic_version WHERE version_num = '{OPTUNA_REVISION}')"  # noqa: S608
+IS_CURRENT = f"""
+    SELECT EXISTS (SELECT FROM alembic_version WHERE version_num = '{OPTUNA_REVISION}')
+       AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
+"""  # noqa: S608
 
 OPTUNA_TABLES = (
     "studies",
@@ -22,3 +29,5 @@ OPTUNA_TABLES = (
     "trial_heartbeats",
     "version_info",
 )
+
+OUR_TABLES = ("hpsearch_attempts", "hpsearch_checkpoints")
