@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
 from search.study import RUN_ID, STARTED_AT, StudyHandle
@@ -141,10 +142,7 @@ class Worker:
     def _run(self, claim: Claim) -> None:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
-        run_dir = self._runs_dir / f"{claim.number:04d}"
-        if not claim.resumed:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = open_attempt_dir(self._runs_dir, claim)
         self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
         trial = optuna.Trial(self._study, claim.trial_id)
         tracked = TrialTracking(self._tracking, self._spec, claim, trial, parent=self._parent_run)
@@ -155,6 +153,7 @@ class Worker:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
             tracked.abandon(str(lost))
+            shutil.rmtree(run_dir, ignore_errors=True)
 
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
@@ -212,6 +211,7 @@ class Worker:
             self._end(claim, "COMPLETE", "complete", reason, value=result.best_value)
         tracked.finish("PRUNED" if pruned else "COMPLETE", reason)
         session.forget()
+        remove_earlier(session.run_dir)
 
     def _best(self, result: FitResult) -> str:
         return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
