@@ -16,9 +16,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.pruning import Decision, Judge
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
-from search.study import RUN_ID, STARTED_AT, StudyHandle
+from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import REASON, Claim, ClaimLostError, Claims, Lost, Nothing
 from storage.locks import AdvisoryLocks
@@ -67,6 +68,7 @@ class Worker:
         self._handle = study
         self._spec = study.spec
         self._study = study.open()
+        self._judge = Judge(study.spec, study.storage, study.study_id)
         self._objective = objective
         self._claims = Claims(study.storage, study.study_id, locks, worker=worker_name())
         self._tracking = tracking
@@ -158,6 +160,7 @@ class Worker:
                 last_epoch=self._spec.epochs - 1,
                 run=tracked.run,
                 stopping=self._stopping,
+                judge=self._judge,
             )
             result = Trainer(
                 self._objective,
@@ -193,8 +196,11 @@ class Worker:
         self._failures = 0
         pruned = result.status == "pruned"
         state: State = "PRUNED" if pruned else "COMPLETE"
-        reason = self._why_pruned(result) if pruned else self._best(result)
+        decision = session.decision if pruned else None
+        reason = decision.reason if decision is not None else self._best(result)
         tracked.publish(result, session.files, with_model=not pruned)
+        if decision is not None:
+            self._record(decision, trial, tracked)
         self._tell(claim, trial, state, reason, None if pruned else result.best_value)
         tracked.finish(state, reason)
         session.forget()
@@ -202,10 +208,10 @@ class Worker:
     def _best(self, result: FitResult) -> str:
         return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
 
-    def _why_pruned(self, result: FitResult) -> str:
-        last, metric = result.history[-1], self._spec.metric
-        at = f"epoch {last.epoch + 1} of {self._spec.epochs}"
-        return f"{self._spec.pruner.name} pruner at {at}: {metric} {last.metrics[f'val_{metric}']:.6g}"
+    def _record(self, decision: Decision, trial: optuna.Trial, tracked: TrialTracking) -> None:
+        """Keep on what grounds a trial is pruned, with the trial and as a tag of its run."""
+        trial.set_user_attr(PRUNING, decision.record())
+        tracked.tag_pruning(decision.record())
 
     def _infeasible(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, reason: str) -> None:
         """Settle as PRUNED, which the sampler learns from, a configuration that diverged or does not fit."""
