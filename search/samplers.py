@@ -43,7 +43,10 @@ def make_sampler(spec: SamplerSpec, *, study_seed: int, trial_number: int) -> op
 
 
 def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
-    """Return Optuna's pruner with every resource an integer from the spec."""
+    """Return Optuna's pruner with every resource an integer from the spec.
+
+    A sampler asks it for a trial's bracket; the verdicts are :class:`search.pruning.Judge`'s.
+    """
     options = spec.model_dump(exclude={"name"})
     match spec.name:
         case "median":
@@ -53,7 +56,11 @@ def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
         case "successive_halving":
             return optuna.pruners.SuccessiveHalvingPruner(**options)
         case "hyperband":
-            return optuna.pruners.HyperbandPruner(**options)
+            pruner = optuna.pruners.HyperbandPruner(**options)
+            # It makes its brackets at its first verdict, which is ours to give: without them the sampler would not
+            # tell one bracket's trials from another's.
+            pruner._try_initialization(study=None)  # type: ignore[arg-type]
+            return pruner
         case "threshold":
             return optuna.pruners.ThresholdPruner(**options)
         case "none":

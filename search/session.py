@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
+from search.pruning import Decision
 from storage.claims import Claim, Claims
 from storage.tracking import TrialRun
 
@@ -27,6 +29,7 @@ class TrialSession(LocalSession):
         last_epoch: int,
         run: TrialRun | None,
         stopping: Callable[[], bool],
+        judge: Callable[[FrozenTrial], Decision],
     ) -> None:
         super().__init__(run_dir)
         self._trial = trial
@@ -35,6 +38,8 @@ class TrialSession(LocalSession):
         self._metric = metric
         self._last_epoch = last_epoch
         self._stopping = stopping
+        self._judge = judge
+        self.decision: Decision | None = None  # the last one
         self._run = run
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._values = dict(trial.storage.get_trial(claim.trial_id).intermediate_values)
@@ -54,8 +59,10 @@ class TrialSession(LocalSession):
         if record.epoch < max(self._values):
             return Verdict.CONTINUE  # decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
-        if record.epoch < self._last_epoch and self._trial.should_prune():
-            return Verdict.PRUNE
+        if record.epoch < self._last_epoch:
+            self.decision = self._judge(self._frozen())
+            if self.decision.prune:
+                return Verdict.PRUNE
         return Verdict.STOP if stopped or self._stopping() else Verdict.CONTINUE
 
     def _report(self, epoch: int, value: float) -> bool:
@@ -64,6 +71,11 @@ class TrialSession(LocalSession):
         stopped = self._claims.report(self._claim, epoch, value)
         self._values[epoch] = value
         return stopped
+
+    def _frozen(self) -> FrozenTrial:
+        frozen = self._trial.storage.get_trial(self._claim.trial_id)
+        frozen.intermediate_values = dict(self._values)
+        return frozen
 
     @property
     def last_value(self) -> float | None:

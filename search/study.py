@@ -25,6 +25,7 @@ TRACKING_URI = "hpsearch:tracking_uri"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
 TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow
+PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
 STARTED_AT = "hpsearch:started_at"
 SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -122,6 +123,11 @@ class TrialTracking:
             run.set_tags({MODEL_ID: model_id})
         except Exception as error:  # a model that cannot be exported leaves its checkpoint and the reason
             run.failed("the model", error)
+
+    def tag_pruning(self, record: dict[str, object]) -> None:
+        """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+        if self.run is not None:
+            self.run.set_tags({"hpsearch.pruning": json.dumps(record)})
 
     def finish(self, state: State, reason: str) -> None:
         """End the run as its trial ended."""

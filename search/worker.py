@@ -17,15 +17,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.attempt_dir import open_attempt_dir, remove_earlier
+from search.pruning import Judge
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
-from search.study import RUN_ID, STARTED_AT, StudyHandle
+from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.lease import LeaseKeeper
 from storage.settling import Outcome
 from storage.studies import engine_of
-from storage.tracking import Tracking
+from storage.tracking import State, Tracking
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Worker:
         self._handle = study
         self._spec = study.spec
         self._study = study.open()
+        self._judge = Judge(study.spec, study.storage, study.study_id)
         self._objective = objective
         self._claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
         self._lease = LeaseKeeper(self._claims)
@@ -170,6 +172,7 @@ class Worker:
                 last_epoch=self._spec.epochs - 1,
                 run=tracked.run,
                 stopping=self._stopping,
+                judge=self._judge,
             )
             result = Trainer(
                 self._objective,
@@ -202,24 +205,22 @@ class Worker:
             log.info("trial %d: given back after epoch %d", claim.number, len(result.history))
             return
         self._failures = 0
-        pruned = result.status == "pruned"
-        reason = self._why_pruned(result) if pruned else self._best(result)
-        tracked.publish(result, session.files, with_model=not pruned)
-        if pruned:
-            self._end(claim, "PRUNED", "pruned", reason, value=session.last_value)
+        state: State
+        decision = session.decision if result.status == "pruned" else None
+        tracked.publish(result, session.files, with_model=decision is None)
+        if decision is not None:
+            state, reason, grounds = "PRUNED", decision.reason, decision.record()
+            tracked.tag_pruning(grounds)
+            self._end(claim, state, "pruned", reason, value=session.last_value, attrs={PRUNING: grounds})
         else:
-            self._end(claim, "COMPLETE", "complete", reason, value=result.best_value)
-        tracked.finish("PRUNED" if pruned else "COMPLETE", reason)
+            state, reason = "COMPLETE", self._best(result)
+            self._end(claim, state, "complete", reason, value=result.best_value)
+        tracked.finish(state, reason)
         session.forget()
         remove_earlier(session.run_dir)
 
     def _best(self, result: FitResult) -> str:
         return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-
-    def _why_pruned(self, result: FitResult) -> str:
-        last, metric = result.history[-1], self._spec.metric
-        at = f"epoch {last.epoch + 1} of {self._spec.epochs}"
-        return f"{self._spec.pruner.name} pruner at {at}: {metric} {last.metrics[f'val_{metric}']:.6g}"
 
     def _infeasible(self, claim: Claim, tracked: TrialTracking, reason: str, last: float | None) -> None:
         """Settle as PRUNED, which the sampler learns from, a configuration that diverged or does not fit."""

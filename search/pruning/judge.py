@@ -1,0 +1,99 @@
+"""The pruner of a study: from its spec and its storage to a decision about one trial.
+
+Optuna's pruners read all trials, running ones with all their values, at each epoch of each trial. The same verdicts
+need only the finished trials, which the storage keeps in memory, or the values at one rung, which are one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from search.pruning import percentile, threshold
+from search.pruning.brackets import bracket_of, shares
+from search.pruning.decision import Case, Decision
+from search.pruning.halving import Halving
+from search.spec import Hyperband, Median, NoPruning, Percentile, StudySpec, SuccessiveHalving, Threshold
+from storage.rungs import read_rung, rung_key
+from storage.studies import engine_of
+
+
+class Judge:
+    """Decides about trials of one study as its pruner would.
+
+    Args:
+        spec: the study's.
+        storage: where its trials are kept.
+        study_id: the study's number there.
+    """
+
+    def __init__(self, spec: StudySpec, storage: BaseStorage, study_id: int) -> None:
+        self._spec = spec
+        self._storage = storage
+        self._study_id = study_id
+
+    def __call__(self, trial: FrozenTrial) -> Decision:
+        """Decide about a trial after its last reported epoch, as often as one likes."""
+        pruner = self._spec.pruner
+        if not trial.intermediate_values:
+            return Decision(prune=False, pruner=pruner.name)
+        case = Case(
+            pruner.name,
+            self._spec.metric,
+            maximize=self._spec.direction == "maximize",
+            epochs=self._spec.epochs,
+            values=trial.intermediate_values,
+        )
+        match pruner:
+            case Median() | Percentile():
+                return percentile.judge(case, pruner, self._finished)
+            case Threshold():
+                return threshold.judge(case, pruner)
+            case SuccessiveHalving():
+                options = pruner.model_dump(exclude={"name"})
+                return Halving(**options).judge(case, self._rungs(trial, lambda _: True))
+            case Hyperband():
+                return self._hyperband(case, pruner, trial)
+            case NoPruning():
+                return case.on()
+
+    def _hyperband(self, case: Case, pruner: Hyperband, trial: FrozenTrial) -> Decision:
+        name = self._spec.name
+        parts = shares(pruner.min_resource, pruner.max_resource or self._spec.epochs, pruner.reduction_factor)
+        if not parts:
+            return case.on()
+        bracket = bracket_of(name, trial.number, parts)
+        halving = Halving(pruner.min_resource, pruner.reduction_factor, bracket, pruner.bootstrap_count, bracket)
+        return halving.judge(case, self._rungs(trial, lambda number: bracket_of(name, number, parts) == bracket))
+
+    def _finished(self) -> list[FrozenTrial]:
+        return self._storage.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
+
+    def _rungs(self, trial: FrozenTrial, is_peer: Callable[[int], bool]) -> _StoredRungs:
+        return _StoredRungs(self._storage, self._study_id, trial, is_peer)
+
+
+@dataclass(frozen=True)
+class _StoredRungs:
+    """The rungs as Optuna keeps them, in system attributes, so that its own pruner could go on with them."""
+
+    storage: BaseStorage
+    study_id: int
+    trial: FrozenTrial
+    is_peer: Callable[[int], bool]  # by a trial's number
+
+    def reached(self) -> int:
+        rung = 0
+        while rung_key(rung) in self.trial.system_attrs:
+            rung += 1
+        return rung
+
+    def note(self, rung: int, value: float) -> None:
+        self.storage.set_trial_system_attr(self.trial._trial_id, rung_key(rung), value)
+
+    def others(self, rung: int) -> list[float]:
+        found = read_rung(engine_of(self.storage), self.study_id, rung)
+        return [value for number, value in found if number != self.trial.number and self.is_peer(number)]
