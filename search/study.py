@@ -17,10 +17,11 @@ from objectives.training.metrics import DIRECTIONS
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
-from storage.locks import AdvisoryLocks
+from storage.claims import SPEC
+from storage.locks import name_lock
+from storage.studies import engine_of
 
 # User attributes of a study.
-SPEC = "hpsearch:spec"
 TRACKING_URI = "hpsearch:tracking_uri"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
@@ -92,7 +93,6 @@ def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[st
 
 def create_or_join(
     storage: BaseStorage,
-    locks: AdvisoryLocks,
     settings: dict[str, Any],
     objective: Objective,
     *,
@@ -110,7 +110,7 @@ def create_or_join(
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
     wanted = parse_spec(complete_settings(settings, objective))
-    with locks.name(wanted.name):
+    with name_lock(engine_of(storage), wanted.name):
         study_id = _study_id(storage, wanted.name)
         if study_id is None:
             rehearse(objective, wanted)
