@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ RUN_URL = "hpsearch:mlflow_url"
 TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow
 PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
 STARTED_AT = "hpsearch:started_at"
+FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
 SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 
 
@@ -42,6 +44,12 @@ class StudyHandle:
     def attrs(self) -> dict[str, Any]:
         """The study's user attributes as they are now."""
         return self.storage.get_study_user_attrs(self.study_id)
+
+    @property
+    def folder(self) -> str:
+        """The name of the study's folders, for run directories and checkpoints; no other study has it."""
+        # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
+        return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
@@ -122,6 +130,7 @@ def create_or_join(
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
+        storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

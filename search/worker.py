@@ -49,8 +49,7 @@ def worker_name(pid: int | None = None) -> str:
 
 def runs_folder(runs_dir: Path, study: StudyHandle) -> Path:
     """Return the folder of a study's run directories on this machine."""
-    # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
-    return runs_dir / f"{study.spec.name}-{study.study_id}"
+    return runs_dir / study.folder
 
 
 class Worker:

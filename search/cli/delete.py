@@ -37,6 +37,7 @@ def delete(
         raise SearchError(f"study {study!r} has {alive} running trials: stop it first: hpsearch stop {study}")
     if not yes:
         typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
+    runs = runs_folder(services.home / "runs", handle)
     storage.delete_study(handle.study_id)
-    shutil.rmtree(runs_folder(services.home / "runs", handle), ignore_errors=True)
+    shutil.rmtree(runs, ignore_errors=True)
     typer.echo(f"deleted {study}; its runs in MLflow stay")
