@@ -19,8 +19,10 @@ from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Tr
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
 from search.study import RUN_ID, STARTED_AT, StudyHandle
+from search.study_checkpoints import StudyCheckpoints
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
+from storage.errors import CheckpointStoreError
 from storage.lease import LeaseKeeper
 from storage.settling import Outcome
 from storage.studies import engine_of
@@ -60,6 +62,7 @@ class Worker:
         *,
         tracking: Tracking,
         runs_dir: Path,
+        checkpoints: StudyCheckpoints,
         stop: threading.Event,
         fleet_pid: int | None = None,
         device: str | None = None,
@@ -74,6 +77,7 @@ class Worker:
         self._tracking = tracking
         self._parent_run = str(study.attrs[RUN_ID])
         self._runs_dir = runs_folder(runs_dir, study)
+        self._checkpoints = checkpoints
         self._stop = stop
         self._fleet_pid = fleet_pid
         self._device = device
@@ -140,10 +144,7 @@ class Worker:
     def _run(self, claim: Claim) -> None:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
-        run_dir = self._runs_dir / f"{claim.number:04d}"
-        if not claim.resumed:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = self._run_dir(claim)
         self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
         trial = optuna.Trial(self._study, claim.trial_id)
         tracked = TrialTracking(self._tracking, self._spec, claim, trial, parent=self._parent_run)
@@ -154,6 +155,16 @@ class Worker:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
             tracked.abandon(str(lost))
+
+    def _run_dir(self, claim: Claim) -> Path:
+        """Return the attempt's own directory, with what an earlier one left: a frozen worker may wake up in its own."""
+        run_dir = self._runs_dir / f"{claim.number:04d}-{claim.attempt}"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        earlier = sorted(self._runs_dir.glob(f"{claim.number:04d}-*"), key=lambda path: path.stat().st_mtime)
+        if earlier and claim.resumed:
+            earlier[-1].rename(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return run_dir
 
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
@@ -166,6 +177,7 @@ class Worker:
                 trial=trial,
                 claim=claim,
                 claims=self._claims,
+                checkpoints=self._checkpoints,
                 metric=f"val_{self._spec.metric}",
                 last_epoch=self._spec.epochs - 1,
                 run=tracked.run,
@@ -188,7 +200,15 @@ class Worker:
         except DeviceMemoryError as error:
             if not self._again(claim, tracked, "memory", str(error)):
                 self._infeasible(claim, tracked, str(error), session.last_value if session else None)
-        except (ClaimLostError, *SERVICE_ERRORS):
+        except ClaimLostError:
+            if session is not None:
+                session.kept.abandon()
+            raise
+        except CheckpointStoreError:
+            self._claims.settle(claim, "WAITING", "released")
+            tracked.leave()
+            raise
+        except SERVICE_ERRORS:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             self._fail(claim, tracked, error, run_dir)
