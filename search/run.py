@@ -26,6 +26,7 @@ from search.services import Services, find_services
 from search.steps import steps
 from search.study import RUN_ID, StudyHandle
 from search.summary import summarise, summary_lines
+from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
 from storage.studies import engine_of
 
@@ -53,6 +54,8 @@ def run_search(
         tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
     spec = handle.spec
+    if why := handle.attrs.get(STOPPED):
+        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
@@ -161,6 +164,9 @@ def _finish(
         again = command("run", handle.spec.objective, "--name", handle.spec.name)
         console.print(f"interrupted; go on with: {again}")
         return 130
+    if why := handle.attrs.get(STOPPED):
+        console.print(f"stopped {why}; go on with: {command('start', handle.spec.name)}, then run it again")
+        return 1
     spent = summary.finished >= handle.spec.n_trials
     if not spent and handle.spec.timeout is not None and not failed:
         console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")

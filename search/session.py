@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
 from search.pruning import Decision
-from storage.claims import Claim, ClaimLostError, Claims
+from storage.claims import Claim, Claims
 from storage.tracking import TrialRun
 
 
@@ -42,7 +42,7 @@ class TrialSession(LocalSession):
         self.decision: Decision | None = None  # the last one
         self._run = run
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
-        self._reported = set(trial.storage.get_trial(claim.trial_id).intermediate_values)
+        self._values = dict(trial.storage.get_trial(claim.trial_id).intermediate_values)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
@@ -50,26 +50,37 @@ class TrialSession(LocalSession):
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        self._claims.check(self._claim)
+        # Written before a file or a run is touched: a worker that lost its trial leaves no mark.
+        stopped = self._report(record.epoch, record.metrics[self._metric])
         super().report(record)
         if self._run is not None:
             # Sent again after a crash: its batch may have been on its way, and MLflow keeps one copy.
             self._run.log_epoch(record.epoch, record.timestamp, record.metrics)
-        value = record.metrics[self._metric]
-        if record.epoch not in self._reported:
-            self._reported.add(record.epoch)
-            try:
-                self._trial.report(value, record.epoch)
-            except optuna.exceptions.UpdateFinishedTrialError:
-                raise ClaimLostError(f"trial {self._claim.number} was ended from outside") from None
-        elif record.epoch < max(self._reported):
+        if record.epoch < max(self._values):
             return Verdict.CONTINUE  # decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
         if record.epoch < self._last_epoch:
-            self.decision = self._judge(self._trial.storage.get_trial(self._claim.trial_id))
+            self.decision = self._judge(self._frozen())
             if self.decision.prune:
                 return Verdict.PRUNE
-        return Verdict.STOP if self._stopping() else Verdict.CONTINUE
+        return Verdict.STOP if stopped or self._stopping() else Verdict.CONTINUE
+
+    def _report(self, epoch: int, value: float) -> bool:
+        if epoch in self._values:
+            return False
+        stopped = self._claims.report(self._claim, epoch, value)
+        self._values[epoch] = value
+        return stopped
+
+    def _frozen(self) -> FrozenTrial:
+        frozen = self._trial.storage.get_trial(self._claim.trial_id)
+        frozen.intermediate_values = dict(self._values)
+        return frozen
+
+    @property
+    def last_value(self) -> float | None:
+        """What the last epoch reported, which is the value of a pruned trial; None before the first."""
+        return self._values[max(self._values)] if self._values else None
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
@@ -82,5 +93,4 @@ class TrialSession(LocalSession):
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
-        if epoch not in self._reported:
-            self._trial.report(math.nan, epoch)
+        self._report(epoch, math.nan)

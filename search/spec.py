@@ -145,6 +145,8 @@ class StudySpec(_Model):
     pruner: PrunerSpec = Median()
     seed: int = Field(default=0, ge=0, lt=2**31)
     retries: int = Field(default=2, ge=0, le=1000)
+    # Not the non-finite loss: a resume is exact, and diverges again.
+    retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
 
     @model_validator(mode="before")

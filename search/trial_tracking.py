@@ -149,8 +149,7 @@ class TrialTracking:
             self.run.close()
 
 
-def end_lost_run(tracking: Tracking, lost: Lost) -> None:
+def end_lost_run(tracking: Tracking, lost: Lost, run_id: str | None) -> None:
     """End the run of a trial whose workers died; nobody else will."""
-    run_id = lost.user_attrs.get(RUN_ID)
     if run_id is not None:
         TrialRun(tracking, str(run_id)).finish("FAIL", lost.reason)

@@ -28,14 +28,16 @@ def delete(
     from search.summary import summarise
     from search.worker import runs_folder
     from storage.claims import running_now
+    from storage.studies import engine_of
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
     summary = summarise(handle)
-    if alive := running_now(services.storage_url, storage, handle.study_id):
-        raise SearchError(f"study {study!r} has {alive} running trials: stop its workers first (Ctrl-C, or SIGTERM)")
+    if alive := running_now(engine_of(storage), handle.study_id):
+        raise SearchError(f"study {study!r} has {alive} running trials: stop it first: hpsearch stop {study}")
     if not yes:
         typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
+    runs = runs_folder(services.home / "runs", handle)
     storage.delete_study(handle.study_id)
-    shutil.rmtree(runs_folder(services.home / "runs", handle), ignore_errors=True)
+    shutil.rmtree(runs, ignore_errors=True)
     typer.echo(f"deleted {study}; its runs in MLflow stay")
