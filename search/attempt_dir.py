@@ -18,12 +18,11 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
         runs: the study's run directories on this machine.
         claim: the attempt.
     """
-    trial = runs / f"{claim.number:04d}"
-    folder = trial / str(claim.attempt)
+    folder = runs / f"{claim.number:04d}-{claim.attempt}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for earlier in range(claim.attempt - 1, 0, -1):
-        if (before := trial / str(earlier)).is_dir():
+        if (before := runs / f"{claim.number:04d}-{earlier}").is_dir():
             for name in _CARRIED:
                 if (before / name).exists():
                     shutil.copy2(before / name, folder / name)
@@ -31,8 +30,7 @@ def open_attempt_dir(runs: Path, claim: Claim) -> Path:
     return folder
 
 
-def remove_earlier(folder: Path) -> None:
+def remove_earlier(runs: Path, claim: Claim) -> None:
     """Remove the directories of the attempts before this one: the trial has ended."""
-    for other in folder.parent.iterdir():
-        if other.name.isdigit() and int(other.name) < int(folder.name):
-            shutil.rmtree(other, ignore_errors=True)
+    for earlier in range(1, claim.attempt):
+        shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)

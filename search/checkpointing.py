@@ -5,18 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
+
+import tenacity
 
 from objectives.training import LocalSession, checkpoint, promotable
 from search.study_checkpoints import StudyCheckpoints
 from storage.checkpoint_pointers import Pointer, drop_pointers, read_pointers
 from storage.checkpoints import is_file
 from storage.errors import CheckpointError, CheckpointStoreError
+from storage.retry import retrying
 
 log = logging.getLogger(__name__)
+
+# A store that is away for a moment is waited for before a trial is given back.
+_waiting = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_type(CheckpointStoreError),
+    stop=tenacity.stop_after_delay(60.0),
+    wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
+    reraise=True,
+)
 
 
 class TrialCheckpoints:
@@ -32,18 +44,16 @@ class TrialCheckpoints:
         trial_id: the trial.
         number: its number.
         attempt: the attempt.
-        keep: how many to keep; two survive a torn file.
     """
 
     def __init__(
-        self, study: StudyCheckpoints, local: LocalSession, *, trial_id: int, number: int, attempt: int, keep: int = 2
+        self, study: StudyCheckpoints, local: LocalSession, *, trial_id: int, number: int, attempt: int
     ) -> None:
         self._study = study
         self._local = local
         self._trial_id = trial_id
         self._number = number
         self._attempt = attempt
-        self._keep = keep
         self._folder = f"{study.folder}/{number:04d}"
         self._known: list[Pointer] = []  # in the database, as far as this attempt knows
         self._put: tuple[int, int] | None = None  # the local file that was put last
@@ -89,20 +99,14 @@ class TrialCheckpoints:
             *(self._number, epoch + 1, error, where),
         )
 
-    @property
-    def keep_from(self) -> int:
-        """The oldest epoch whose checkpoint stays when the pending one is committed."""
-        assert self.pending is not None
-        newest = self.pending.epoch
-        older = sorted((pointer.epoch for pointer in self._known if pointer.epoch < newest), reverse=True)
-        return min([newest, *older[: self._keep - 1]])
-
     def committed(self) -> None:
         """Take note that the pending pointer is in the database, and remove the files that it supersedes."""
         if self.pending is None:
             return
-        keep_from, newest = self.keep_from, self.pending
-        gone = [p for p in self._known if p.epoch < keep_from or p.epoch == newest.epoch]
+        newest = self.pending
+        # As the database does it: the one before stays, for two survive a torn file.
+        before = max((p.epoch for p in self._known if p.epoch < newest.epoch), default=newest.epoch)
+        gone = [p for p in self._known if p.epoch < before or p.epoch == newest.epoch]
         self._known = [*(p for p in self._known if p not in gone), newest]
         self.pending = None
         self._remove([p.stored.path for p in gone])
@@ -113,11 +117,11 @@ class TrialCheckpoints:
         Local files that no pointer names are not looked at: their epochs were never reported.
 
         Raises:
-            CheckpointStoreError: the store does not answer. What is in it is too precious to start anew.
+            CheckpointStoreError: the store does not answer for a minute. What is in it is too precious to start anew.
         """
         checkpoint.remove_leftovers(self._local.run_dir)
         if self._attempt > 1:
-            self._known = self._study.retrying(lambda: read_pointers(self._study.engine, self._trial_id))
+            self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
             self._sweep()
         for pointer in self._known:
             try:
@@ -138,7 +142,7 @@ class TrialCheckpoints:
             if is_file(path, pointer.stored):
                 path.replace(self._local.last_path)
                 return
-        self._study.files.get(pointer.stored, self._local.last_path)
+        _waiting(self._study.files.get, pointer.stored, self._local.last_path)
 
     def _make_local_agree(self, state: dict[str, Any]) -> None:
         """Make the directory what it was after the state's epoch; metrics are reported again from the state."""
@@ -164,9 +168,10 @@ class TrialCheckpoints:
             log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._number, error)
 
     def abandon(self) -> None:
-        """Remove what this attempt put and never committed: the trial is somebody else's by now."""
+        """Remove what this attempt put and never committed, and its directory: the trial is somebody else's by now."""
         self.pending = None
-        self._known = self._study.retrying(lambda: read_pointers(self._study.engine, self._trial_id))
+        shutil.rmtree(self._local.run_dir, ignore_errors=True)
+        self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
         self._sweep()
 
     def forget(self) -> None:
@@ -180,7 +185,7 @@ class TrialCheckpoints:
         except CheckpointStoreError as error:
             log.warning("trial %d: its checkpoints stay for now: %s", self._number, error)
             return
-        self._study.retrying(lambda: drop_pointers(self._study.engine, self._study.study_id, number=self._number))
+        retrying()(drop_pointers, self._study.engine, self._study.study_id, number=self._number)
 
     def _remove(self, paths: list[str]) -> None:
         try:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
+from search.checkpointing import TrialCheckpoints
 from search.pruning import Decision
+from search.study_checkpoints import StudyCheckpoints
 from storage.claims import Claim, Claims
 from storage.tracking import TrialRun
 
 
 class TrialSession(LocalSession):
-    """Checkpoints and metrics.jsonl as in :class:`LocalSession`; reports go to Optuna and MLflow as well."""
+    """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
 
     def __init__(
         self,
@@ -25,6 +28,7 @@ class TrialSession(LocalSession):
         trial: optuna.Trial,
         claim: Claim,
         claims: Claims,
+        checkpoints: StudyCheckpoints,
         metric: str,
         last_epoch: int,
         run: TrialRun | None,
@@ -35,6 +39,9 @@ class TrialSession(LocalSession):
         self._trial = trial
         self._claim = claim
         self._claims = claims
+        self.kept = TrialCheckpoints(
+            checkpoints, self, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
+        )
         self._metric = metric
         self._last_epoch = last_epoch
         self._stopping = stopping
@@ -43,6 +50,15 @@ class TrialSession(LocalSession):
         self._run = run
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._values = dict(trial.storage.get_trial(claim.trial_id).intermediate_values)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        return self.kept.restore()
+
+    def save(self, state: dict[str, Any], *, best: bool) -> None:
+        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        with self.kept.saving(state, best=best):
+            super().save(state, best=best)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
@@ -66,10 +82,12 @@ class TrialSession(LocalSession):
         return Verdict.STOP if stopped or self._stopping() else Verdict.CONTINUE
 
     def _report(self, epoch: int, value: float) -> bool:
-        if epoch in self._values:
+        pending = self.kept.pending
+        if epoch in self._values and pending is None:
             return False
-        stopped = self._claims.report(self._claim, epoch, value)
-        self._values[epoch] = value
+        stopped = self._claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        self.kept.committed()
+        self._values.setdefault(epoch, value)
         return stopped
 
     def _frozen(self) -> FrozenTrial:
@@ -88,8 +106,7 @@ class TrialSession(LocalSession):
 
     def forget(self) -> None:
         """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
-        self.last_path.unlink(missing_ok=True)
-        self.previous_path.unlink(missing_ok=True)
+        self.kept.forget()
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""

@@ -23,6 +23,7 @@ from storage.studies import engine_of
 
 # User attributes of a study.
 TRACKING_URI = "hpsearch:tracking_uri"
+CHECKPOINT_URL = "hpsearch:checkpoint_url"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
 TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from search.study import CHECKPOINT_URL, StudyHandle
 from storage.checkpoint_pointers import drop_pointers, ended
 from storage.checkpoints import Checkpoints
 from storage.errors import CheckpointStoreError
+from storage.retry import retrying
+from storage.studies import engine_of
+from storage.urls import redact
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+def open_checkpoints(study: StudyHandle, home: Path, url: str | None) -> StudyCheckpoints:
+    """Return a study's checkpoints: under `url`, else where the study says, else in a folder of the home.
+
+    Raises:
+        StorageError: the URL cannot be used.
+    """
+    given = url or study.attrs.get(CHECKPOINT_URL) or str(home / "checkpoints")
+    return StudyCheckpoints(Checkpoints(given), engine_of(study.storage), study.study_id, folder=study.folder)
 
 
-def at_once(call: Callable[[], T]) -> T:
-    """Call, and let an error pass."""
-    return call()
+def note_checkpoints(study: StudyHandle, url: str) -> None:
+    """Note the URL in the study, so that workers need not be told; one with a password is not noted."""
+    if redact(url) == url:
+        study.set_attr(CHECKPOINT_URL, url if "://" in url else str(Path(url).expanduser().absolute()))
 
 
 class StudyCheckpoints:
@@ -31,23 +42,13 @@ class StudyCheckpoints:
         engine: of the study's database.
         study_id: the study.
         folder: of the study's files there; no other study's, whichever database that is in.
-        retrying: calls what reads and writes the database, again when its connection breaks.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        engine: sa.Engine,
-        study_id: int,
-        *,
-        folder: str,
-        retrying: Callable[[Callable[[], Any]], Any] = at_once,
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, engine: sa.Engine, study_id: int, *, folder: str) -> None:
         self.files = checkpoints
         self.engine = engine
         self.study_id = study_id
         self.folder = folder
-        self.retrying = retrying
 
     def tidy(self, runs: Path) -> None:
         """Remove what trials that have ended left, such as when their worker died just then.
@@ -58,18 +59,15 @@ class StudyCheckpoints:
         try:
             found = self.files.find(self.folder)  # before the database is asked: a trial may be tried again
             local = [path for name in ("last.pt", "previous.pt") for path in runs.glob(f"*/{name}")]
-            over = self._ended({number for number in map(_number, [*found, *map(str, local)]) if number is not None})
+            numbers = {_number(path) for path in [*found, *map(str, local)]}
+            over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
             self.files.remove([path for path in found if path not in over.get(_number(path), {path})])
             for path in local:
                 if _number(str(path)) in over:
                     path.unlink(missing_ok=True)
-            self.retrying(lambda: drop_pointers(self.engine, self.study_id))
+            retrying()(drop_pointers, self.engine, self.study_id)
         except (CheckpointStoreError, OSError) as error:
             log.warning("checkpoints of trials that have ended stay for now: %s", error)
-
-    def _ended(self, numbers: set[int]) -> dict[int | None, set[str]]:
-        found: dict[int | None, set[str]] = self.retrying(lambda: ended(self.engine, self.study_id, numbers))
-        return found
 
     def forget(self) -> None:
         """Remove all files of the study, which is being deleted.
@@ -80,7 +78,7 @@ class StudyCheckpoints:
         self.files.remove_folder(self.folder)
 
 
-def _number(path: str) -> int | None:
-    """The trial's number in ``STUDY/0007/0004-1.pt``; None for a file of another kind."""
-    folder = PurePosixPath(path).parent.name
-    return int(folder) if folder.isdecimal() else None
+def _number(path: str) -> int:
+    """The trial's number in ``STUDY/0007/0004-1.pt`` or ``STUDY/0007-2/last.pt``; -1 for a file of another kind."""
+    number = PurePosixPath(path).parent.name.partition("-")[0]
+    return int(number) if number.isdecimal() else -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -21,8 +20,10 @@ from search.pruning import Judge
 from search.samplers import derive_seed, make_sampler
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
+from search.study_checkpoints import StudyCheckpoints
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
+from storage.errors import CheckpointStoreError
 from storage.lease import LeaseKeeper
 from storage.settling import Outcome
 from storage.studies import engine_of
@@ -62,6 +63,7 @@ class Worker:
         *,
         tracking: Tracking,
         runs_dir: Path,
+        checkpoints: StudyCheckpoints,
         stop: threading.Event,
         fleet_pid: int | None = None,
         device: str | None = None,
@@ -77,6 +79,7 @@ class Worker:
         self._tracking = tracking
         self._parent_run = str(study.attrs[RUN_ID])
         self._runs_dir = runs_folder(runs_dir, study)
+        self._checkpoints = checkpoints
         self._stop = stop
         self._fleet_pid = fleet_pid
         self._device = device
@@ -154,7 +157,6 @@ class Worker:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
             tracked.abandon(str(lost))
-            shutil.rmtree(run_dir, ignore_errors=True)
 
     def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
@@ -167,6 +169,7 @@ class Worker:
                 trial=trial,
                 claim=claim,
                 claims=self._claims,
+                checkpoints=self._checkpoints,
                 metric=f"val_{self._spec.metric}",
                 last_epoch=self._spec.epochs - 1,
                 run=tracked.run,
@@ -190,7 +193,15 @@ class Worker:
         except DeviceMemoryError as error:
             if not self._again(claim, tracked, "memory", str(error)):
                 self._infeasible(claim, tracked, str(error), session.last_value if session else None)
-        except (ClaimLostError, *SERVICE_ERRORS):
+        except ClaimLostError:
+            if session is not None:
+                session.kept.abandon()
+            raise
+        except CheckpointStoreError:
+            self._claims.settle(claim, "WAITING", "released")
+            tracked.leave()
+            raise
+        except SERVICE_ERRORS:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             self._fail(claim, tracked, error, run_dir)
@@ -216,7 +227,7 @@ class Worker:
             self._end(claim, state, "complete", reason, value=result.best_value)
         tracked.finish(state, reason)
         session.forget()
-        remove_earlier(session.run_dir)
+        remove_earlier(self._runs_dir, claim)
 
     def _best(self, result: FitResult) -> str:
         return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"

@@ -11,18 +11,6 @@ from storage.checkpoints import Stored
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-# Part of the statement that reports an epoch: what is kept of the epoch, and which older ones are forgotten with it.
-# `mine` is the trial, if the attempt may write it; the epochs from :keep_from on stay.
-POINTER_SAVED = """
-    INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
-    SELECT trial_id, :epoch, :attempt, :path, :sha256, :size FROM mine WHERE CAST(:path AS text) IS NOT NULL
-    ON CONFLICT (trial_id, epoch) DO UPDATE
-       SET attempt = excluded.attempt, path = excluded.path, sha256 = excluded.sha256, size = excluded.size
-"""
-POINTERS_FORGOTTEN = """
-    DELETE FROM hpsearch_checkpoints WHERE trial_id IN (SELECT trial_id FROM mine) AND epoch < :keep_from
-"""
-
 
 @dataclass(frozen=True)
 class Pointer:

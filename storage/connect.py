@@ -34,7 +34,9 @@ def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, 
     return {name: value for name, value in settings.items() if name not in url.query}
 
 
-def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3) -> sqlalchemy.Engine:
+def make_engine(
+    url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3, pre_ping: bool = True
+) -> sqlalchemy.Engine:
     """Return an engine whose connections are tested before use and notice a dead peer.
 
     Safe behind PgBouncer in transaction mode: it keeps no state in the session.
@@ -44,6 +46,7 @@ def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_over
         application_name: What `pg_stat_activity` shows for the connections; Postgres cuts it at 63 bytes.
         pool_size: Connections kept open.
         max_overflow: Connections opened above that when all are in use.
+        pre_ping: Whether a connection is tested before use; whoever repeats what fails can do without.
 
     Raises:
         StorageError: The URL is not one of Postgres.
@@ -55,7 +58,7 @@ def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_over
         parsed,
         pool_size=pool_size,
         max_overflow=max_overflow,
-        pool_pre_ping=True,
+        pool_pre_ping=pre_ping,
         connect_args=client_settings(parsed, application_name=application_name),
     )
 

@@ -19,12 +19,14 @@ def delete(
     study: o.StudyName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     storage_url: o.StorageUrl = None,
+    checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Delete a study, its trials and this machine's checkpoints of it; its runs and models in MLflow stay."""
+    """Delete a study with its trials, checkpoints and files on this machine; its runs and models in MLflow stay."""
     from search.cli.read import open_for_reading
     from search.errors import SearchError
     from search.study import load_study
+    from search.study_checkpoints import open_checkpoints
     from search.summary import summarise
     from search.worker import runs_folder
     from storage.claims import running_now
@@ -38,6 +40,8 @@ def delete(
     if not yes:
         typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
     runs = runs_folder(services.home / "runs", handle)
+    checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
     storage.delete_study(handle.study_id)
+    checkpoints.forget()
     shutil.rmtree(runs, ignore_errors=True)
     typer.echo(f"deleted {study}; its runs in MLflow stay")

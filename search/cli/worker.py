@@ -34,10 +34,14 @@ def worker(
     ] = 60.0,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
     from search.join import join_study
 
-    return join_study(study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    return join_study(
+        study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,
+        checkpoint_url=checkpoint_url, home=home,
+    )  # fmt: skip

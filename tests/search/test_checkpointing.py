@@ -11,15 +11,17 @@ from pathlib import Path
 import fsspec
 import optuna
 import pytest
-import sqlalchemy as sa
+import tenacity
 import torch
 from optuna.trial import TrialState
 
 from objectives.training import LocalSession, checkpoint, promotable
+from search import checkpointing
 from search.checkpointing import TrialCheckpoints
 from search.study_checkpoints import StudyCheckpoints
-from storage.checkpoint_pointers import POINTER_SAVED, POINTERS_FORGOTTEN, read_pointers
+from storage.checkpoint_pointers import read_pointers
 from storage.checkpoints import Checkpoints
+from storage.claims import SPEC, Claim, Claims
 from storage.errors import CheckpointStoreError
 from storage.studies import engine_of, open_storage
 
@@ -47,12 +49,21 @@ class Study:
         self.storage = open_storage(database_url, application_name="test")
         self.engine = engine_of(self.storage)
         self.study_id = self.storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "s")
-        self.trial_id = self.storage.create_new_trial(self.study_id)
+        self.storage.set_study_user_attr(self.study_id, SPEC, {"n_trials": 1, "retries": 9})
+        self.claims = Claims(self.engine, self.study_id, worker="w")
         self.folder = folder
         self.checkpoints = StudyCheckpoints(Checkpoints(url), self.engine, self.study_id, folder="s-1-abcd")
 
-    def attempt(self, number: int, *, machine: str = "a", trial: int = 0) -> Attempt:
-        return Attempt(self, number, self.folder / machine / "s-1-abcd" / f"{trial:04d}", trial)
+    def attempt(self, number: int, *, machine: str = "a") -> Attempt:
+        """The next attempt, after the one before has given its trial back."""
+        if number > 1:
+            self.claims.settle(self.last, "WAITING", "lost")
+        claim = self.claims.claim()
+        assert isinstance(claim, Claim)
+        assert claim.attempt == number
+        self.last = claim
+        self.trial_id = claim.trial_id
+        return Attempt(self, claim, self.folder / machine / "s-1-abcd" / "0000-1")
 
     def files(self) -> list[str]:
         return [path.removeprefix("s-1-abcd/") for path in self.checkpoints.files.find("s-1-abcd")]
@@ -70,11 +81,12 @@ class Study:
 class Attempt:
     """One attempt at a trial, in a run directory on some machine."""
 
-    def __init__(self, study: Study, number: int, run_dir: Path, trial: int) -> None:
+    def __init__(self, study: Study, claim: Claim, run_dir: Path) -> None:
         self.study = study
+        self.claim = claim
         self.local = LocalSession(run_dir)
         self.kept = TrialCheckpoints(
-            study.checkpoints, self.local, trial_id=study.trial_id, number=trial, attempt=number
+            study.checkpoints, self.local, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
         )
 
     def save(self, epoch: int) -> None:
@@ -84,15 +96,9 @@ class Attempt:
             self.local.save(state, best=best)
 
     def commit(self) -> None:
-        """What the statement that reports an epoch does about its checkpoint."""
         pending = self.kept.pending
         assert pending is not None
-        values = {"epoch": pending.epoch, "attempt": pending.attempt, **vars(pending.stored)}
-        statement = f"WITH mine AS (SELECT CAST(:trial AS int) AS trial_id), saved AS ({POINTER_SAVED} RETURNING 1)"
-        statement += f", forgotten AS ({POINTERS_FORGOTTEN} RETURNING 1) SELECT 1"
-        with self.study.engine.begin() as connection:
-            arguments = {**values, "trial": self.study.trial_id, "keep_from": self.kept.keep_from}
-            connection.execute(sa.text(statement), arguments)
+        self.study.claims.report(self.claim, pending.epoch, 0.5, pending.stored)
         self.kept.committed()
 
     def epochs(self, *epochs: int) -> Attempt:
@@ -213,6 +219,7 @@ def test_a_store_that_is_away_is_not_taken_for_an_empty_one(study: Study, monkey
         raise CheckpointStoreError("away")
 
     second = study.attempt(2, machine="b")
+    monkeypatch.setattr(checkpointing._waiting, "stop", tenacity.stop_after_attempt(2))
     monkeypatch.setattr(study.checkpoints.files, "get", away)
     with pytest.raises(CheckpointStoreError):
         second.restore()
