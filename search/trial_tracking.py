@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import optuna
@@ -35,6 +36,7 @@ class TrialTracking:
         self._claim = claim
         self._trial = trial
         self._parent = parent
+        self._params: Mapping[str, object] = {}
         self.run: TrialRun | None = None
 
     def open(self) -> None:
@@ -56,10 +58,11 @@ class TrialTracking:
             self._trial.set_user_attr(RUN_URL, self.run.url)
         self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
 
-    def log_params(self) -> None:
+    def log_params(self, params: Mapping[str, object]) -> None:
         """Log the trial's parameters, once they are suggested."""
+        self._params = params
         if self.run is not None:
-            self.run.log_params({**self._trial.params, "seed": self._spec.seed, "epochs": self._spec.epochs})
+            self.run.log_params({**params, "seed": self._spec.seed, "epochs": self._spec.epochs})
 
     def log_file(self, path: Path) -> None:
         """Upload a file of the run directory."""
@@ -98,7 +101,7 @@ class TrialTracking:
             self.run.errors.clear()
         else:
             self.open()
-            self.log_params()
+            self.log_params(self._params)
             if self.run is None:
                 self._trial.set_user_attr(TRACKING, "missing: MLflow was away during the whole trial")
                 return False

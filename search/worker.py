@@ -17,10 +17,11 @@ from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed, make_sampler
+from search.samplers import derive_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
+from search.suggesting import suggest
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.errors import CheckpointStoreError
@@ -147,7 +148,6 @@ class Worker:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
         run_dir = open_attempt_dir(self._runs_dir, claim)
-        self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
         trial = optuna.Trial(self._study, claim.trial_id)
         tracked = TrialTracking(self._tracking, self._spec, claim, trial, parent=self._parent_run)
         try:
@@ -162,8 +162,8 @@ class Worker:
         session: TrialSession | None = None
         try:
             tracked.open()
-            config = self._objective.configure(trial)
-            tracked.log_params()
+            trial, config = suggest(self._objective, self._study, claim, self._spec)
+            tracked.log_params(trial.params)
             session = TrialSession(
                 run_dir,
                 trial=trial,
