@@ -17,10 +17,11 @@ from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed, make_sampler
+from search.samplers import derive_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
+from search.suggesting import suggest
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.errors import CheckpointStoreError
@@ -161,9 +162,7 @@ class Worker:
         session: TrialSession | None = None
         try:
             tracked.open()
-            trial = optuna.Trial(self._study, claim.trial_id)
-            with self._handle.storage.together(claim.trial_id):
-                config = self._objective.configure(trial)
+            _, config = suggest(self._objective, self._study, claim, self._spec)
             tracked.log_params()
             session = TrialSession(
                 run_dir,
