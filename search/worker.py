@@ -148,7 +148,6 @@ class Worker:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
         run_dir = open_attempt_dir(self._runs_dir, claim)
-        self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
         tracked = TrialTracking(self._tracking, self._spec, claim, self._handle.storage, parent=self._parent_run)
         try:
             with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
