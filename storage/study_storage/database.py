@@ -13,7 +13,7 @@ from storage.retry import is_transient, retrying
 
 T = TypeVar("T")
 
-Rows = Sequence[sa.Row[Any]]
+Rows = Sequence[Any]  # of SQLAlchemy
 
 
 @lru_cache(maxsize=256)
