@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import (
-    DeviceMemoryError,
-    NonFiniteError,
-    TrainConfig,
-)
+from objectives.training import DeviceMemoryError, NonFiniteError, TrainConfig
 from objectives.training.epoch import train_epoch
 from objectives.training.guards import FiniteGuard, Point
 from tests.objectives.training.support import Memory, built, fit, weights_of
@@ -100,3 +96,19 @@ def test_too_little_memory_is_told_apart_with_the_configuration(objective_with):
     with pytest.raises(DeviceMemoryError, match="out of memory on cpu with batch_size 16 and model") as caught:
         fit(objective_with(model=model), config)
     assert caught.value.config is config
+
+
+def test_an_epoch_is_checked_to_its_end_before_anything_is_made_of_it(objective_with):
+    """As on an accelerator, where steps are checked many at a time: the last ones must not slip through."""
+    run = built(objective_with(loss=lambda *_: _Poisoned(5)), batch_size=16)
+    run.guard = FiniteGuard(torch.device("cuda"), every=1000)
+    with pytest.raises(NonFiniteError, match="loss is nan at epoch 0, step 4, batch 4"):
+        train_epoch(run, 0)
+
+
+def test_a_validation_within_an_epoch_is_not_made_of_bad_steps(objective_with):
+    run = built(objective_with(loss=lambda *_: _Poisoned(3)), batch_size=16, validate_every=4)
+    run.guard = FiniteGuard(torch.device("cuda"), every=1000)
+    with pytest.raises(NonFiniteError, match="step 2"):
+        train_epoch(run, 0)
+    assert [record for record in run.steplog.drain() if "val_loss" in record] == []

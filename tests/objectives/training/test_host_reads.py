@@ -1,11 +1,10 @@
-"""How often the process waits for the device."""
+"""How often the process waits for the device: a number of times that does not grow with the data."""
 
 import pytest
 import torch
 
-from objectives.training import (
-    Splits,
-)
+from objectives import load_objective
+from objectives.training import Splits, evaluate
 from objectives.training.epoch import train_epoch
 from objectives.training.guards import FiniteGuard
 from tests.objectives.training.support import built
@@ -46,3 +45,16 @@ def test_an_epoch_waits_for_the_device_a_fixed_number_of_times(objective_with, m
     steps = trained.samples // (8 * run.config.accumulate)
     of_the_guard = -(-steps // 16)
     assert len(reads.calls) <= of_the_guard + 3, reads.calls
+
+
+@pytest.mark.parametrize("name", ["digits", "breast_cancer"])
+def test_an_evaluation_waits_for_the_device_as_often_whatever_its_batches(monkeypatch, name):
+    objective = load_objective(name)
+    run = built(objective, batch_size=8, model=objective.default_config().model)
+    counts = []
+    for batch_size in (8, 400):
+        with monkeypatch.context() as patch:
+            reads = _Reads(patch)
+            evaluate(run.model, run.val, run.loss, run.metrics, batch_size=batch_size, device="cpu")
+        counts.append(len(reads.calls))
+    assert counts[0] == counts[1] <= 2, "the sums, and whether both classes are there"

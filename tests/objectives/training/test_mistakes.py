@@ -5,11 +5,7 @@ import torch
 from torch import nn
 
 from objectives import ObjectiveError, load_objective
-from objectives.training import (
-    Dataset,
-    Splits,
-    Trainer,
-)
+from objectives.training import Dataset, Splits, Trainer
 from tests.objectives.training.support import Memory, fit
 
 

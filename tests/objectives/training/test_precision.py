@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import (
-    NonFiniteError,
-)
+from objectives.training import NonFiniteError
 from objectives.training.epoch import train_epoch
 from tests.objectives.training.support import built, take_step, weights_of
 
@@ -99,3 +97,24 @@ def test_fp16_learns(wine):
     run = built(wine, precision="fp16", lr=0.02, batch_size=16)
     losses = [train_epoch(run, epoch).scores["loss"] for epoch in range(6)]
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_the_gradient_under_loss_scaling_is_the_true_one(wine):
+    """AdamW would hide a wrong scale: its steps do not depend on it. The norm does not hide it."""
+    norms = [
+        float(take_step(built(wine, precision=name, clip_grad_norm=None), range(40))[1]) for name in ("fp32", "fp16")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+
+
+def test_scaling_saves_gradients_that_fp16_cannot_hold(objective_with):
+    """Below 6e-8 fp16 knows nothing but zero; the scale lifts them above it."""
+
+    class Faint(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            return 1e-7 * super().forward(output, target)
+
+    run = built(objective_with(loss=lambda *_: Faint()), precision="fp16", clip_grad_norm=None)
+    _, norm = take_step(run, range(40))
+    true = built(objective_with(loss=lambda *_: Faint()), clip_grad_norm=None)
+    assert float(norm) == pytest.approx(float(take_step(true, range(40))[1]), rel=0.02)

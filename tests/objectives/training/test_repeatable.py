@@ -1,6 +1,7 @@
 """The same seed gives the same run, and leaves the process as it was."""
 
 import logging
+import os
 import random
 
 import numpy as np
@@ -9,11 +10,9 @@ import torch
 from torch import nn
 
 from objectives import ObjectiveError
-from objectives.training import (
-    Splits,
-    TrainConfig,
-)
+from objectives.training import Splits, TrainConfig
 from objectives.training.build import build
+from objectives.training.reproducibility import seeded, set_seed
 from tests.objectives.training.support import fit
 
 
@@ -91,3 +90,51 @@ def test_an_operation_without_a_deterministic_kernel_is_told_with_the_setting(ob
     with pytest.raises(ObjectiveError, match=r"^put_ does not have .*: set deterministic=False in the TrainConfig$"):
         fit(objective)
     assert fit(objective, TrainConfig(deterministic=False)).status == "completed"
+
+
+def test_cuda_is_told_to_repeat_itself_before_it_starts_and_benchmarks_no_kernels(objective_with, monkeypatch):
+    """cuDNN picks another kernel by its benchmark from run to run; cuBLAS reads its setting once, as CUDA starts."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    at_first_use, seen = [], []
+    original = torch.empty
+
+    def empty(*args, **settings):
+        at_first_use.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return original(*args, **settings)
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+    def model(_self, _config, _train):
+        net = nn.Linear(13, 3)
+        net.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+        return net
+
+    fit(objective_with(model=model), epochs=1)
+    assert at_first_use[0] == ":4096:8"
+    assert set(seen) == {False}
+    assert torch.backends.cudnn.benchmark, "as it was before"
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_every_generator_follows_the_epoch(draw):
+    def drawn(*parts):
+        set_seed(*parts)
+        return draw()
+
+    assert drawn(3, "epoch", 1) == drawn(3, "epoch", 1)
+    assert len({drawn(3, "epoch", 1), drawn(3, "epoch", 2), drawn(4, "epoch", 1)}) == 3
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_a_seeded_region_repeats_and_is_not_felt_outside(draw):
+    set_seed(0)
+    draw()
+    expected = draw()
+    set_seed(0)
+    draw()
+    with seeded(7, "augment", 1):
+        first = draw()
+    assert draw() == expected
+    with seeded(7, "augment", 1):
+        assert draw() == first

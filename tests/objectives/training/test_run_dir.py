@@ -1,15 +1,12 @@
 """The directory of a run."""
 
 import json
+import sys
 
 import torch
 import yaml
 
-from objectives.training import (
-    EpochRecord,
-    TrainConfig,
-    checkpoint,
-)
+from objectives.training import EpochRecord, TrainConfig, checkpoint
 from objectives.training.plots import curves
 from tests.objectives.training.support import Memory, fit
 
@@ -72,3 +69,13 @@ def test_curves_mark_the_best_epoch(wine, tmp_path):
     plain = curves(history, tmp_path / "b.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != plain.read_bytes()
+
+
+def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = fit(wine, run_dir=tmp_path, epochs=2)
+    assert result.status == "completed"
+    assert (tmp_path / "report.md").exists()
+    assert not list(tmp_path.glob("*.png"))
+    assert "no plots: matplotlib" in (tmp_path / "train.log").read_text()

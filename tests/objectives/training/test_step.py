@@ -2,9 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import (
-    Splits,
-)
+from objectives.training import Splits
 from objectives.training.epoch import train_epoch
 from tests.objectives.training.support import built, take_step, weights_of
 
@@ -114,3 +112,32 @@ def test_a_short_batch_is_kept_when_it_is_the_only_one(objective_with):
 
     run = built(objective_with(data=data), batch_size=64)
     assert train_epoch(run, 0).samples == 18
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # torch sees the spy
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_last_shorter_window_is_unscaled_clipped_and_stepped_like_the_others(wine, precision):
+    """By plain SGD a clipped step is as long as rate times limit, so its length shows a gradient left as it was."""
+    plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 1.0, "drop_last": False}
+    run = built(wine, precision=precision, batch_size=8, accumulate=4, clip_grad_norm=1e-3, **plain)
+    lengths, original = [], run.optimizer.step
+
+    def measured(*args, **kwargs):
+        before = weights_of(run)
+        original(*args, **kwargs)
+        lengths.append(float((weights_of(run) - before).norm()))
+
+    run.optimizer.step = measured
+    sizes = [sum(batch.size for batch in window) for window in run.feed.windows(0)]
+    trained = train_epoch(run, 0)
+    assert sizes == [32, 32, 32, 10]
+    assert lengths == pytest.approx([1e-3] * 4, rel=1e-2)
+    assert trained.grad_norm > 0.1
+
+
+def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
+    run = built(wine, batch_size=16, log_every=1, clip_grad_norm=1e-3)
+    trained = train_epoch(run, 0)
+    norms = [record["grad_norm"] for record in run.steplog.drain()]
+    assert len(norms) == 6
+    assert trained.grad_norm == pytest.approx(sum(norms) / 6, rel=1e-5)

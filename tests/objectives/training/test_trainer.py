@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import (
-    Standardize,
-    TrainConfig,
-    Verdict,
-    checkpoint,
-    evaluate,
-)
+from objectives.training import Standardize, TrainConfig, Verdict, checkpoint, evaluate
 from tests.objectives.training.support import Memory, fit
 
 
@@ -119,3 +113,30 @@ def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
     fit(objective_with(model=model), epochs=2)
     epoch = [(True, True)] * 3 + [(False, False)]
     assert modes == [(False, False)] * 2 + epoch * 2  # two looks at it before training
+
+
+def test_loss_and_metrics_see_training_data_alone(objective_with):
+    """Class weights and a number of classes are statistics too."""
+    seen = []
+
+    def loss(_self, _config, train):
+        seen.append(train)
+        return nn.CrossEntropyLoss()
+
+    def metrics(self, train):
+        seen.append(train)
+        return type(self).__mro__[1].metrics(self, train)
+
+    objective = objective_with(loss=loss, metrics=metrics)
+    fit(objective, epochs=1)
+    expected = objective.data(0).train.x
+    assert len(seen) == 2
+    assert all(torch.equal(data.x, expected) for data in seen)
+
+
+def test_a_run_is_not_stopped_early_unless_asked_for(wine):
+    """The pruner does that inside a study, and there curves have to stay comparable."""
+    still = TrainConfig(lr=1e-9, weight_decay=0.0, batch_size=32)
+    assert len(fit(wine, still, epochs=12).history) == 12
+    asked = TrainConfig(lr=1e-9, weight_decay=0.0, batch_size=32, patience=2)
+    assert len(fit(wine, asked, epochs=12).history) == 3
