@@ -23,6 +23,7 @@ from search.launch import load_for_search, prepare_study
 from search.live import LiveView
 from search.report import write_report
 from search.services import Services, find_services
+from search.smoke_test import smoke_test
 from search.steps import steps
 from search.study import RUN_ID, StudyHandle
 from search.summary import summarise, summary_lines
@@ -52,6 +53,8 @@ def run_search(
         services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=tell)
         tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
+        tell("overfitting one batch")
+        smoke_warning = smoke_test(handle, objective, services.open_tracking())
     spec = handle.spec
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
@@ -59,6 +62,8 @@ def run_search(
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
+    if smoke_warning:
+        console.print(smoke_warning, style="yellow")
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
