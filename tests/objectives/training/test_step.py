@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +143,19 @@ def test_the_norm_that_is_recorded_is_the_mean_over_steps_before_clipping(wine):
     norms = [record["grad_norm"] for record in run.steplog.drain()]
     assert len(norms) == 6
     assert trained.grad_norm == pytest.approx(sum(norms) / 6, rel=1e-5)
+
+
+def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
+    """Plain SGD, each step by the mean over its own samples: 32, 32, 32 and the 10 that are left."""
+    plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "clip_grad_norm": None}
+    run = built(wine, batch_size=8, accumulate=4, drop_last=False, **plain)
+    by_hand = copy.deepcopy(run.model)
+    for window in run.feed.windows(0):
+        x, y = (torch.cat(parts) for parts in zip(*(batch.get() for batch in window), strict=True))
+        by_hand.zero_grad()
+        nn.functional.cross_entropy(by_hand(x), y).backward()
+        with torch.no_grad():
+            for parameter in by_hand.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+    train_epoch(run, 0)
+    torch.testing.assert_close(weights_of(run), nn.utils.parameters_to_vector(by_hand.parameters()).detach())
