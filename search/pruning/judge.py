@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from search.pruning import percentile, threshold
@@ -19,6 +18,7 @@ from search.pruning.halving import Halving
 from search.spec import Hyperband, Median, NoPruning, Percentile, StudySpec, SuccessiveHalving, Threshold
 from storage.rungs import read_rung, rung_key
 from storage.studies import engine_of
+from storage.study_storage import PostgresStorage
 
 
 class Judge:
@@ -30,7 +30,7 @@ class Judge:
         study_id: the study's number there.
     """
 
-    def __init__(self, spec: StudySpec, storage: BaseStorage, study_id: int) -> None:
+    def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int) -> None:
         self._spec = spec
         self._storage = storage
         self._study_id = study_id
@@ -52,35 +52,49 @@ class Judge:
                 return percentile.judge(case, pruner, self._finished)
             case Threshold():
                 return threshold.judge(case, pruner)
-            case SuccessiveHalving():
-                options = pruner.model_dump(exclude={"name"})
-                return Halving(**options).judge(case, self._rungs(trial, lambda _: True))
-            case Hyperband():
-                return self._hyperband(case, pruner, trial)
+            case SuccessiveHalving() | Hyperband():
+                return self._halving(case, trial)
             case NoPruning():
                 return case.on()
 
-    def _hyperband(self, case: Case, pruner: Hyperband, trial: FrozenTrial) -> Decision:
-        name = self._spec.name
-        parts = shares(pruner.min_resource, pruner.max_resource or self._spec.epochs, pruner.reduction_factor)
-        if not parts:
+    def _halving(self, case: Case, trial: FrozenTrial) -> Decision:
+        halving = halving_of(self._spec, trial.number)
+        if halving is None:
             return case.on()
-        bracket = bracket_of(name, trial.number, parts)
-        halving = Halving(pruner.min_resource, pruner.reduction_factor, bracket, pruner.bootstrap_count, bracket)
-        return halving.judge(case, self._rungs(trial, lambda number: bracket_of(name, number, parts) == bracket))
+        return halving.judge(case, _StoredRungs(self._storage, self._study_id, trial, self._is_peer(halving.bracket)))
+
+    def _is_peer(self, bracket: int | None) -> Callable[[int], bool]:
+        if bracket is None:
+            return lambda _: True
+        parts = _parts(self._spec)
+        return lambda number: bracket_of(self._spec.name, number, parts) == bracket
 
     def _finished(self) -> list[FrozenTrial]:
         return self._storage.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
-    def _rungs(self, trial: FrozenTrial, is_peer: Callable[[int], bool]) -> _StoredRungs:
-        return _StoredRungs(self._storage, self._study_id, trial, is_peer)
+
+def halving_of(spec: StudySpec, number: int) -> Halving | None:
+    """Return the successive halving that a trial goes through, None where the study's pruner is no such one."""
+    pruner = spec.pruner
+    if isinstance(pruner, SuccessiveHalving):
+        return Halving(**pruner.model_dump(exclude={"name"}))
+    if not isinstance(pruner, Hyperband) or not (parts := _parts(spec)):
+        return None
+    bracket = bracket_of(spec.name, number, parts)
+    return Halving(pruner.min_resource, pruner.reduction_factor, bracket, pruner.bootstrap_count, bracket)
+
+
+def _parts(spec: StudySpec) -> tuple[int, ...]:
+    pruner = spec.pruner
+    assert isinstance(pruner, Hyperband)
+    return shares(pruner.min_resource, pruner.max_resource or spec.epochs, pruner.reduction_factor)
 
 
 @dataclass(frozen=True)
 class _StoredRungs:
     """The rungs as Optuna keeps them, in system attributes, so that its own pruner could go on with them."""
 
-    storage: BaseStorage
+    storage: PostgresStorage
     study_id: int
     trial: FrozenTrial
     is_peer: Callable[[int], bool]  # by a trial's number

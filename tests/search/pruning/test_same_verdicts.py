@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.pruning import Decision, Judge
-from search.pruning.judge import _StoredRungs
+from search.pruning.decision import Case
+from search.pruning.judge import _StoredRungs, halving_of
 from search.samplers import make_pruner
 from search.spec import StudySpec, parse_spec
 
@@ -146,8 +147,11 @@ class JudgeInMemory(Judge):
         self.noted: dict[str, float] = {}
         return super().__call__(trial)
 
-    def _rungs(self, trial, is_peer):
-        return _InMemory(self, trial, is_peer)
+    def _halving(self, case: Case, trial: FrozenTrial) -> Decision:
+        halving = halving_of(self._spec, trial.number)
+        if halving is None:
+            return case.on()
+        return halving.judge(case, _InMemory(self, trial, self._is_peer(halving.bracket)))
 
 
 @dataclass
