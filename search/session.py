@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
 from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
@@ -15,6 +14,7 @@ from search.checkpointing import TrialCheckpoints
 from search.pruning import Decision
 from search.study_checkpoints import StudyCheckpoints
 from storage.claims import Claim, Claims
+from storage.study_storage import PostgresStorage
 from storage.tracking import TrialRun
 
 
@@ -25,7 +25,7 @@ class TrialSession(LocalSession):
         self,
         run_dir: Path,
         *,
-        trial: optuna.Trial,
+        storage: PostgresStorage,
         claim: Claim,
         claims: Claims,
         checkpoints: StudyCheckpoints,
@@ -36,7 +36,7 @@ class TrialSession(LocalSession):
         judge: Callable[[FrozenTrial], Decision],
     ) -> None:
         super().__init__(run_dir)
-        self._trial = trial
+        self._storage = storage
         self._claim = claim
         self._claims = claims
         self.kept = TrialCheckpoints(
@@ -49,7 +49,7 @@ class TrialSession(LocalSession):
         self.decision: Decision | None = None  # the last one
         self._run = run
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
-        self._values = dict(trial.storage.get_trial(claim.trial_id).intermediate_values)
+        self._values = dict(storage.get_trial(claim.trial_id).intermediate_values)
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
@@ -91,7 +91,7 @@ class TrialSession(LocalSession):
         return stopped
 
     def _frozen(self) -> FrozenTrial:
-        frozen = self._trial.storage.get_trial(self._claim.trial_id)
+        frozen = self._storage.get_trial(self._claim.trial_id)
         frozen.intermediate_values = dict(self._values)
         return frozen
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage
 
 from objectives import Objective
 from objectives.loading import source_hash
@@ -20,6 +19,7 @@ from search.spec import StudySpec, differences, parse_spec
 from storage.claims import SPEC
 from storage.locks import name_lock
 from storage.studies import engine_of
+from storage.study_storage import PostgresStorage
 
 # User attributes of a study.
 TRACKING_URI = "hpsearch:tracking_uri"
@@ -38,7 +38,7 @@ class StudyHandle:
     """A study together with the spec stored in it."""
 
     spec: StudySpec
-    storage: BaseStorage
+    storage: PostgresStorage
     study_id: int
 
     @property
@@ -94,7 +94,7 @@ def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[st
 
 
 def create_or_join(
-    storage: BaseStorage,
+    storage: PostgresStorage,
     settings: dict[str, Any],
     objective: Objective,
     *,
@@ -139,7 +139,7 @@ def create_or_join(
         return StudyHandle(wanted, storage, study_id), True
 
 
-def load_study(storage: BaseStorage, name: str) -> StudyHandle:
+def load_study(storage: PostgresStorage, name: str) -> StudyHandle:
     """Return the study of that name.
 
     Raises:
@@ -156,7 +156,7 @@ def load_study(storage: BaseStorage, name: str) -> StudyHandle:
     return StudyHandle(parse_spec(stored), storage, study_id)
 
 
-def _study_id(storage: BaseStorage, name: str) -> int | None:
+def _study_id(storage: PostgresStorage, name: str) -> int | None:
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
 
+from search.errors import SearchError
 from search.study import CHECKPOINT_URL, StudyHandle
 from storage.checkpoint_pointers import drop_pointers, ended
 from storage.checkpoints import Checkpoints
@@ -29,9 +30,20 @@ def open_checkpoints(study: StudyHandle, home: Path, url: str | None) -> StudyCh
 
 
 def note_checkpoints(study: StudyHandle, url: str) -> None:
-    """Note the URL in the study, so that workers need not be told; one with a password is not noted."""
-    if redact(url) == url:
-        study.set_attr(CHECKPOINT_URL, url if "://" in url else str(Path(url).expanduser().absolute()))
+    """Note the URL in the study, so that workers need not be told; one with a password is not noted.
+
+    Raises:
+        SearchError: its checkpoints are somewhere else.
+    """
+    if redact(url) != url:
+        return
+    url = url if "://" in url else str(Path(url).expanduser().absolute())
+    if (kept := study.attrs.get(CHECKPOINT_URL, url)) != url:
+        raise SearchError(
+            f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}: "
+            "leave it out to go on with it, or choose another --name"
+        )
+    study.set_attr(CHECKPOINT_URL, url)
 
 
 class StudyCheckpoints:

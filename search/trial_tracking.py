@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-
-import optuna
 
 from objectives.training import FitResult
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, TRACKING
 from storage import models
 from storage.claims import Claim, Lost
+from storage.study_storage import PostgresStorage
 from storage.tracking import MODEL_ID, State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
@@ -27,21 +25,20 @@ class TrialTracking:
         tracking: Tracking,
         spec: StudySpec,
         claim: Claim,
-        trial: optuna.Trial,
+        storage: PostgresStorage,
         *,
         parent: str,
     ) -> None:
         self._tracking = tracking
         self._spec = spec
         self._claim = claim
-        self._trial = trial
+        self._storage = storage
         self._parent = parent
-        self._params: Mapping[str, object] = {}
         self.run: TrialRun | None = None
 
     def open(self) -> None:
         """Open the trial's run; the trial notes the run, the run the trial."""
-        known = self._trial.user_attrs.get(RUN_ID)
+        known = self._storage.get_trial_user_attrs(self._claim.trial_id).get(RUN_ID)
         try:
             self.run = self._tracking.trial_run(
                 self._spec.name,
@@ -54,14 +51,18 @@ class TrialTracking:
             log.warning("trial %d: MLflow gives no run (%s)", self._claim.number, error)
             return
         if known is None:
-            self._trial.set_user_attr(RUN_ID, self.run.run_id)
-            self._trial.set_user_attr(RUN_URL, self.run.url)
+            with self._storage.together(self._claim.trial_id):
+                self._note(RUN_ID, self.run.run_id)
+                self._note(RUN_URL, self.run.url)
         self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
 
-    def log_params(self, params: Mapping[str, object]) -> None:
+    def _note(self, key: str, value: str) -> None:
+        self._storage.set_trial_user_attr(self._claim.trial_id, key, value)
+
+    def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
-        self._params = params
         if self.run is not None:
+            params = self._storage.get_trial(self._claim.trial_id).params
             self.run.log_params({**params, "seed": self._spec.seed, "epochs": self._spec.epochs})
 
     def log_file(self, path: Path) -> None:
@@ -90,7 +91,7 @@ class TrialTracking:
             self._log_model(run, result)
         run.flush()
         if run.errors:
-            self._trial.set_user_attr(TRACKING, f"incomplete: {run.errors[0]}")
+            self._note(TRACKING, f"incomplete: {run.errors[0]}")
 
     def _whole(self, result: FitResult) -> bool:
         """Make sure that the run has every epoch; what did not arrive while the server was away is sent again."""
@@ -101,9 +102,9 @@ class TrialTracking:
             self.run.errors.clear()
         else:
             self.open()
-            self.log_params(self._params)
+            self.log_params()
             if self.run is None:
-                self._trial.set_user_attr(TRACKING, "missing: MLflow was away during the whole trial")
+                self._note(TRACKING, "missing: MLflow was away during the whole trial")
                 return False
         for record in result.history:
             self.run.log_epoch(record.epoch, record.timestamp, record.metrics)
@@ -146,7 +147,7 @@ class TrialTracking:
         """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
         if self.run is None:
             return
-        if self._trial.storage.get_trial(self._claim.trial_id).state.is_finished():
+        if self._storage.get_trial(self._claim.trial_id).state.is_finished():
             self.run.finish("CANCELLED", reason)
         else:
             self.run.close()

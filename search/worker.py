@@ -148,25 +148,24 @@ class Worker:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
         run_dir = open_attempt_dir(self._runs_dir, claim)
-        trial = optuna.Trial(self._study, claim.trial_id)
-        tracked = TrialTracking(self._tracking, self._spec, claim, trial, parent=self._parent_run)
+        tracked = TrialTracking(self._tracking, self._spec, claim, self._handle.storage, parent=self._parent_run)
         try:
-            with self._lease.hold(claim):
-                self._attempt(claim, trial, tracked, run_dir)
+            with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
+                self._attempt(claim, tracked, run_dir)
         except ClaimLostError as lost:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
             tracked.abandon(str(lost))
 
-    def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
+    def _attempt(self, claim: Claim, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
         try:
             tracked.open()
-            trial, config = suggest(self._objective, self._study, claim, self._spec)
-            tracked.log_params(trial.params)
+            config = suggest(self._objective, self._study, claim, self._spec)
+            tracked.log_params()
             session = TrialSession(
                 run_dir,
-                trial=trial,
+                storage=self._handle.storage,
                 claim=claim,
                 claims=self._claims,
                 checkpoints=self._checkpoints,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from search.pruning import percentile, threshold
@@ -19,6 +18,7 @@ from search.pruning.halving import Halving
 from search.spec import Hyperband, Median, NoPruning, Percentile, StudySpec, SuccessiveHalving, Threshold
 from storage.rungs import read_rung, rung_key
 from storage.studies import engine_of
+from storage.study_storage import PostgresStorage
 
 
 class Judge:
@@ -30,7 +30,7 @@ class Judge:
         study_id: the study's number there.
     """
 
-    def __init__(self, spec: StudySpec, storage: BaseStorage, study_id: int) -> None:
+    def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int) -> None:
         self._spec = spec
         self._storage = storage
         self._study_id = study_id
@@ -94,7 +94,7 @@ def _parts(spec: StudySpec) -> tuple[int, ...]:
 class _StoredRungs:
     """The rungs as Optuna keeps them, in system attributes, so that its own pruner could go on with them."""
 
-    storage: BaseStorage
+    storage: PostgresStorage
     study_id: int
     trial: FrozenTrial
     is_peer: Callable[[int], bool]  # by a trial's number
