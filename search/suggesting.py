@@ -35,10 +35,8 @@ UNTRIED_TRIES = 8
 _MANY = 1000  # choices of one parameter, from which on a random one is hardly ever a repetition
 
 
-def suggest(
-    objective: Objective, study: optuna.Study, claim: Claim, spec: StudySpec
-) -> tuple[optuna.Trial, TrainConfig]:
-    """Return a claimed trial with its configuration; the parameters are written when this returns.
+def suggest(objective: Objective, study: optuna.Study, claim: Claim, spec: StudySpec) -> TrainConfig:
+    """Return the configuration of a claimed trial; its parameters are written when this returns.
 
     A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first
     suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless all of its
@@ -64,19 +62,18 @@ def suggest(
         for number in range(tries):
             study.sampler = _sampler(spec, claim.number, number)
             with storage.together(claim.trial_id) as held:
-                trial = optuna.Trial(study, claim.trial_id)
-                config = objective.configure(trial)
+                config = objective.configure(optuna.Trial(study, claim.trial_id))
                 made = storage.get_trial(claim.trial_id)
                 if given.params or _is_free(made):
-                    return trial, config
+                    return config
                 if number == 0:
                     take_turn()  # until what is suggested is written: others see it, or wait for it
                 twin = _twin(storage, study._study_id, made)
                 if twin is None:
-                    return trial, config
+                    return config
                 if number == tries - 1:
                     log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
-                    return trial, config
+                    return config
                 held.discard()
     raise AssertionError("the last try returns")
 

@@ -161,7 +161,7 @@ class Worker:
         session: TrialSession | None = None
         try:
             tracked.open()
-            _, config = suggest(self._objective, self._study, claim, self._spec)
+            config = suggest(self._objective, self._study, claim, self._spec)
             tracked.log_params()
             session = TrialSession(
                 run_dir,

@@ -285,7 +285,8 @@ def running_now(engine: sa.Engine, study_id: int) -> int:
     return sum(not (row.expired or has_ended(row.process)) for row in rows)
 
 
-# The study's row is what Optuna, too, locks to number a trial.
+# The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
+# the budget was changed reads the new one.
 _STUDY = sa.text("""
     SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
@@ -295,7 +296,7 @@ _STUDY = sa.text("""
       JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
       LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
      WHERE s.study_id = :study
-       FOR UPDATE OF s
+       FOR UPDATE OF s, spec
 """)
 
 _MADE = sa.text("""

@@ -79,7 +79,8 @@ class Worker:
         return claim
 
     def suggest(self, claim: Claim) -> dict[str, object]:
-        return suggest(self.objective, self.study, claim, self.spec)[0].params
+        suggest(self.objective, self.study, claim, self.spec)
+        return self.storage.get_trial(claim.trial_id).params
 
     def run(self, value: float = 1.0) -> dict[str, object]:
         claim = self.claim()
