@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import optuna
+from optuna.trial import FrozenTrial
 from optuna_dashboard import save_note
 
 from search.study import RUN_ID, RUN_URL, StudyHandle
@@ -51,6 +52,19 @@ def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
         close_study(handle, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
         log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
+
+
+def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
+    """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    tracking.reopen(str(handle.attrs[RUN_ID]))
+    close_study(handle, summarise(handle), tracking)
+
+
+def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
+    """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
+    run_id = trial.user_attrs.get(RUN_ID)
+    if run_id is not None:
+        tracking.schedule(str(run_id))
 
 
 def study_note(handle: StudyHandle, summary: Summary) -> str:

@@ -11,12 +11,13 @@ import torch
 
 from objectives import Objective, load_objective
 from objectives.loading import objective_reference
+from objectives.training import TrainConfig
 from search.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
-from storage.locks import AdvisoryLocks
-from storage.studies import open_storage
+from storage.locks import study_lock
+from storage.studies import engine_of, open_storage
 from storage.tracking import Tracking
 
 
@@ -28,15 +29,11 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(services.storage_url, application_name="hpsearch run")
-    locks = AdvisoryLocks(services.storage_url, application_name="hpsearch run locks")
-    try:
-        handle, created = create_or_join(storage, locks, settings, objective, rehearse=rehearse)
-        tracking = services.open_tracking()
-        with locks.study(handle.study_id):
-            ensure_parent_run(handle, tracking)
-            handle.set_attr(STARTED_AT, time.time())
-    finally:
-        locks.close()
+    handle, created = create_or_join(storage, settings, objective, rehearse=rehearse)
+    tracking = services.open_tracking()
+    with study_lock(engine_of(storage), handle.study_id):
+        ensure_parent_run(handle, tracking)
+        handle.set_attr(STARTED_AT, time.time())
     return handle, created
 
 
@@ -85,12 +82,21 @@ def rehearse(objective: Objective, spec: StudySpec) -> None:
     Raises:
         ObjectiveError: with the file and line of the mistake.
     """
-    from objectives.errors import users_code
     from objectives.training.build import build
+
+    config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
+    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+
+
+def suggested(objective: Objective, spec: StudySpec) -> TrainConfig:
+    """Return a configuration that the sampler might suggest.
+
+    Raises:
+        ObjectiveError: with the file and line of a mistake in the objective's `suggest`.
+    """
+    from objectives.errors import users_code
 
     logging.getLogger("optuna").setLevel(logging.WARNING)
     scratch = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0))
     with users_code(f"{type(objective).__name__}.suggest"):
-        config = objective.configure(scratch.ask())
-    seed = derive_seed(spec.seed, "trial", 0)
-    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+        return objective.configure(scratch.ask())

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.claims import WORKER
-
 
 @dataclass(frozen=True)
 class Running:
@@ -56,9 +54,9 @@ _BEST = """
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
 _RUNNING = sa.text("""
-    SELECT t.number, a.value_json::json #>> '{}' AS worker, v.step, v.intermediate_value AS value
+    SELECT t.number, a.worker, v.step, v.intermediate_value AS value
       FROM trials t
-      LEFT JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = :worker
+      LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.ended_at IS NULL
       LEFT JOIN LATERAL (SELECT step, intermediate_value FROM trial_intermediate_values i
                           WHERE i.trial_id = t.trial_id ORDER BY step DESC LIMIT 1) v ON true
      WHERE t.study_id = :study AND t.state = 'RUNNING'
@@ -71,7 +69,7 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str) -> Progress:
     with engine.connect() as connection:
         counts = connection.execute(_COUNTS, {"study": study_id}).one()
         best = connection.execute(_BEST_OF[direction], {"study": study_id}).one_or_none()
-        running = connection.execute(_RUNNING, {"study": study_id, "worker": WORKER}).all()
+        running = connection.execute(_RUNNING, {"study": study_id}).all()
     return Progress(
         complete=counts.complete,
         pruned=counts.pruned,

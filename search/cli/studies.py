@@ -19,7 +19,7 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     from search.cli.read import open_for_reading
     from search.console import PlainConsole, command
     from search.spec import parse_spec
-    from search.study import SPEC
+    from storage.claims import SPEC
     from storage.progress import read_progress
     from storage.studies import engine_of
 

@@ -217,6 +217,15 @@ class PostgresStorage(BaseStorage):
             self._owned.pop(trial_id, None)
 
     @contextmanager
+    def owned(self, trial_id: int, attempt: int) -> Iterator[None]:
+        """Read the trial and `own` it inside; raises KeyError if it is not there."""
+        self.own(self.read_trial(trial_id), attempt)
+        try:
+            yield
+        finally:
+            self.disown(trial_id)
+
+    @contextmanager
     def together(self, trial_id: int) -> Iterator[Held]:
         """Hold what is set of a trial's parameters and attributes, and write it in one statement at the exit.
 
