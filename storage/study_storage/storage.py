@@ -302,6 +302,23 @@ class PostgresStorage(BaseStorage):
             trials = [self._with_held(trial) for trial in trials] if self._held else trials
         return copy_trials(trials) if deepcopy else trials
 
+    def finished_trials(
+        self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
+    ) -> list[FrozenTrial]:
+        """Return the trials in those of `states` that are final, by number; they are not copied.
+
+        Args:
+            study_id: The study.
+            states: Their states.
+            max_age: Do without asking the database where that was done less than so many seconds ago: trials that
+                finished since may be missing.
+
+        Raises:
+            KeyError: There is no such study.
+        """
+        wanted = frozenset(state for state in FINISHED if state in states)
+        return self._cache(study_id).select(self._database, wanted, max_age=max_age)
+
     def _with_held(self, trial: FrozenTrial) -> FrozenTrial:
         held = self._held.get(trial._trial_id)
         return trial if held is None or trial.state.is_finished() else overlaid(trial, held)
