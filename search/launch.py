@@ -11,6 +11,7 @@ import torch
 
 from objectives import Objective, load_objective
 from objectives.loading import objective_reference
+from objectives.training import TrainConfig
 from search.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec import StudySpec
@@ -81,12 +82,21 @@ def rehearse(objective: Objective, spec: StudySpec) -> None:
     Raises:
         ObjectiveError: with the file and line of the mistake.
     """
-    from objectives.errors import users_code
     from objectives.training.build import build
+
+    config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
+    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+
+
+def suggested(objective: Objective, spec: StudySpec) -> TrainConfig:
+    """Return a configuration that the sampler might suggest.
+
+    Raises:
+        ObjectiveError: with the file and line of a mistake in the objective's `suggest`.
+    """
+    from objectives.errors import users_code
 
     logging.getLogger("optuna").setLevel(logging.WARNING)
     scratch = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0))
     with users_code(f"{type(objective).__name__}.suggest"):
-        config = objective.configure(scratch.ask())
-    seed = derive_seed(spec.seed, "trial", 0)
-    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+        return objective.configure(scratch.ask())

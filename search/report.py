@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, select_autoescape
 from optuna.trial import FrozenTrial, TrialState
 
+from search.smoke_test import SMOKE
 from search.study import RUN_URL, StudyHandle
 from search.summary import Summary, format_seconds, format_value, study_page, summarise
 from search.worker import INFEASIBLE
@@ -36,6 +37,7 @@ def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) 
         unfinished=[_row(handle, t) for t in handle.trials() if _without_result(t)],
         mlflow_url=handle.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, handle.study_id) if dashboard_url else None,
+        smoke=handle.attrs.get(SMOKE),
         made_at=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)

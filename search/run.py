@@ -23,6 +23,7 @@ from search.launch import load_for_search, prepare_study
 from search.live import LiveView
 from search.report import write_report
 from search.services import Services, find_services
+from search.smoke_test import smoke_test
 from search.steps import steps
 from search.study import RUN_ID, StudyHandle
 from search.study_checkpoints import note_checkpoints
@@ -60,6 +61,8 @@ def run_search(
         handle, created = prepare_study(services, settings, objective)
         if checkpoint_url is not None:
             note_checkpoints(handle, checkpoint_url)
+        tell("overfitting one batch")
+        smoke_warning = smoke_test(handle, objective, services.open_tracking())
     spec = handle.spec
     if why := handle.attrs.get(STOPPED):
         raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
@@ -69,6 +72,8 @@ def run_search(
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
+    if smoke_warning:
+        console.print(smoke_warning, style="yellow")
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0

@@ -17,10 +17,11 @@ from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed, make_sampler
+from search.samplers import derive_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
+from search.suggesting import suggest
 from search.trial_tracking import TrialTracking, end_lost_run
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.errors import CheckpointStoreError
@@ -147,7 +148,6 @@ class Worker:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
         run_dir = open_attempt_dir(self._runs_dir, claim)
-        self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
         tracked = TrialTracking(self._tracking, self._spec, claim, self._handle.storage, parent=self._parent_run)
         try:
             with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
@@ -161,9 +161,7 @@ class Worker:
         session: TrialSession | None = None
         try:
             tracked.open()
-            trial = optuna.Trial(self._study, claim.trial_id)
-            with self._handle.storage.together(claim.trial_id):
-                config = self._objective.configure(trial)
+            config = suggest(self._objective, self._study, claim, self._spec)
             tracked.log_params()
             session = TrialSession(
                 run_dir,

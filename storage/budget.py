@@ -12,12 +12,15 @@ from storage.claims import SPEC
 from storage.errors import StorageError
 
 _LOCKED = sa.text("""
-    SELECT a.value_json AS spec,
-           (SELECT count(*) FROM trials t WHERE t.study_id = s.study_id AND (t.state <> 'WAITING'
-                OR EXISTS (SELECT FROM hpsearch_attempts h WHERE h.trial_id = t.trial_id))) AS started
-      FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = :spec
-     WHERE s.study_id = :study
-       FOR UPDATE OF s
+    SELECT a.value_json AS spec FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = :spec
+     WHERE s.study_id = :study FOR UPDATE OF s, a
+""")
+
+# After the lock, in a statement of its own: the one that waits for a lock sees the trials of before it waited.
+_STARTED = sa.text("""
+    SELECT count(*) FROM trials t
+     WHERE study_id = :study
+       AND (state <> 'WAITING' OR EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id))
 """)
 
 _WRITE = sa.text("UPDATE study_user_attributes SET value_json = :value WHERE study_id = :study AND key = :spec")
@@ -41,6 +44,7 @@ def change_spec(
         row = connection.execute(_LOCKED, {"study": study_id, "spec": SPEC}).one_or_none()
         if row is None:
             raise StorageError("the study was deleted")
-        spec = change(json.loads(row.spec), row.started)
+        started = int(connection.execute(_STARTED, {"study": study_id}).scalar_one())
+        spec = change(json.loads(row.spec), started)
         connection.execute(_WRITE, {"study": study_id, "spec": SPEC, "value": json.dumps(spec)})
     return spec

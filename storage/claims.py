@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
+from storage import claim_statements as sql
 from storage import settling
 from storage.errors import ClaimLostError, StorageError
 from storage.retry import PATIENCE, retrying
@@ -110,9 +111,16 @@ class Claims:
             StorageError: the study was deleted.
         """
         claim_id = uuid.uuid4()
+        repeated = False
 
         def take() -> Claim | Lost | Nothing | Stopped:
+            nonlocal repeated
             with self._engine.begin() as connection:
+                # A claim whose commit was answered by silence may be there.
+                again, repeated = repeated, True
+                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none() if again else None
+                if made is not None:
+                    return Claim(made.trial_id, made.number, made.attempt)
                 return self._take(connection, claim_id, open_new=open_new)
 
         return retrying(self._patience)(take)
@@ -120,17 +128,14 @@ class Claims:
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
     ) -> Claim | Lost | Nothing | Stopped:
-        study = connection.execute(_STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
+        study = connection.execute(sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
         if study is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
             return Stopped(study.stopped)
-        # A claim whose commit was answered by silence is asked for again: it may be there.
-        if made := connection.execute(_MADE, {"claim": claim_id}).one_or_none():
-            return Claim(made.trial_id, made.number, made.attempt)
         if lost := self._recover(connection, retries=study.retries):
             return lost
-        row = connection.execute(_CHOICE, {"study": self._study_id}).one()
+        row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
         arguments = {
             "study": self._study_id,
             "claim": claim_id,
@@ -142,17 +147,18 @@ class Claims:
         may_open = open_new and row.total - row.enqueued < study.n_trials
         trial_id = row.given_back or (row.next_enqueued if may_open else None)
         if trial_id is not None:
-            taken = connection.execute(_TAKE, {**arguments, "trial": trial_id}).one_or_none()
-            if taken is not None:
-                return Claim(trial_id, taken.number, taken.attempt)
-        if may_open and row.next_enqueued is None:
-            new = connection.execute(_CREATE, {**arguments, "number": row.total}).one()
+            taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
+            if taken is None:  # a notebook was faster
+                return self._take(connection, claim_id, open_new=open_new)
+            return Claim(trial_id, taken.number, taken.attempt)
+        if may_open:
+            new = connection.execute(sql.CREATE, {**arguments, "number": row.total}).one()
             return Claim(new.trial_id, row.total, 1)
         return Nothing(row.running)
 
     def _recover(self, connection: sa.Connection, *, retries: int) -> Lost | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
-        rows = connection.execute(_LIVE, {"study": self._study_id, "lease": self.lease}).all()
+        rows = connection.execute(sql.LIVE, {"study": self._study_id, "lease": self.lease}).all()
         for row in rows:
             if not (row.expired or has_ended(row.process)):
                 continue
@@ -170,7 +176,7 @@ class Claims:
         """Put back the trials of workers that died, so that whoever claims next finds them."""
         with self._engine.begin() as connection:
             study = connection.execute(
-                _STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+                sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
             ).one_or_none()
             if study is not None:
                 # A trial that is out of retries stays for a claim, which says so and ends its run.
@@ -181,7 +187,7 @@ class Claims:
         with self._engine.begin() as connection:
             return (
                 connection.execute(
-                    _RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
+                    sql.RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
                 ).rowcount
                 == 1
             )
@@ -217,7 +223,7 @@ class Claims:
 
         def once() -> bool:
             with self._engine.begin() as connection:
-                row = connection.execute(_REPORT, arguments).one()
+                row = connection.execute(sql.REPORT, arguments).one()
                 if not row.mine:
                     raise self._lost(connection, claim)
                 return bool(row.stopped)
@@ -264,7 +270,7 @@ class Claims:
 
         def once() -> int:
             with self._engine.connect() as connection:
-                return int(connection.execute(_FAILURES, {"trial": claim.trial_id}).scalar() or 0)
+                return int(connection.execute(sql.FAILURES, {"trial": claim.trial_id}).scalar() or 0)
 
         return retrying(self._patience)(once)
 
@@ -281,115 +287,5 @@ class Claims:
 def running_now(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
     with engine.connect() as connection:
-        rows: Sequence[Any] = connection.execute(_LIVE, {"study": study_id, "lease": LEASE}).all()
+        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id, "lease": LEASE}).all()
     return sum(not (row.expired or has_ended(row.process)) for row in rows)
-
-
-# The study's row is what Optuna, too, locks to number a trial.
-_STUDY = sa.text("""
-    SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
-           CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
-                THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
-           stopped.value_json::jsonb #>> '{}' AS stopped
-      FROM studies s
-      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
-      LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
-     WHERE s.study_id = :study
-       FOR UPDATE OF s
-""")
-
-_MADE = sa.text("""
-    SELECT trial_id, number, attempt FROM hpsearch_attempts JOIN trials USING (trial_id)
-     WHERE claim_id = :claim AND ended_at IS NULL
-""")
-
-# A lease that ran out while the server itself was down says nothing about the worker.
-_LIVE = sa.text("""
-    SELECT a.trial_id, a.attempt, a.worker, a.process, t.number, t.state,
-           a.expires_at < now() AND pg_postmaster_start_time() < now() - :lease * interval '1 second' AS expired,
-           (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = a.trial_id AND b.outcome IN ('lost', 'failed'))
-           AS failures
-      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
-     WHERE t.study_id = :study AND a.ended_at IS NULL
-     ORDER BY t.number
-""")
-
-_CHOICE = sa.text("""
-    WITH waiting AS (
-        SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
-          FROM trials t WHERE study_id = :study AND state = 'WAITING'
-    )
-    SELECT (SELECT count(*) FROM trials WHERE study_id = :study) AS total,
-           (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
-           (SELECT trial_id FROM waiting WHERE started ORDER BY number LIMIT 1) AS given_back,
-           (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
-           (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
-             WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running
-""")
-
-_LEASED = """
-    lease AS (
-        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at)
-        SELECT trial_id, attempt, :claim, :worker, :process, now() + :lease * interval '1 second' FROM mine
-    ), noted AS (
-        INSERT INTO trial_user_attributes (trial_id, key, value_json)
-        SELECT trial_id, key, value_json FROM mine,
-               unnest(CAST(:keys AS text[]), ARRAY[attempt::text, to_json(CAST(:worker AS text))::text])
-               AS attr (key, value_json)
-        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-    )
-"""
-
-_TAKE = sa.text(f"""
-    WITH mine AS (
-        UPDATE trials t SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', now()))
-         WHERE trial_id = :trial AND state = 'WAITING'
-        RETURNING trial_id, number,
-                  (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)
-                  AS attempt
-    ), {_LEASED}
-    SELECT number, attempt FROM mine
-""")  # noqa: S608 the parts are constants
-
-_CREATE = sa.text(f"""
-    WITH mine AS (
-        INSERT INTO trials (study_id, number, state, datetime_start)
-        VALUES (:study, :number, 'RUNNING', timezone('utc', now()))
-        RETURNING trial_id, 1 AS attempt
-    ), {_LEASED}
-    SELECT trial_id FROM mine
-""")  # noqa: S608 the parts are constants
-
-_REPORT = sa.text("""
-    WITH mine AS (
-        UPDATE hpsearch_attempts a SET expires_at = now() + :lease * interval '1 second'
-          FROM trials t
-         WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
-           AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
-        RETURNING a.trial_id, a.attempt
-    ), valued AS (
-        INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
-        SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
-        ON CONFLICT (trial_id, step) DO NOTHING
-    ), kept AS (
-        INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
-        SELECT trial_id, :step, attempt, :path, :sha256, CAST(:size AS bigint) FROM mine
-         WHERE CAST(:path AS text) IS NOT NULL
-        ON CONFLICT (trial_id, epoch)
-        DO UPDATE SET attempt = excluded.attempt, path = excluded.path, sha256 = excluded.sha256, size = excluded.size
-    ), dropped AS (
-        DELETE FROM hpsearch_checkpoints
-         WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
-           AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial AND epoch < :step)
-    )
-    SELECT EXISTS (SELECT FROM mine) AS mine,
-           EXISTS (SELECT FROM study_user_attributes
-                    WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
-""")
-
-_FAILURES = sa.text("SELECT count(*) FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')")
-
-_RENEW = sa.text("""
-    UPDATE hpsearch_attempts SET expires_at = now() + :lease * interval '1 second'
-     WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
-""")

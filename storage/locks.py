@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
+
+log = logging.getLogger(__name__)
 
 # The first of the two 32-bit keys of a lock says what is locked, the second which one.
-_STUDY, _NAME = 0x68700001, 0x68700003
+_STUDY, _TURN, _NAME = 0x68700001, 0x68700002, 0x68700003
 
 _LOCK = sa.text("SELECT pg_advisory_xact_lock(:kind, :key)")
 _LOCK_NAME = sa.text("SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
@@ -28,3 +32,28 @@ def name_lock(engine: sa.Engine, name: str) -> Iterator[None]:
     with engine.begin() as connection:
         connection.execute(_LOCK_NAME, {"kind": _NAME, "name": name})
         yield
+
+
+_PATIENCE = sa.text("SELECT set_config('lock_timeout', :milliseconds, true)")
+
+
+@contextmanager
+def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) -> Iterator[Callable[[], bool]]:
+    """Yield a function that takes the turn to write a trial's parameters, which is kept until the exit.
+
+    It returns whether it got the turn. Waiting ends after `patience` seconds: a worker that is frozen while it has the
+    turn must not hold up the others, and what they risk without it is to run one configuration twice.
+    """
+    with ExitStack() as stack:
+
+        def take() -> bool:
+            connection = stack.enter_context(engine.connect())  # closing it ends the transaction, and the turn
+            try:
+                connection.execute(_PATIENCE, {"milliseconds": str(int(patience * 1000))})
+                connection.execute(_LOCK, {"kind": _TURN, "key": study_id})
+            except DBAPIError as error:
+                log.warning("no turn to write a suggestion: %s", " ".join(str(error.orig).split()))
+                return False
+            return True
+
+        yield take

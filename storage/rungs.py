@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from storage.retry import retrying
+
 _PREFIX = "completed_rung_"
 
 # Trials in every state: a pruned one sets the cut-off as much as one that runs.
@@ -20,6 +22,10 @@ def rung_key(rung: int) -> str:
 
 def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float]]:
     """Return (trial number, value) of all trials that have reached a rung, in no particular order."""
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        rows = connection.execute(_VALUES, {"study": study_id, "key": rung_key(rung)})
-        return [(row.number, float(row.value_json)) for row in rows]
+
+    def read() -> list[tuple[int, float]]:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            rows = connection.execute(_VALUES, {"study": study_id, "key": rung_key(rung)})
+            return [(row.number, float(row.value_json)) for row in rows]
+
+    return retrying()(read)

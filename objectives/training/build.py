@@ -14,6 +14,7 @@ from objectives.training.accelerate import compiled, layout
 from objectives.training.averaging import build_average
 from objectives.training.config import TrainConfig
 from objectives.training.data import Splits
+from objectives.training.diagnosis import largest_class
 from objectives.training.environment import environment, uncommitted
 from objectives.training.evaluate import check_loss, summed
 from objectives.training.feed import build_feed, steps_of
@@ -30,6 +31,8 @@ from objectives.training.steplog import StepLog
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
+
+_UNEVEN = 0.75  # share of one class from which accuracy tells little
 
 
 def build(
@@ -101,17 +104,26 @@ def build(
         progress=Progress(f"val_{objective.metric}", maximize=maximize),
     )
     scores = _rehearse(objective, run)
-    if config.compile and (why := compiled(run.model, run.judged, lambda: _trial_step(run))):
-        run.notes.append(f"not compiled: {why}")
+    if config.compile:
+        why = compiled(run.model, run.judged, lambda: _trial_step(run))
+        run.environment["compiled"] = why is None
+        if why:
+            run.notes.append(f"not compiled: {why}")
     return run, scores
 
 
 def oddities(run: Run) -> list[str]:
     """What is not wrong and yet not what was asked for, in a line each."""
-    samples, size = len(run.splits.train), run.config.batch_size
-    return (
-        [f"batch_size {size} is more than the {samples} training samples: a step takes all"] if size > samples else []
-    )
+    samples, size, found = len(run.splits.train), run.config.batch_size, []
+    if size > samples:
+        found.append(f"batch_size {size} is more than the {samples} training samples: a step takes all")
+    share = largest_class(run.splits.train)
+    if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
+        found.append(
+            f"{share:.0%} of the training samples are of one class, and so much accuracy costs nothing: "
+            "judge by macro_f1, or by auroc beside average_precision"
+        )
+    return found
 
 
 def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 # A resume where one of these differs is not exact to the last bit.
-EXACT = ("torch", "device", "device_name", "threads", "machine")
+EXACT = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "threads", "machine", "compiled")
 
 _LONGEST_DIFF = 1_000_000  # characters
 
@@ -26,11 +26,12 @@ def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        **{name: _version(name) for name in ("numpy", "scikit-learn", "torchmetrics")},
+        **{name: _version(name) for name in ("numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer")},
         "machine": platform.machine(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "compiled": False,  # until it has worked
         "command": _without_secrets(" ".join(sys.argv)),
         "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
         **_git(source.parent if source else Path.cwd()),

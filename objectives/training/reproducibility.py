@@ -60,7 +60,7 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
         debugging.fill_uninitialized_memory,
     )
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        repeatable_cublas()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         debugging.fill_uninitialized_memory = False  # a debugging aid that costs time
@@ -77,6 +77,11 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def repeatable_cublas() -> None:
+    """Lets cuBLAS repeat its sums; it reads this once, when CUDA starts: call it before."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _cuda_state() -> list[torch.Tensor] | None:

@@ -136,6 +136,7 @@ class Run:
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
-        self.step, self.notes = state["step"], state["notes"]
+        self.step = state["step"]
+        self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.progress.load_state_dict(state)

@@ -99,8 +99,11 @@ class RunDir:
         if self.path is None:
             return []
         steps = StepsFile(self.path / "steps.jsonl").read()
-        curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
-        gradient_flow(steps, self.path / "gradients.png")
+        try:
+            curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+            gradient_flow(steps, self.path / "gradients.png")
+        except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
+            self.log.warning("no plots: %s is not installed", error.name)
         write_report(self.path / "report.md", run, result, objective, steps)
         return [self.path / name for name in FILES if (self.path / name).exists()]
 

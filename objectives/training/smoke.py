@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +63,7 @@ def smoke(
     seed: int = 0,
     samples: int = 32,
     steps: int = 1000,
+    seconds: float = math.inf,
     device: torch.device | None = None,
 ) -> SmokeResult:
     """Overfits one batch of training data, without regularisation; a model that cannot has a fault in it.
@@ -75,6 +78,7 @@ def smoke(
         seed: of the split, the weights and the batch.
         samples: in the batch, at most.
         steps: to take with each learning rate, at most.
+        seconds: to take in all, at most; a test that this ends has not passed.
         device: where; the CPU unless given.
 
     Raises:
@@ -82,16 +86,18 @@ def smoke(
     """
     config = config or objective.default_config()
     device = device or torch.device("cpu")
-    result = None
+    result, deadline = None, time.monotonic() + seconds
     for factor in _RATES:
         tried = _bare(config, config.lr * factor, samples)
         with reproducible(deterministic=config.deterministic), told_apart(tried, device):
             run, _ = build(objective, tried, epochs=steps, seed=seed, split_seed=seed, device=device)
-            found = _overfit(run, samples, steps)
+            found = _overfit(run, samples, steps, deadline)
         if found.passed:
             return found
         if result is None or found.losses[-1] < result.losses[-1]:
             result = found
+        if time.monotonic() >= deadline:
+            break
     assert result is not None
     return result
 
@@ -116,7 +122,7 @@ def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     )
 
 
-def _overfit(run: Run, samples: int, steps: int) -> SmokeResult:
+def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult:
     for module in run.model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -127,7 +133,7 @@ def _overfit(run: Run, samples: int, steps: int) -> SmokeResult:
     batch = Batch(len(rows), lambda: (x, y))
     losses = [_loss(run, x, y)]
     target = abs(losses[0]) / 1000 if abs(losses[0]) > 10 else min(0.01, abs(losses[0]) / 100)
-    reason = ""
+    reason, step = "", 0
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
@@ -137,11 +143,14 @@ def _overfit(run: Run, samples: int, steps: int) -> SmokeResult:
             break
         if (step + 1) % _CHECK == 0:
             losses.append(_loss(run, x, y))
-            if losses[-1] <= target:
+            if losses[-1] <= target or time.monotonic() >= deadline:
                 break
     passed = not reason and losses[-1] <= target
     if not passed and not reason:
-        reason = f"the loss of one batch is {losses[-1]:.4g} after {steps} steps and should be below {target:.4g}"
+        late = ", when time was up," if step + 1 < steps else ""
+        reason = (
+            f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
+        )
     return SmokeResult(passed, losses, target, len(rows), run.config.lr, reason)
 
 

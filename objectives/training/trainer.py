@@ -17,7 +17,7 @@ from objectives.training.epoch import train_epoch
 from objectives.training.guards import NonFiniteError, told_apart
 from objectives.training.instruments import NONE, Instruments
 from objectives.training.records import EpochRecord
-from objectives.training.reproducibility import reproducible, set_seed
+from objectives.training.reproducibility import repeatable_cublas, reproducible, set_seed
 from objectives.training.result import FitResult, conclude
 from objectives.training.resume import restore
 from objectives.training.run import Run
@@ -191,6 +191,7 @@ def device_named(name: str | None) -> torch.device:
     Raises:
         ObjectiveError: there is no such device.
     """
+    repeatable_cublas()
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

@@ -9,9 +9,10 @@ import sqlalchemy as sa
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from storage.study_storage.codec import FINISHED, STATES, to_local
+from storage.study_storage.bulk import read_study
+from storage.study_storage.codec import FINISHED, STATES, skeleton, to_local
 from storage.study_storage.database import Database
-from storage.study_storage.reading import News, merged, read_news, whole
+from storage.study_storage.reading import Known, merged, read_newly_finished, read_news, whole
 
 
 class StudyCache:
@@ -21,27 +22,27 @@ class StudyCache:
         self.study_id = study_id
         self.lock = threading.RLock()
         self.distributions: dict[str, BaseDistribution] = {}  # of each parameter's first appearance
+        self._known = Known()
         self._trials: list[FrozenTrial] = []  # by id, and so by number
         self._place: dict[int, int] = {}  # of an id in it
-        self._unfinished: set[int] = set()
-        self._loaded: set[int] = set()  # the unfinished ones whose details are known up to the horizon
-        self._horizon = "0"
         self._finished: dict[frozenset[TrialState], list[FrozenTrial]] = {}
 
     @property
     def seen(self) -> int:
-        """The highest trial id known, below which none of this study can appear any more; -1 if none is."""
-        return self._trials[-1]._trial_id if self._trials else -1
+        """An id up to which no trial of this study can appear any more; -1 if none is known."""
+        return self._known.seen
 
     def finished(self, trial_id: int) -> FrozenTrial | None:
         """Return a trial if it is known to be finished."""
-        place = self._place.get(trial_id)
-        return None if place is None or trial_id in self._unfinished else self._trials[place]
+        with self.lock:
+            place = self._place.get(trial_id)
+            return None if place is None or trial_id in self._known.unfinished else self._trials[place]
 
     def id_of(self, number: int) -> int | None:
         """Return the id of the trial with a number, if it is known."""
-        known = self._trials[number] if 0 <= number < len(self._trials) else None
-        return known._trial_id if known is not None and known.number == number else None
+        with self.lock:
+            trial = self._trials[number] if 0 <= number < len(self._trials) else None
+            return trial._trial_id if trial is not None and trial.number == number else None
 
     def select(self, database: Database, states: frozenset[TrialState]) -> list[FrozenTrial]:
         """Return the trials in some states, by number, after reading what is new.
@@ -52,57 +53,57 @@ class StudyCache:
             KeyError: There is no such study.
         """
         with self.lock:
-            everything = not states <= FINISHED
-            self._apply(self._read(database, everything), everything)
-            if everything:
-                return [t for t in self._trials if t.state in states]
-            if states not in self._finished:
-                self._finished[states] = [t for t in self._trials if t.state in states]
-            return self._finished[states].copy()
+            if self._known.seen < 0:
+                for trial in read_study(database, self.study_id):
+                    self._put(trial)
+            if states <= FINISHED:
+                self._read_finished(database)
+                if states not in self._finished:
+                    self._finished[states] = self._of(states)
+                return self._finished[states].copy()
+            self._read_all(database)
+            return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
 
-    def _read(self, database: Database, everything: bool) -> News:
-        return read_news(
-            database,
-            self.study_id,
-            seen=self.seen,
-            unfinished=self._unfinished,
-            loaded=self._loaded,
-            horizon=self._horizon,
-            everything=everything,
-        )
+    def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
+        return [trial for trial in self._trials if trial.state in states]
 
-    def _apply(self, news: News, everything: bool) -> None:
-        for row in news.rows:
+    def _read_finished(self, database: Database) -> None:
+        finished, others = read_newly_finished(database, self.study_id, self._known)
+        arrived = {row.trial_id: whole(row) for row in finished} | {row.trial_id: skeleton(row) for row in others}
+        for trial_id in sorted(arrived):
+            self._put(arrived[trial_id])
+
+    def _read_all(self, database: Database) -> None:
+        rows, self._known.horizon = read_news(database, self.study_id, self._known)
+        for row in rows:
             self._take(row)
-        if everything:
-            self._horizon = news.horizon
 
     def _take(self, row: sa.Row[Any]) -> None:
-        place = self._place.get(row.trial_id)
-        known = None if place is None else self._trials[place]
-        if row.changes and known is not None:
-            if _is_unchanged(row, known):
-                return
-            trial = merged(row, known)
-        else:
-            trial = whole(row)
-        if place is None:
-            self._place[row.trial_id] = len(self._trials)
+        known = self._trials[self._place[row.trial_id]] if row.changes else None
+        if known is None or not _is_unchanged(row, known):
+            self._put(merged(row, known))
+        if STATES[row.state] not in FINISHED:
+            self._known.loaded.add(row.trial_id)
+
+    def _put(self, trial: FrozenTrial) -> None:
+        """Add a trial, or put it in the place of what was known of it."""
+        trial_id, known = trial._trial_id, self._known
+        if (place := self._place.get(trial_id)) is None:
+            self._place[trial_id] = len(self._trials)
             self._trials.append(trial)
+            known.seen = trial_id
         else:
             self._trials[place] = trial
         for name, given in trial.distributions.items():
             self.distributions.setdefault(name, given)
-        if STATES[row.state] in FINISHED:
-            self._unfinished.discard(row.trial_id)
-            self._loaded.discard(row.trial_id)
+        if trial.state in FINISHED:
+            known.unfinished.discard(trial_id)
+            known.loaded.discard(trial_id)
             self._finished.clear()
         else:
-            if known is not None and row.trial_id not in self._unfinished:
+            if place is not None and trial_id not in known.unfinished:
                 self._finished.clear()  # somebody reopened a finished trial
-            self._unfinished.add(row.trial_id)
-            if row.wanted:
-                self._loaded.add(row.trial_id)
+            known.unfinished.add(trial_id)
 
 
 def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:

@@ -56,6 +56,23 @@ def distribution(text: str) -> BaseDistribution:
     return json_to_distribution(text)
 
 
+def skeleton(row: Any) -> FrozenTrial:
+    """Return a trial of which only id, number and state are known."""
+    return FrozenTrial(
+        number=row.number,
+        state=STATES[row.state],
+        value=None,
+        datetime_start=None,
+        datetime_complete=None,
+        params={},
+        distributions={},
+        user_attrs={},
+        system_attrs={},
+        intermediate_values={},
+        trial_id=row.trial_id,
+    )
+
+
 def copy_trial(trial: FrozenTrial) -> FrozenTrial:
     """Return a copy that shares nothing mutable with `trial` but its distributions, which nobody changes.
 

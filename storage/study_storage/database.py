@@ -13,7 +13,7 @@ from storage.retry import is_transient, retrying
 
 T = TypeVar("T")
 
-Rows = Sequence[sa.Row[Any]]
+Rows = Sequence[Any]  # of SQLAlchemy
 
 
 @lru_cache(maxsize=256)
@@ -28,8 +28,6 @@ class Database:
     def __init__(self, engine: sa.Engine, patience: float) -> None:
         self.engine = engine
         self.patience = patience
-        # Each statement is a transaction of its own: no BEGIN and no COMMIT on the wire.
-        self._single = engine.execution_options(isolation_level="AUTOCOMMIT")
 
     def rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement, which must be safe to repeat, and return its rows."""
@@ -67,6 +65,13 @@ class Database:
         return retrying(self.patience)(again)
 
     def _rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
-        with self._single.connect() as connection:
-            result = connection.execute(text(statement), parameters)
-            return result.all()
+        with self.engine.connect() as connection:
+            # The statement is a transaction of its own, without BEGIN and COMMIT on the wire. SQLAlchemy's isolation
+            # level AUTOCOMMIT does the same but sends a SET each time that the connection goes back to its pool.
+            driver: Any = connection.connection.driver_connection
+            driver.autocommit = True
+            try:
+                return connection.execute(text(statement), parameters).all()
+            finally:
+                if not driver.closed:
+                    driver.autocommit = False

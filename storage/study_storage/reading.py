@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
-from storage.study_storage.codec import STATES, distribution, restore, to_local
+from storage.study_storage.codec import FINISHED, STATES, distribution, restore, to_local
 from storage.study_storage.database import Database, Rows
 
 # What belongs to a trial `t`, one row per trial. A trial with t.changes gets what was written since :horizon alone:
@@ -23,133 +23,136 @@ _DETAILS = f"""
         SELECT array_agg(p.param_name ORDER BY p.param_id) AS param_names,
                array_agg(p.param_value ORDER BY p.param_id) AS param_values,
                array_agg(p.distribution_json ORDER BY p.param_id) AS distributions
-          FROM trial_params p WHERE p.trial_id = t.trial_id AND {_SINCE.format(row="p")}) p ON t.wanted
+          FROM trial_params p WHERE p.trial_id = t.trial_id AND {_SINCE.format(row="p")}) p ON true
     LEFT JOIN LATERAL (
         SELECT array_agg(v.step ORDER BY v.trial_intermediate_value_id) AS steps,
                array_agg(v.intermediate_value ORDER BY v.trial_intermediate_value_id) AS step_values,
                array_agg(CAST(v.intermediate_value_type AS text) ORDER BY v.trial_intermediate_value_id) AS step_kinds
-          FROM trial_intermediate_values v WHERE v.trial_id = t.trial_id AND {_SINCE.format(row="v")}) i ON t.wanted
+          FROM trial_intermediate_values v WHERE v.trial_id = t.trial_id AND {_SINCE.format(row="v")}) i ON true
     LEFT JOIN LATERAL (
         SELECT array_agg(v.value ORDER BY v.objective) AS results,
                array_agg(CAST(v.value_type AS text) ORDER BY v.objective) AS result_kinds
-          FROM trial_values v WHERE v.trial_id = t.trial_id) v ON t.wanted
+          FROM trial_values v WHERE v.trial_id = t.trial_id) v ON true
     LEFT JOIN LATERAL (
         SELECT array_agg(a.key ORDER BY a.trial_user_attribute_id) AS user_keys,
                array_agg(a.value_json ORDER BY a.trial_user_attribute_id) AS user_values
-          FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND {_SINCE.format(row="a")}) u ON t.wanted
+          FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND {_SINCE.format(row="a")}) u ON true
     LEFT JOIN LATERAL (
         SELECT array_agg(a.key ORDER BY a.trial_system_attribute_id) AS system_keys,
                array_agg(a.value_json ORDER BY a.trial_system_attribute_id) AS system_values
-          FROM trial_system_attributes a WHERE a.trial_id = t.trial_id AND {_SINCE.format(row="a")}) y ON t.wanted
+          FROM trial_system_attributes a WHERE a.trial_id = t.trial_id AND {_SINCE.format(row="a")}) y ON true
 """
 
 _ROW = "trial_id, study_id, number, state, datetime_start, datetime_complete"
-_WHOLE = f"SELECT {_ROW}, true AS wanted, false AS changes FROM trials"
-_BY_ID = f"SELECT * FROM ({_WHOLE} WHERE trial_id = :trial_id) t {_DETAILS}"
-_BY_STATE = f"""
-    SELECT s.study_id AS study, t.*, p.*, i.*, v.*, u.*, y.* FROM studies s
-      LEFT JOIN LATERAL ({_WHOLE} WHERE study_id = s.study_id
-                            AND state = ANY (CAST(CAST(:states AS text[]) AS trialstate[]))) t ON true
-    {_DETAILS}
-     WHERE s.study_id = :study_id ORDER BY t.trial_id
+_WHOLE = f"SELECT {_ROW}, false AS changes FROM trials"
+_BY_IDS = f"SELECT * FROM ({_WHOLE} WHERE trial_id = ANY (CAST(:trial_ids AS int[]))) t {_DETAILS} ORDER BY t.trial_id"
+_IDS_IN_STATES = """
+    SELECT ARRAY(SELECT trial_id FROM trials
+                  WHERE study_id = s.study_id AND state = ANY (CAST(CAST(:states AS text[]) AS trialstate[]))) AS found
+      FROM studies s WHERE s.study_id = :study_id
 """
 
 # `study_id + 0` keeps the planner to the primary key, of which a handful of rows is read: without statistics it may
 # take the index on study_id, and read the whole study.
 _FINISHED = "('COMPLETE', 'PRUNED', 'FAIL')"
-_NEW = f"""
-    SELECT {_ROW}, :unfinished_too OR state IN {_FINISHED} AS wanted, false AS changes
-      FROM trials WHERE trial_id > :seen AND study_id + 0 = :study_id
-"""
-_JUST_FINISHED = f"""
-    {_WHOLE} WHERE trial_id = ANY (CAST(:unfinished AS int[])) AND state IN {_FINISHED}
-"""
-_UNFINISHED = f"""
-    SELECT {_ROW}, true AS wanted, trial_id = ANY (CAST(:loaded AS int[])) AS changes
-      FROM trials WHERE study_id = :study_id AND state IN ('RUNNING', 'WAITING') AND trial_id <= :seen
-"""
-_NEWS = """
+_NEW = "FROM trials WHERE trial_id > :seen AND study_id + 0 = :study_id"
+_JUST_FINISHED = f"FROM trials WHERE trial_id = ANY (CAST(:unfinished AS int[])) AND state IN {_FINISHED}"
+_UNFINISHED = "FROM trials WHERE study_id = :study_id AND state IN ('RUNNING', 'WAITING') AND trial_id <= :seen"
+_NEWS = f"""
     SELECT s.study_id AS study, CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS xid) AS text) AS horizon,
            t.*, p.*, i.*, v.*, u.*, y.*
-      FROM studies s LEFT JOIN LATERAL ({parts}) t ON true {details}
+      FROM studies s LEFT JOIN LATERAL (
+            SELECT {_ROW}, false AS changes {_NEW}
+            UNION ALL SELECT {_ROW}, false {_JUST_FINISHED}
+            UNION ALL SELECT {_ROW}, trial_id = ANY (CAST(:loaded AS int[])) {_UNFINISHED}) t ON true
+      {_DETAILS}
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
-_NEWS_OF_FINISHED = _NEWS.format(parts=f"{_NEW} UNION ALL {_JUST_FINISHED}", details=_DETAILS)
-_NEWS_OF_ALL = _NEWS.format(parts=f"{_NEW} UNION ALL {_JUST_FINISHED} UNION ALL {_UNFINISHED}", details=_DETAILS)
+_NEWLY_FINISHED = f"""
+    SELECT s.study_id AS study, t.*
+      FROM studies s LEFT JOIN LATERAL (
+            SELECT trial_id, number, state {_NEW}
+            UNION ALL SELECT trial_id, number, state {_JUST_FINISHED}) t ON true
+     WHERE s.study_id = :study_id ORDER BY t.trial_id
+"""
 
 _ONLY_WHOLE = "0"  # a horizon for statements that ask for no changes
 
 
-@dataclass(frozen=True)
-class News:
-    """What was written to a study's trials since a reader looked last.
+@dataclass
+class Known:
+    """What a reader knows of a study's trials.
 
     Attributes:
-        rows: One per trial.
-        horizon: Where the next reading starts.
+        seen: The highest trial id read so far.
+        unfinished: Ids up to that which were not finished then.
+        loaded: Those of them of which everything up to `horizon` is known.
+        horizon: Where the next reading of running trials starts.
     """
 
-    rows: Rows
-    horizon: str
+    seen: int = -1
+    unfinished: set[int] = field(default_factory=set)
+    loaded: set[int] = field(default_factory=set)
+    horizon: str = _ONLY_WHOLE
+
+    def _parameters(self, study_id: int) -> dict[str, Any]:
+        return {"study_id": study_id, "seen": self.seen, "unfinished": list(self.unfinished)}
 
 
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
     """Return a trial and the id of its study, or None if there is no such trial."""
-    rows = database.rows(_BY_ID, {"trial_id": trial_id, "horizon": _ONLY_WHOLE})
+    rows = read_rows(database, [trial_id])
     return (whole(rows[0]), rows[0].study_id) if rows else None
 
 
+def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
+    """Return the rows of some trials with all details, by id."""
+    return database.rows(_BY_IDS, {"trial_ids": list(trial_ids), "horizon": _ONLY_WHOLE}) if trial_ids else []
+
+
 def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> list[FrozenTrial]:
-    """Return the study's trials in some states.
+    """Return the study's trials in some states, by id.
 
     Raises:
         KeyError: There is no such study.
     """
-    rows = database.rows(_BY_STATE, {"study_id": study_id, "states": list(states), "horizon": _ONLY_WHOLE})
-    return [whole(row) for row in _of_study(rows, study_id)]
+    rows = database.rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
+    _of_study(rows, study_id)
+    return [whole(row) for row in read_rows(database, rows[0].found) if row.state in states]
 
 
-def read_news(
-    database: Database,
-    study_id: int,
-    *,
-    seen: int,
-    unfinished: set[int],
-    loaded: set[int],
-    horizon: str,
-    everything: bool,
-) -> News:
+def read_newly_finished(database: Database, study_id: int, known: Known) -> tuple[Rows, Rows]:
+    """Read which trials have finished, without reading those that run.
+
+    Returns:
+        Rows of the trials that have, with all details, and rows of those that are new and have not, without any.
+
+    Raises:
+        KeyError: There is no such study.
+    """
+    rows = _of_study(database.rows(_NEWLY_FINISHED, known._parameters(study_id)), study_id)
+    finished = [row.trial_id for row in rows if STATES[row.state] in FINISHED]
+    return read_rows(database, finished), [row for row in rows if STATES[row.state] not in FINISHED]
+
+
+def read_news(database: Database, study_id: int, known: Known) -> tuple[Rows, str]:
     """Read what is new in a study.
 
-    Args:
-        database: Where.
-        study_id: The study.
-        seen: The highest trial id read so far.
-        unfinished: Ids up to that which were not finished then.
-        loaded: Those of them that were read whole, up to `horizon`.
-        horizon: Given by the last reading with `everything`.
-        everything: Whether running and waiting trials are wanted too; otherwise rows of such trials that are new have
-            no details.
+    Returns:
+        Rows of all trials that are unfinished, or were; and the horizon for the next reading.
 
     Raises:
         KeyError: There is no such study.
     """
-    parameters = {
-        "study_id": study_id,
-        "seen": seen,
-        "unfinished": list(unfinished),
-        "loaded": list(loaded),
-        "horizon": horizon,
-        "unfinished_too": everything,
-    }
-    rows = database.rows(_NEWS_OF_ALL if everything else _NEWS_OF_FINISHED, parameters)
-    return News(_of_study(rows, study_id), rows[0].horizon)
+    parameters = known._parameters(study_id) | {"loaded": list(known.loaded), "horizon": known.horizon}
+    rows = database.rows(_NEWS, parameters)
+    return _of_study(rows, study_id), rows[0].horizon
 
 
 def _of_study(rows: Rows, study_id: int) -> Rows:
     if not rows:
         raise KeyError(f"there is no study with id {study_id}")
-    return [row for row in rows if row.trial_id is not None]
+    return [row for row in rows if getattr(row, "trial_id", None) is not None]
 
 
 def whole(row: sa.Row[Any]) -> FrozenTrial:

@@ -451,6 +451,48 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
     assert rows(engine, overlapping)[0][0] == 0
 
 
+EIGHT_PROGRAM = """
+import sys
+from storage.claims import Claim, Claims
+from storage.connect import make_engine
+engine = make_engine(sys.argv[1], application_name="w")
+print("ready", flush=True)
+for line in sys.stdin:
+    claims, done = Claims(engine, int(line), worker="w"), 0
+    while isinstance(claim := claims.claim(), Claim):
+        claims.settle(claim, "COMPLETE", "complete", value=1.0)
+        done += 1
+    print(done, flush=True)
+"""
+
+
+def test_eight_workers_run_exactly_the_budget_fifty_times_in_a_row(storage: BaseStorage, database_url: str) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", EIGHT_PROGRAM, database_url]
+    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
+
+    def replies() -> list[str]:
+        return [worker.stdout.readline().strip() for worker in workers if worker.stdout]
+
+    def search(study_id: int) -> int:
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write(f"{study_id}\n")
+            worker.stdin.flush()
+        return sum(map(int, replies()))
+
+    assert replies() == ["ready"] * 8
+    for time_ in range(50):
+        study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], f"s{time_}")
+        budget(storage, study_id, n_trials=20)
+        assert search(study_id) == 20
+        assert search(study_id) == 0, "started again"
+        trials = storage.get_all_trials(study_id)
+        assert [(t.number, t.state) for t in trials] == [(n, TrialState.COMPLETE) for n in range(20)]
+    for worker in workers:
+        worker.communicate()
+
+
 def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     query = "SELECT value_json FROM study_user_attributes WHERE key = :key"
     assert json.loads(rows(engine, query, key=SPEC)[0].value_json) == {"n_trials": 2, "retries": 1}

@@ -1,8 +1,12 @@
 """What several tests of the training loop share."""
 
 import torch
+from torch import nn
 
+from objectives.training import TrainConfig, Trainer, Verdict
 from objectives.training.build import build
+from objectives.training.epoch import RunningMetrics, train_step
+from objectives.training.guards import Point
 from objectives.training.reproducibility import set_seed
 
 
@@ -27,3 +31,50 @@ def same_result(found, expected):
     assert (found.best_epoch, found.best_value) == (expected.best_epoch, expected.best_value)
     weights = expected.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in found.model.state_dict().items())
+
+
+POINT = Point(epoch=0, step=0, batch=0, lr=0.1)
+
+
+def built(objective, epochs=3, **settings):
+    """A run on the CPU at a constant rate."""
+    settings = {"warmup_fraction": 0.0, "schedule": "constant", **settings}
+    config = TrainConfig(**settings)
+    return build(objective, config, epochs=epochs, seed=0, split_seed=0, device=torch.device("cpu"))[0]
+
+
+def take_step(run, *window):
+    """One optimizer step over the training rows of each micro-batch."""
+    batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
+    return train_step(run, batches, POINT, RunningMetrics(run.metrics))
+
+
+def weights_of(run):
+    """A copy of all trained parameters, flat."""
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+
+
+class Memory:
+    """A session that keeps everything in memory and answers as told."""
+
+    def __init__(self, answers=None):
+        self.answers = answers or {}
+        self.saved, self.reported, self.logged = [], [], []
+
+    def restore(self):
+        return None
+
+    def save(self, state, *, best):
+        self.saved.append((len(state["history"]) - 1, best))
+
+    def report(self, record):
+        self.reported.append(record)
+        return self.answers.get(record.epoch, Verdict.CONTINUE)
+
+    def log(self, path):
+        self.logged.append(path)
+
+
+def fit(objective, config=None, **settings):
+    config = config or TrainConfig(lr=0.02, batch_size=32)
+    return Trainer(objective, config, **{"epochs": 5, "seed": 0, **settings}).fit()

@@ -8,12 +8,16 @@ import torch
 from torch import nn
 
 from objectives import load_objective
-from objectives.training import TrainConfig, Trainer
+from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
 from objectives.training.accelerate import peak_memory
 from tests.objectives.training.support import exact, same_result, started
 
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.2}
 MLP = {"kind": "mlp", "layers": 3, "width": 16, "dropout": 0.2}
+
+needs_headers = pytest.mark.skipif(
+    not Path(sysconfig.get_paths()["include"], "Python.h").exists(), reason="needs Python's headers to compile with"
+)
 
 
 def _fit(objective, config, epochs=2):
@@ -63,9 +67,7 @@ def test_channels_last_reaches_the_convolutions_and_not_the_result():
     assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
 
 
-@pytest.mark.skipif(
-    not Path(sysconfig.get_paths()["include"], "Python.h").exists(), reason="needs Python's headers to compile with"
-)
+@needs_headers
 def test_a_model_is_compiled_when_asked_for(wine):
     plain = _fit(wine, TrainConfig(batch_size=16), epochs=3)
     torch._dynamo.reset()
@@ -123,3 +125,40 @@ def test_peak_memory_is_recorded_on_a_gpu(wine):
     result = Trainer(wine, TrainConfig(), epochs=1, seed=0, device="cuda").fit()
     assert result.memory
     assert result.history[0].metrics["peak_memory_bytes"] > 0
+
+
+@needs_headers
+def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch, tmp_path):
+    class Stopping(LocalSession):
+        def report(self, record):
+            super().report(record)
+            return Verdict.STOP
+
+    config = TrainConfig(compile=True)
+    first = Trainer(wine, config, epochs=2, seed=0, session=Stopping(tmp_path)).fit()
+    assert (first.status, first.resume_note) == ("stopped", None)
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no compiler here")
+
+    import torch._inductor.compile_fx
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
+    result = Trainer(wine, config, epochs=2, seed=0, session=LocalSession(tmp_path)).fit()
+    assert "not exact after epoch 0: compiled True -> False" in result.resume_note
+    assert "no compiler here" in result.resume_note
+
+
+def test_the_memory_that_a_device_counts_is_recorded_and_reported(wine, monkeypatch, tmp_path):
+    """No GPU is needed to see where the number goes."""
+    from objectives.training import result, trainer
+
+    assert trainer.peak_memory is result.peak_memory is peak_memory
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
+    assert peak_memory(torch.device("cuda:1")) == 5 * 2**20
+    for module in (trainer, result):
+        monkeypatch.setattr(module, "peak_memory", lambda _device: peak_memory(torch.device("cuda")))
+    found = Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
+    assert found.memory == found.history[0].metrics["peak_memory_bytes"] == 5 * 2**20
+    assert "peak device memory 5 MiB" in (tmp_path / "report.md").read_text()

@@ -6,7 +6,7 @@ from objectives import load_objective
 from objectives.training import Standardize, TrainConfig, Trainer, evaluate
 from objectives.training.averaging import EvenAverage, build_average
 from objectives.training.epoch import train_epoch
-from tests.objectives.training.support import started
+from tests.objectives.training.support import built, started, take_step
 
 SWA = TrainConfig(optimizer="sgd", lr=0.2, batch_size=16, swa_fraction=0.5, schedule="constant", warmup_fraction=0.0)
 
@@ -79,3 +79,20 @@ def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):
     ]
     # The first mean is of one epoch's weights, with batch norm's statistics taken anew.
     assert same == [True, True, True, False, False, False]
+
+
+def test_the_moving_average_follows_its_formula_and_takes_the_buffers(objective_with):
+    def model(_self, _config, train):
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    run = built(objective_with(model=model), ema_decay=0.5, lr=0.05)
+    take_step(run, range(20))
+    expected = run.model[1].weight.detach().clone()
+    for count in range(1, 4):
+        take_step(run, range(20 * count, 20 * count + 20))
+        decay = min(0.5, (1 + count) / (10 + count))
+        expected = decay * expected + (1 - decay) * run.model[1].weight.detach()
+    torch.testing.assert_close(run.judged[1].weight, expected)
+    assert run.judged is not run.model
+    assert torch.equal(run.judged[2].running_mean, run.model[2].running_mean)
+    assert torch.equal(run.judged[0].mean, run.model[0].mean)

@@ -1,7 +1,9 @@
 import os
 import pickle
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +175,22 @@ def test_a_logged_file_is_kept(tmp_path):
     session.log(made)
     session.log(tmp_path / "run" / "elsewhere.txt")
     assert (tmp_path / "run" / "elsewhere.txt").read_text() == "x"
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A crash of the machine must not leave the name on an empty file, nor lose the name."""
+    done = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(handle):
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renamed(path, target):
+        done.append(f"{'whole' if torch.load(path, weights_only=True) else ''} renamed")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    assert done == ["file", "whole renamed", "folder"]

@@ -1,13 +1,19 @@
 """A run keeps what it takes to repeat it: the source's commit, and how the source differs from it."""
 
+import hashlib
+import inspect
+import platform
 import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import yaml
 
 from objectives import load_objective
-from objectives.training import TrainConfig, Trainer
-from objectives.training.environment import uncommitted
+from objectives.training import LocalSession, TrainConfig, Trainer, checkpoint
+from objectives.training.environment import EXACT, uncommitted
 
 SOURCE = """
 from tests.objectives.conftest import Wine
@@ -72,3 +78,29 @@ def test_a_diff_is_bounded(repository):
 
 def test_outside_of_git_there_is_none(tmp_path):
     assert uncommitted(tmp_path) == ""
+
+
+def test_what_a_run_ran_on_is_kept(wine, tmp_path):
+    Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
+    found = yaml.safe_load((tmp_path / "config.yaml").read_text())["environment"]
+    for library in ("torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer"):
+        assert found[library] == metadata.version(library)
+    assert found["python"] == platform.python_version()
+    assert (found["device"], found["device_name"], found["threads"]) == ("cpu", "cpu", 1)
+    assert found["machine"] == platform.machine()
+    assert found["command"] == " ".join(sys.argv)
+    source = Path(inspect.getsourcefile(type(wine)))
+    assert found["source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert found["compiled"] is False
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "device"])
+def test_a_resume_elsewhere_is_not_exact(wine, tmp_path, name):
+    session = LocalSession(tmp_path)
+    Trainer(wine, TrainConfig(), epochs=1, seed=0, session=session).fit()
+    state = session.restore()
+    now = state["environment"][name]
+    state["environment"][name] = "another"
+    checkpoint.write(session.last_path, {**state, "history": state["history"]})
+    result = Trainer(wine, TrainConfig(), epochs=1, seed=0, session=LocalSession(tmp_path)).fit()
+    assert result.resume_note == f"not exact after epoch 0: {name} another -> {now}"

@@ -164,3 +164,40 @@ def test_an_error_of_augmentation_is_told_in_a_line_with_its_place(objective_wit
 def test_augment_must_not_fail_to_be_made(objective_with):
     with pytest.raises(ObjectiveError, match=r"Changed.augment: .*ZeroDivisionError"):
         _fit(objective_with(augment=lambda *_: 1 / 0), None)
+
+
+def test_data_in_memory_need_no_loader(wine, monkeypatch):
+    monkeypatch.setattr(torch_data, "DataLoader", None)
+    run = started(wine, TrainConfig(batch_size=16))
+    (x, y) = next(run.feed.windows(0))[0].get()
+    assert (len(x), len(y)) == (16, 16)
+
+
+@pytest.mark.parametrize("workers", [None, 0])
+def test_each_epoch_has_an_order_of_its_own(wine, workers):
+    run = started(wine, TrainConfig(batch_size=16, num_workers=workers))
+
+    def order(epoch):
+        return torch.cat([batch.get()[0] for window in run.feed.windows(epoch) for batch in window])
+
+    assert torch.equal(order(0), order(0))
+    assert not torch.equal(order(0), order(1))
+
+
+def test_batches_go_to_the_device_without_waiting(wine):
+    """Pinned memory alone gains nothing: the copy has to be asked for as one that need not be waited for."""
+
+    class Pinned:
+        def to(self, device, *, non_blocking=False):
+            return device, non_blocking
+
+    run = started(wine, TrainConfig(batch_size=16, num_workers=0))
+    assert run.feed._move(Pinned(), Pinned()) == ((CPU, True), (CPU, True))
+
+
+def test_the_short_last_batch_of_training_is_left_out_unless_told(wine):
+    sizes = [
+        [batch.size for window in started(wine, config).feed.windows(0) for batch in window]
+        for config in (TrainConfig(batch_size=16), TrainConfig(batch_size=16, drop_last=False))
+    ]
+    assert sizes == [[16] * 6, [16] * 6 + [10]]

@@ -222,3 +222,78 @@ def test_the_settings_reach_the_optimizer():
     ]
     adamw = build_optimizer(model, TrainConfig(beta1=0.8, beta2=0.9), CPU)
     assert adamw.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+NAMED = {
+    "sgd": "torch.SGD",
+    "adam": "torch.Adam",
+    "adamw": "torch.AdamW",
+    "nadam": "torch.NAdam",
+    "rmsprop": "torch.RMSprop",
+    "adagrad": "torch.Adagrad",
+    "muon": "pytorch_optimizer.Muon",
+    "lion": "pytorch_optimizer.Lion",
+    "lamb": "pytorch_optimizer.Lamb",
+    "lars": "pytorch_optimizer.LARS",
+    "ranger": "pytorch_optimizer.Ranger",
+    "lookahead": "pytorch_optimizer.Lookahead",
+    "sam": "pytorch_optimizer.SAM",
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_each_name_is_the_optimizer_that_it_says(name):
+    kind = type(build_optimizer(_net(), TrainConfig(optimizer=name), CPU))
+    assert f"{kind.__module__.partition('.')[0]}.{kind.__name__}" == NAMED[name]
+
+
+@pytest.mark.parametrize(
+    ("names", "setting", "expected"),
+    [
+        ("sgd rmsprop lars", {"momentum": 0.7}, {"momentum": 0.7}),
+        ("adam adamw nadam lion lamb ranger", {"beta1": 0.8, "beta2": 0.95}, {"betas": (0.8, 0.95)}),
+        ("sgd lars", {"nesterov": True}, {"nesterov": True}),
+        (" ".join(sorted(set(OPTIMIZERS))), {"weight_decay": 0.3, "lr": 0.02}, {"weight_decay": 0.3, "lr": 0.02}),
+    ],
+)
+def test_the_settings_reach_every_optimizer_that_knows_them(names, setting, expected):
+    for name in names.split():
+        group = build_optimizer(_net(), TrainConfig(optimizer=name, **setting), CPU).param_groups[0]
+        assert {key: group[key] for key in expected} == expected, name
+
+
+def test_muon_gives_its_settings_to_both_of_its_parts():
+    config = TrainConfig(optimizer="muon", momentum=0.7, beta1=0.8, beta2=0.95, lr=0.02)
+    groups = {group["name"]: group for group in build_optimizer(_net(), config, CPU).param_groups}
+    assert (groups["muon"]["use_muon"], groups["muon"]["momentum"]) == (True, 0.7)
+    assert (groups["decay"]["use_muon"], groups["decay"]["betas"]) == (False, (0.8, 0.95))
+    assert {group["lr"] for group in groups.values()} == {0.02}
+
+
+def test_lookahead_follows_each_so_many_steps():
+    config = TrainConfig(optimizer="lookahead", base_optimizer="sgd", lookahead_steps=3, lookahead_alpha=0.25, lr=0.1)
+    fast = TrainConfig(optimizer="sgd", lr=0.1)
+    x, y = _task()
+    models = [_net(), _net()]
+    optimizers = [build_optimizer(model, each, CPU) for model, each in zip(models, (config, fast), strict=True)]
+    start = [p.detach().clone() for p in models[0].parameters()]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _steps(model, optimizer, x, y, 3)
+    for slow, quick, first in zip(models[0].parameters(), models[1].parameters(), start, strict=True):
+        torch.testing.assert_close(slow, first + 0.25 * (quick - first))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("sgd", "fused"),
+        ("adam", "fused"),
+        ("adamw", "fused"),
+        ("nadam", "foreach"),
+        ("rmsprop", "foreach"),
+        ("adagrad", "foreach"),
+    ],
+)
+def test_torchs_optimizers_take_all_parameters_in_one_kernel(name, kernel):
+    optimizer = build_optimizer(_net(), TrainConfig(optimizer=name), CPU)
+    assert {group[kernel] for group in optimizer.param_groups} == {True}

@@ -188,3 +188,19 @@ def test_the_flow_of_gradients_is_drawn_from_the_noted_steps(wine, tmp_path):
     assert {"epoch", "step", "lr", "loss", "grad_norm", "layers"} == set(steps[0])
     _report(wine, tmp_path / "quiet", TrainConfig(log_every=None))
     assert not (tmp_path / "quiet" / "gradients.png").exists()
+
+
+def test_the_share_of_the_largest_class_stands_beside_the_accuracy(objective_with, tmp_path):
+    def data(_self, seed):
+        torch.manual_seed(seed)
+        return Splits.make(torch.randn(200, 13), (torch.arange(200) % 10 == 0).long(), seed=seed)
+
+    _, text = _report(objective_with(data=data), tmp_path / "uneven")
+    assert "| (largest class) | 0.9 | 0.9 | |" in text
+    warned = (tmp_path / "uneven" / "train.log").read_text()
+    assert "90% of the training samples are of one class, and so much accuracy costs nothing" in warned
+    _report(objective_with(data=data, metric="macro_f1"), tmp_path / "f1")
+    assert "costs nothing" not in (tmp_path / "f1" / "train.log").read_text()
+    _, even = _report(objective_with(), tmp_path / "even")
+    assert re.search(r"\| \(largest class\) \| 0\.405\d+ \| 0\.388\d+ \| \|", even)
+    assert "costs nothing" not in (tmp_path / "even" / "train.log").read_text()

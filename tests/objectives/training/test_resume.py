@@ -10,6 +10,7 @@ import torch
 
 from objectives import ObjectiveError, load_objective
 from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from tests.objectives.training.support import exact, same_result
 
 EPOCHS = 3
 FILES = {"report.md", "config.yaml", "metrics.jsonl", "steps.jsonl", "train.log", "curves.png", "gradients.png"}
@@ -66,18 +67,6 @@ def _trainer(config, run_dir=None, session=None, **changed):
     return Trainer(load_objective("digits"), config, **settings)
 
 
-def _exact(history):
-    timed = ("epoch_seconds", "samples_per_second")
-    return [(r.epoch, {k: v for k, v in r.metrics.items() if k not in timed}) for r in history]
-
-
-def _same_result(found, expected):
-    assert _exact(found.history) == _exact(expected.history)
-    assert (found.best_epoch, found.best_value) == (expected.best_epoch, expected.best_value)
-    weights = expected.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.model.state_dict().items())
-
-
 @pytest.fixture(scope="module")
 def undisturbed():
     done = {}
@@ -103,7 +92,7 @@ def test_ended_at_any_epoch_and_resumed(tmp_path, undisturbed, name, epoch, poin
     result = _trainer(CONFIGS[name], run_dir=tmp_path).fit()
     assert result.status == "completed"
     assert result.resume_note is None
-    _same_result(result, undisturbed(name))
+    same_result(result, undisturbed(name))
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == EPOCHS
 
 
@@ -111,7 +100,7 @@ KILLED = """
 import sys, signal, os, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_resume import CONFIGS, Dying, _trainer
+from tests.objectives.training.test_resume import CONFIGS, Dying, _trainer
 torch.set_num_threads(1)
 run_dir, name, epoch, point = sys.argv[2:]
 session = Dying(Path(run_dir), int(epoch), point, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -121,15 +110,15 @@ _trainer(CONFIGS[name], session=session).fit()
 
 @pytest.mark.parametrize(("epoch", "point"), [(1, "unreported"), (2, "unsaved")])
 def test_killed_by_the_system_and_resumed_by_another_process(tmp_path, undisturbed, epoch, point):
-    here = str(Path(__file__).parent)
+    root = str(Path(__file__).parents[3])
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, here, str(tmp_path), "cnn", str(epoch), point],
+        [sys.executable, "-c", KILLED, root, str(tmp_path), "cnn", str(epoch), point],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    _same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
+    same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
 
 
 def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbed):
@@ -137,7 +126,7 @@ def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbe
         _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", _die)).fit()
     last = tmp_path / "last.pt"
     last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    _same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
+    same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
 
 
 def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
@@ -145,7 +134,7 @@ def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undis
     monkeypatch.setattr("objectives.training.trainer.train_epoch", None)
     again = _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
     assert again.status == "completed"
-    _same_result(again, undisturbed("cnn"))
+    same_result(again, undisturbed("cnn"))
 
 
 class Recording(LocalSession):
@@ -174,12 +163,12 @@ def test_a_stopped_run_saves_first_hands_over_nothing_and_goes_on_later(tmp_path
     assert first.status == "stopped"
     assert session.calls == [("save", 0), ("report", 0), ("save", 1), ("report", 1)]
     assert session.logged == []
-    assert _exact(first.history) == _exact(undisturbed("cnn").history[:2])
+    assert exact(first.history) == exact(undisturbed("cnn").history[:2])
     again = Recording(tmp_path)
     second = _trainer(CONFIGS["cnn"], session=again).fit()
     assert again.calls[:4] == [("report", 0), ("report", 1), ("save", 2), ("report", 2)]
     assert set(again.logged) - {"changes.diff"} == FILES
-    _same_result(second, undisturbed("cnn"))
+    same_result(second, undisturbed("cnn"))
     assert [r.timestamp for r in second.history[:2]] == [r.timestamp for r in first.history]
 
 
@@ -205,7 +194,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
     assert len(undisturbed.history) == 4
     with pytest.raises(DiedError):
         _trainer(config, session=Dying(tmp_path, 2, "reported", _die), epochs=9).fit()
-    _same_result(_trainer(config, run_dir=tmp_path, epochs=9).fit(), undisturbed)
+    same_result(_trainer(config, run_dir=tmp_path, epochs=9).fit(), undisturbed)
     assert len(_trainer(config, run_dir=tmp_path, epochs=9).fit().history) == 4
 
 

@@ -218,3 +218,71 @@ def test_a_run_gives_the_plateau_its_metric_each_epoch(wine):
     history = Trainer(wine, config, epochs=5, seed=0).fit().history
     assert len({record.metrics["val_accuracy"] for record in history}) == 1, "nothing is learned at such a rate"
     assert [record.metrics["lr"] for record in history] == pytest.approx([1e-9, 1e-9, 5e-10, 2.5e-10, 1.25e-10])
+
+
+def test_linear_and_exponential_follow_their_formulas():
+    settings = {"lr": 0.1, "warmup_fraction": 0.0, "min_lr_fraction": 0.01}
+    linear = _first(TrainConfig(schedule="linear", **settings))
+    assert linear == pytest.approx([0.1 * (0.01 + 0.99 * (1 - step / STEPS)) for step in range(STEPS)])
+    expected = _torchs(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.01 ** (1 / STEPS)))
+    assert _first(TrainConfig(schedule="exponential", **settings)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_no_schedule_touches_what_is_not_the_rate(name):
+    """torch's OneCycleLR cycles the first beta unless told not to."""
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, betas=(0.85, 0.99))
+    schedule = build_schedule(optimizer, TrainConfig(lr=0.1, schedule=name), STEPS)
+    for epoch in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        schedule.end_epoch(float(epoch))
+        assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({"accumulate": 2}, 3), ({"accumulate": 4, "drop_last": False}, 2)])
+def test_a_run_is_laid_out_over_the_steps_that_are_really_taken(wine, settings, steps):
+    """106 samples in batches of 16: six or seven micro-batches, so three or two optimizer steps an epoch."""
+    config = TrainConfig(lr=0.1, schedule="linear", warmup_fraction=0.0, batch_size=16, **settings)
+    history = Trainer(wine, config, epochs=4, seed=0).fit().history
+    last_of_each = [0.1 * (1 - (steps * epoch + steps - 1) / (4 * steps)) for epoch in range(4)]
+    assert [record.metrics["lr"] for record in history] == pytest.approx(last_of_each)
+
+
+def test_a_step_schedule_falls_between_epochs_of_a_run(wine):
+    config = TrainConfig(lr=0.1, schedule="step", decay_epochs=2, warmup_fraction=0.0, batch_size=16, accumulate=2)
+    history = Trainer(wine, config, epochs=5, seed=0).fit().history
+    assert [record.metrics["lr"] for record in history] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
+
+
+class _Count:
+    """A metric that gets better, or worse, by one each time it is computed."""
+
+    def __init__(self, sign):
+        self.sign, self.count = sign, 0
+
+    def reset(self):
+        pass
+
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        self.count += self.sign
+        return {"count": self.count}
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_a_run_tells_the_plateau_which_way_is_better(objective_with, direction):
+    config = TrainConfig(lr=0.1, schedule="plateau", plateau_patience=0, warmup_fraction=0.0, batch_size=16)
+    rates = {}
+    for sign in (1, -1):
+        changed = {"metric": "count", "direction": direction, "metrics": lambda *_, sign=sign: _Count(sign)}
+        history = Trainer(objective_with(**changed), config, epochs=4, seed=0).fit().history
+        rates[sign] = [record.metrics["lr"] for record in history]
+    better = 1 if direction == "maximize" else -1
+    assert rates[better] == [0.1] * 4
+    assert rates[-better] == pytest.approx([0.1, 0.1, 0.01, 0.001])

@@ -85,3 +85,10 @@ def test_it_repeats_and_leaves_the_process_as_it_was(wine):
 def test_a_mistake_in_the_objective_is_told(objective_with):
     with pytest.raises(ObjectiveError, match="no parameters to train"):
         smoke(objective_with(model=lambda *_: nn.Flatten()))
+
+
+def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
+    result = smoke(objective_with(model=_cut), seconds=0.0)
+    assert not result.passed
+    assert len(result.losses) == 2, "a look after the first steps, and no other rate"
+    assert "after 25 steps, when time was up, and should be below 0.01" in result.reason

@@ -1,0 +1,102 @@
+"""`objectives` runs where there is nothing but torch, numpy, scikit-learn and what these need themselves."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ALONE = '''
+import importlib, importlib.machinery, pkgutil, sys
+from pathlib import Path
+
+ALLOWED = set(sys.argv[2].split(","))
+
+
+class Few(importlib.machinery.PathFinder):
+    """Finds what is allowed, as where nothing else is installed."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top in sys.stdlib_module_names or top in ALLOWED or top.startswith("_sysconfigdata")
+        return super().find_spec(name, path, target) if known else None
+
+
+others = [finder for finder in sys.meta_path if finder.__module__ == "_frozen_importlib"]  # built-in and frozen
+sys.meta_path[:] = [*others, Few]
+import objectives
+
+for module in pkgutil.walk_packages(objectives.__path__, "objectives."):
+    importlib.import_module(module.name)
+
+import torch
+from objectives.digits import Digits
+from objectives.training import TrainConfig, Trainer
+
+
+class Accuracy:
+    def reset(self):
+        self.right, self.count = torch.zeros(()), 0
+
+    def update(self, output, target):
+        self.right, self.count = self.right + (output.argmax(1) == target).sum(), self.count + len(target)
+
+    def compute(self):
+        return {"accuracy": self.right / self.count}
+
+    def to(self, device):
+        return self
+
+
+class Alone(Digits):
+    def metrics(self, train):
+        return Accuracy()
+
+
+config = TrainConfig(lr=1e-2, ema_decay=0.9, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.1})
+for epochs in (2, 2):  # the second goes on from the first: there is nothing left to train
+    result = Trainer(Alone(), config, epochs=epochs, seed=0, run_dir=Path(sys.argv[1])).fit()
+print(result.best_value, sorted(path.name for path in Path(sys.argv[1]).iterdir()))
+'''
+
+
+def _modules_of(*distributions: str) -> set[str]:
+    """The top-level modules of distributions and of all that they require."""
+    providers: dict[str, set[str]] = {}
+    for module, names in importlib.metadata.packages_distributions().items():
+        for name in names:
+            providers.setdefault(_normal(name), set()).add(module)
+    found, waiting = set[str](), [_normal(name) for name in distributions]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            required = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another system, or an extra
+        waiting += [_normal(re.split(r"[^\w.-]", line)[0]) for line in required if "extra ==" not in line]
+    return {module for name in found for module in providers.get(name, set())}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_objectives_run_with_torch_numpy_and_scikit_learn_alone(tmp_path: Path) -> None:
+    allowed = _modules_of("torch", "numpy", "scikit-learn") | {"objectives"}
+    assert {"torch", "sklearn", "scipy", "sympy"} <= allowed
+    assert not {"torchmetrics", "pytorch_optimizer", "matplotlib", "yaml", "optuna", "mlflow"} & allowed
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "run"), ",".join(sorted(allowed))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report.md" in done.stdout

@@ -1,0 +1,79 @@
+"""Mistakes in an objective or in the settings of a run are told before training."""
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import ObjectiveError, load_objective
+from objectives.training import Dataset, Splits, Trainer
+from tests.objectives.training.support import Memory, fit
+
+
+def _wine_but(**parts):
+    def data(_self, seed):
+        good = load_objective("breast_cancer").data(seed)
+        return Splits(**{"train": good.train, "val": good.val, "test": good.test, **parts})
+
+    return data
+
+
+NET = nn.Linear(13, 3)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"data": lambda *_: (1, 2)}, "Changed.data must return Splits, not tuple"),
+        ({"data": _wine_but(val=Dataset(torch.zeros(0, 30), torch.zeros(0).long()))}, "validation split is empty"),
+        ({"data": lambda *_: 1 / 0}, r"Changed.data: .*test_mistakes.py:\d+: ZeroDivisionError: division by zero"),
+        ({"model": lambda *_: "net"}, "model\\(\\) must return a torch.nn.Module, not str"),
+        ({"model": lambda *_: nn.Flatten()}, "has no parameters to train"),
+        ({"model": lambda *_: nn.Linear(12, 3)}, "Changed on the validation split: RuntimeError: .*shapes cannot be"),
+        ({"model": lambda *_: nn.Linear(13, 2)}, r"gives \[2\] outputs a sample, but labels go up to 2"),
+        ({"model": lambda *_: nn.Sequential(NET, nn.Flatten(0))}, r"gives \[6\] for 2 inputs: keep the first dim"),
+        ({"model": lambda *_: nn.LSTM(13, 3)}, "the model must return one tensor, not tuple"),
+        ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
+        ({"metric": "acuracy"}, "no built-in metric 'acuracy': did you mean 'accuracy'"),
+        ({"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)}, "which metrics\\(\\) does not"),
+        ({"metric": "loss"}, "loss is to minimize, so set direction = 'minimize'"),
+        ({"direction": "minimize"}, "accuracy is to maximize, so set direction = 'maximize'"),
+    ],
+)
+def test_a_mistake_in_the_objective_is_told_before_training(objective_with, tmp_path, replaced, message):
+    session = Memory()
+    with pytest.raises(ObjectiveError, match=message) as caught:
+        fit(objective_with(**replaced), session=session)
+    assert "\n" not in str(caught.value)
+    assert not session.saved
+    assert not session.reported
+
+
+def test_auroc_on_a_split_of_one_class_is_refused_before_training():
+    good = load_objective("breast_cancer")
+
+    class OneClass(type(good)):
+        def data(self, seed):
+            splits = super().data(seed)
+            only = (splits.val.y == 1).nonzero()[:, 0]
+            return Splits(splits.train, splits.val.take(only), splits.test)
+
+    with pytest.raises(ObjectiveError, match="auroc needs both classes, but all 43 labels of a split are 1"):
+        fit(OneClass(), good.default_config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, not 0"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"device": "toaster"}, "device 'toaster' cannot be used"),
+    ],
+)
+def test_bad_settings_of_a_run_are_refused(wine, settings, message):
+    with pytest.raises(ObjectiveError, match=message):
+        fit(wine, **settings)
+
+
+def test_a_configuration_must_be_one(wine):
+    with pytest.raises(ObjectiveError, match="must be a TrainConfig, not dict"):
+        Trainer(wine, {"lr": 0.1}, epochs=1, seed=0)
