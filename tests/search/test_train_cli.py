@@ -198,3 +198,16 @@ def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--set", "lr=0.5")
     assert code == 2
     assert "another run: lr is 0.01 there and 0.5 here" in err
+
+
+def test_what_a_run_warns_of_is_printed(capsys) -> None:
+    code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
+    assert (code, err) == (0, "hpsearch: batch_size 5000 is more than the 1077 training samples: a step takes all\n")
+    for name in ("last.pt", "previous.pt"):
+        Path("a", name).write_bytes(b"torn")
+    code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    assert code == 0
+    assert "epoch   0" in out
+    lines = err.splitlines()
+    assert "last.pt is torn or was changed" in lines[0]
+    assert "no checkpoint in a can be trusted: the run starts anew" in lines[-1]
