@@ -73,7 +73,9 @@ class Judge:
         return lambda number: bracket_of(self._spec.name, number, parts) == bracket
 
     def _finished(self) -> list[FrozenTrial]:
-        return self._storage.finished_trials(self._study_id, (TrialState.COMPLETE,), max_age=self._max_age)
+        if self._max_age > 0:
+            return self._storage.finished_trials(self._study_id, (TrialState.COMPLETE,), max_age=self._max_age)
+        return self._storage.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
 
 
 def halving_of(spec: StudySpec, number: int) -> Halving | None:

@@ -57,20 +57,25 @@ class StudyCache:
             KeyError: There is no such study.
         """
         with self.lock:
-            now = time.monotonic()
-            if self._known.seen < 0:
-                for trial in read_study(database, self.study_id):
-                    self._put(trial)
-            if states <= FINISHED:
-                if now - self._looked >= max_age:
-                    self._read_finished(database)
-                    self._looked = now
-                if states not in self._finished:
-                    self._finished[states] = self._of(states)
-                return self._finished[states].copy()
+            now, only_finished = time.monotonic(), states <= FINISHED
+            if not only_finished or now - self._looked >= max_age:
+                self._read(database, only_finished=only_finished)
+                self._looked = now
+            if not only_finished:
+                return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
+            if states not in self._finished:
+                self._finished[states] = self._of(states)
+            return self._finished[states].copy()
+
+    def _read(self, database: Database, *, only_finished: bool) -> None:
+        is_cold = self._known.seen < 0
+        if is_cold:
+            for trial in read_study(database, self.study_id):
+                self._put(trial)
+        if not only_finished:
             self._read_all(database)
-            self._looked = now
-            return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
+        elif not is_cold:
+            self._read_finished(database)
 
     def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
         return [trial for trial in self._trials if trial.state in states]

@@ -6,8 +6,8 @@ A trial is ask, four suggestions, ten epochs of report and should_prune, and tel
 otherwise. `worker` does it as `hpsearch worker` does: a claim with a lease, the suggestions written together, fenced
 reports, a settlement. `ours`, `rdb` and `grpc` (where grpcio is installed) go through Optuna's public interface.
 
-"Storage" is the time inside the storage, so that the sampler's and the pruner's own arithmetic does not count. The kinds
-take turns, trial by trial, so that what else the machine does hits them alike; medians are shown.
+"Storage" is the time inside the storage, so that the sampler's and the pruner's own arithmetic does not count. The
+kinds take turns, trial by trial, so that what else the machine does hits them alike; medians are shown.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from search.pruning import Judge
+from search.spec import parse_spec
 from storage.claims import SPEC, Claim, Claims
 from storage.migrate import migrate
 from storage.postgres import Server
@@ -58,20 +60,34 @@ SPACE = {
 }
 
 
+SPECIFIED = parse_spec(
+    {
+        "name": "bench",
+        "objective": "bench",
+        "metric": "score",
+        "direction": "maximize",
+        "epochs": EPOCHS + 1,
+        "n_trials": 10**6,
+        "pruner": {"name": "median", "n_warmup_steps": 0},
+    }
+)
+
+
 class Watched(BaseStorage):
     """A storage whose calls are timed."""
 
     def __init__(self, inner: BaseStorage) -> None:
         self.inner = inner
-        self.seconds = 0.0
+        self.seconds = self.cpu = 0.0  # cpu: this process's own
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
             self.seconds += time.perf_counter() - started
+            self.cpu += time.process_time() - cpu
 
 
 def _timed(name: str) -> Callable[..., object]:
@@ -134,17 +150,16 @@ class Runner:
         self.study = study_on(self.watched, name, sampler)
         self.claims: Claims | None = None
         if kind == "worker":
-            spec = {"n_trials": 10**9, "retries": 1}
-            storage.set_study_user_attr(self.study._study_id, SPEC, spec)
+            storage.set_study_user_attr(self.study._study_id, SPEC, SPECIFIED.model_dump())
             self.claims = Claims(engine_of(storage), self.study._study_id, worker="bench")
 
     def trial(self) -> dict[str, float]:
         """Run one trial and return the milliseconds of its parts."""
-        self.watched.seconds = 0.0
+        self.watched.seconds = self.watched.cpu = 0.0
         started = time.perf_counter()
         parts = self._public() if self.claims is None else self._claimed(self.claims)
         parts["trial"] = time.perf_counter() - started
-        parts["storage"] = self.watched.seconds
+        parts |= {"storage": self.watched.seconds, "cpu": self.watched.cpu}
         return {name: 1000 * seconds for name, seconds in parts.items()}
 
     def _public(self) -> dict[str, float]:
@@ -163,9 +178,9 @@ class Runner:
         return clock.parts()
 
     def _claimed(self, claims: Claims) -> dict[str, float]:
-        storage, clock, spec = self.inner, Clock(), SPECIFIED.model_copy(update={"epochs": EPOCHS + 1})
+        storage, clock = self.inner, Clock()
         assert isinstance(storage, PostgresStorage)
-        judge = Judge(spec, storage, self.study._study_id, max_age=1.0)
+        judge = Judge(SPECIFIED, storage, self.study._study_id, max_age=1.0)
         with self.watched.timed():
             claim = claims.claim()
         assert isinstance(claim, Claim)
