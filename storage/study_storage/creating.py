@@ -21,8 +21,8 @@ from storage.study_storage.database import Database, text
 _LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
 _NEXT = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
-# When this is a second try, the start, to the microsecond, tells the trial that the first one made: `floor` is an id from
-# before it. Not at the first: in a busy fleet two processes do start a trial in the same microsecond.
+# At a second try the start, to the microsecond, tells the trial that the first one made: `floor` is an id from before
+# it. Not at the first try: in a busy fleet two processes do start a trial in the same microsecond.
 _CREATE = f"""
     {_LOCK}
     WITH made AS (
