@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
+from storage.connect import each_committed
 from storage.retry import is_transient, retrying
 
 T = TypeVar("T")
@@ -66,13 +67,5 @@ class Database:
 
     def run(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement once and return its rows."""
-        with self.engine.connect() as connection:
-            # The statement is a transaction of its own, without BEGIN and COMMIT on the wire. SQLAlchemy's isolation
-            # level AUTOCOMMIT does the same but sends a SET each time that the connection goes back to its pool.
-            driver: Any = connection.connection.driver_connection
-            driver.autocommit = True
-            try:
-                return connection.execute(text(statement), parameters).all()
-            finally:
-                if not driver.closed:
-                    driver.autocommit = False
+        with each_committed(self.engine) as connection:
+            return connection.execute(text(statement), parameters).all()
