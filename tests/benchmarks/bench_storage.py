@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_storage.py [--quick] [--only NAME ...]
 
-A trial is ask, four suggestions, ten epochs of report and should_prune, and tell, through Optuna's public interface; TPE
-and the median pruner unless said otherwise. "Storage" is the time inside the storage's methods, so that the sampler's
-and the pruner's own arithmetic does not count.
+A trial is ask, four suggestions, ten epochs of report and should_prune, and tell, through Optuna's public interface;
+TPE and the median pruner unless said otherwise. "Storage" is the time inside the storage's methods, so that the
+sampler's and the pruner's own arithmetic does not count.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ class Bench:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         code = (
-            "import sys, warnings; warnings.simplefilter('ignore'); from optuna.storages import RDBStorage, get_storage, run_grpc_proxy_server;"
+            "import sys, warnings; warnings.simplefilter('ignore'); "
+            "from optuna.storages import RDBStorage, get_storage, run_grpc_proxy_server;"
             "s = get_storage(RDBStorage(sys.argv[1], skip_table_creation=True));"
             "run_grpc_proxy_server(s, host='127.0.0.1', port=int(sys.argv[2]))"
         )

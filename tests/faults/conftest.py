@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from storage.stack import StackInfo
-from tests.faults.harness import Arena, Zygote, wait_for
+from tests.faults.breakable import Breakable
+from tests.faults.harness import Arena, Zygote
 
 _numbers = itertools.count()
 
@@ -29,6 +30,21 @@ def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path
 
 
 @pytest.fixture(scope="session")
+def breakable(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[Breakable]:
+    """A Postgres that nobody else uses."""
+    with guarded_homes() as home:
+        yield Breakable.started(home)
+
+
+@pytest.fixture
+def broken_arena(zygote: Zygote, breakable: Breakable, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
+    """A study to be, on a Postgres that the test may break."""
+    made = Arena(zygote, f"faults-{next(_numbers)}", open_folder, breakable.url, stack.tracking_uri)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
 def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[list[float]]]:
     """The values of the first trials of any study, trained alone."""
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -36,11 +52,7 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
     def values(n_trials: int) -> list[list[float]]:
         if len(known) < n_trials:
-            path = folder / f"{n_trials}.json"
-            start = ["undisturbed", str(n_trials), str(path)]
-            zygote.ask(start=start, environment={}, log=str(folder / "log"))
-            wait_for(lambda: zygote.ask(reap=True), "the undisturbed runs")
-            known[:] = [[float.fromhex(v) for v in line] for line in json.loads(path.read_text())]
+            known[:] = zygote.undisturbed(n_trials, folder / f"{n_trials}.json")
         return known[:n_trials]
 
     return values

@@ -62,6 +62,12 @@ class Zygote:
         assert answer, self._log.read_text()
         return json.loads(answer)
 
+    def undisturbed(self, n_trials: int, path: Path) -> list[list[float]]:
+        """Return the values of the first trials of any study, an epoch each, trained alone and without a service."""
+        self.ask(start=["undisturbed", str(n_trials), str(path)], environment={}, log=str(self._log))
+        wait_for(lambda: self.ask(reap=True), "the undisturbed runs")
+        return [[float.fromhex(value) for value in trial] for trial in json.loads(path.read_text())]
+
     def close(self) -> None:
         self._process.communicate()
 
@@ -111,7 +117,7 @@ class Arena:
     def create(self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "") -> None:
         """Make the study, with orders for whoever works on it."""
         write(self.orders, orders)
-        self.home.mkdir()
+        self.home.mkdir(exist_ok=True)
         self.home.chmod(0o755)
         more = settings.split()
         self.run("run", OBJECTIVE, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
@@ -144,12 +150,20 @@ class Arena:
                 if worker.pid == int(pid) and not worker.ended:
                     worker.exit_code = code
 
-    def work(self, slots: int, *, meanwhile: Callable[[list[Worker]], None] = lambda _: None, **more: str) -> None:
+    def work(
+        self,
+        slots: int,
+        *,
+        meanwhile: Callable[[list[Worker]], None] = lambda _: None,
+        codes: tuple[int, ...] = (-signal.SIGKILL,),
+        **more: str,
+    ) -> None:
         """Keep so many workers at work until each has left with nothing left to do.
 
         Args:
             slots: how many at once; a worker that was killed or that drained is followed by another.
             meanwhile: is called again and again with those that run.
+            codes: what a worker may leave with, beside 0, to be followed by another.
             more: environment of the workers.
         """
         running = [self.start(**more) for _ in range(slots)]
@@ -161,7 +175,7 @@ class Arena:
             for worker in [w for w in running if w.ended]:
                 running.remove(worker)
                 if worker.exit_code != 0:
-                    assert worker.exit_code in {-signal.SIGKILL, 128 + 15, -signal.SIGTERM, 1}, self.tell("it gave up")
+                    assert worker.exit_code in codes, self.tell(f"a worker left with {worker.exit_code}")
                     running.append(self.start(**more))
             time.sleep(0.02)
 

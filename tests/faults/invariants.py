@@ -113,4 +113,19 @@ def assert_files(home: Path, trials: list[Trial]) -> None:
     failed = {trial.number for trial in trials if trial.state == "FAIL"}
     local = [path for name in ("last.pt", "previous.pt", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
     assert not [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
-    assert len({path.parent.name.partition("-")[0] for path in (home / "runs").glob("*/*/best.pt")}) <= len(trials)
+
+
+def assert_tracked(tracking_uri: str, study: str, trials: list[Trial]) -> None:
+    """Each trial has one run in MLflow, however many attempts it took, with each of its epochs once."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri)
+    experiment = client.get_experiment_by_name("hpsearch")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], f"tags.`hpsearch.study` = '{study}'")
+    runs = {int(run.data.tags["hpsearch.trial"]): run for run in found if "hpsearch.trial" in run.data.tags}
+    assert len(found) == len(runs) + 1 == len(trials) + 1, "the study's run, and one for each trial"
+    for trial in trials:
+        points = client.get_metric_history(runs[trial.number].info.run_id, "val_loss")
+        assert {p.step: p.value for p in points} == trial.values
+        assert len(points) == len(trial.values), f"trial {trial.number} has an epoch twice"

@@ -98,6 +98,9 @@ def note(event: str, **values: Any) -> None:
         file.write(json.dumps({**line, **values}) + "\n")
 
 
+DISK = 12_000  # bytes in a file: a checkpoint of the scripted network has twice as many, all else less
+
+
 def _raise(_: Path) -> None:
     raise KeyError("no such layer")
 
@@ -108,13 +111,13 @@ def _allocate(_: Path) -> None:
     torch.empty(1 << 60)
 
 
-def _hang(where: Path) -> None:
-    while not (where / "open").exists():
+def _await(name: str, where: Path) -> None:
+    while not (where / name).exists():
         time.sleep(0.01)
 
 
 def _fill_disk(_: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _free_disk(_: Path) -> None:
@@ -133,7 +136,8 @@ ACTIONS: dict[str, Callable[[Path], Any]] = {
     "exit": lambda _: sys.exit(3),
     "allocate": _allocate,
     "sleep": lambda _: time.sleep(3.0),
-    "hang": _hang,
+    "hang": functools.partial(_await, "open"),
+    "hang until mended": functools.partial(_await, "mended"),
     "fill the disk": _fill_disk,
     "free the disk": _free_disk,
     "input/output error": _away,

@@ -96,6 +96,7 @@ def follow_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
     def train_epoch(run: Any, epoch: int) -> Any:
         orders.Here.epoch = epoch
         orders.note("training", epoch=epoch)
+        time.sleep(float(os.environ.get("PACE", "0")))
         return original(run, epoch)
 
     return train_epoch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.harness import Arena
-from tests.faults.invariants import Trial, assert_whole
+from tests.faults.invariants import Trial, assert_tracked, assert_whole
 from tests.faults.orders import Order
 
 # Where the worker of each trial is killed: point, before or after, epoch, and what is to come of the trial.
@@ -60,6 +60,7 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
     outcomes = [outcomes for *_, outcomes in POINTS] + [["lost", "lost", "complete"]] * len(TWICE)
     assert [t.outcomes for t in trials] == outcomes
     assert_resumed(arena, trials)
+    assert_tracked(arena.tracking_uri, arena.name, trials)
 
 
 def assert_resumed(arena: Arena, trials: list[Trial]) -> None:
