@@ -137,12 +137,12 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            total, _ = train_step(run, [batch], Point(0, step, step, run.config.lr), running)
+            loss, _ = train_step(run, [batch], Point(0, step, step, run.config.lr), running)
         except NonFiniteError as error:
             reason = str(error)
             break
         if step:
-            unread.append(total / len(rows))
+            unread.append(loss)
         if unread and ((step + 1) % _CHECK == 0 or step + 1 == steps):
             losses += torch.stack(unread).tolist()
             unread.clear()

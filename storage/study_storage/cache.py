@@ -77,6 +77,10 @@ class StudyCache:
         elif not is_cold:
             self._read_finished(database)
 
+    def look_again(self) -> None:
+        """Have the next `select` ask which trials have finished, however short a time ago that was done."""
+        self._looked = -math.inf
+
     def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
         return [trial for trial in self._trials if trial.state in states]
 

@@ -32,11 +32,11 @@ class Database:
 
     def rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda _: self._rows(statement, parameters))
+        return self.repeat(lambda _: self.run(statement, parameters))
 
     def rows_once(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
         """Run one statement; return its rows, and whether it was sent before and the reply may have been lost."""
-        return self.repeat(lambda repeated: (self._rows(statement, parameters), repeated))
+        return self.repeat(lambda repeated: (self.run(statement, parameters), repeated))
 
     def transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
         """Run `call(connection, repeated)` in a transaction and commit it."""
@@ -65,6 +65,7 @@ class Database:
 
         return retrying(self.patience)(again)
 
-    def _rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
+    def run(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
+        """Run one statement once and return its rows."""
         with each_committed(self.engine) as connection:
             return connection.execute(text(statement), parameters).all()

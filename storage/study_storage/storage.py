@@ -214,7 +214,9 @@ class PostgresStorage(BaseStorage):
     def disown(self, trial_id: int) -> None:
         """Undo `own`; nothing happens where the trial is not owned."""
         with self._lock:
-            self._owned.pop(trial_id, None)
+            if self._owned.pop(trial_id, None) is not None and trial_id in self._study_of:
+                # It may have finished: a worker's next trial is judged by all that it has run itself.
+                self._cache(self._study_of[trial_id]).look_again()
 
     @contextmanager
     def owned(self, trial_id: int, attempt: int) -> Iterator[None]:
