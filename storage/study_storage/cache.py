@@ -72,6 +72,8 @@ class StudyCache:
         if is_cold:
             for trial in read_study(database, self.study_id):
                 self._put(trial)
+        if self._known.seen < 0:
+            return  # there are no trials
         if not only_finished:
             self._read_all(database)
         elif not is_cold:

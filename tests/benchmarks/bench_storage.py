@@ -343,7 +343,7 @@ class Bench:
     def trials(self) -> None:
         """The parts of a trial in studies of several sizes."""
         for size in (0, 1000) if self.quick else (0, 1000, 10_000):
-            got = self.in_turns([self.runner(kind, size) for kind in KINDS], 7 if self.quick else 25)
+            got = self.in_turns([self.runner(kind, size) for kind in KINDS], 5 if self.quick else 15)
             for kind, parts in got.items():
                 detail = "  ".join(f"{part} {ms:.2f}" for part, ms in parts.items() if part != "storage")
                 self.row(f"storage time of a trial, {size} before it, ms", kind, parts["storage"], detail)
@@ -351,7 +351,7 @@ class Bench:
     def others(self) -> None:
         """should_prune beside other running trials."""
         for size in (0, 200) if self.quick else (0, 50, 200):
-            got = self.in_turns([self.runner(kind, 1000, size) for kind in KINDS], 5 if self.quick else 15)
+            got = self.in_turns([self.runner(kind, 1000, size) for kind in KINDS], 5)
             for kind, parts in got.items():
                 detail = f"whole trial {parts['trial']:.1f}"
                 self.row(f"should_prune, {size} others running, ms", kind, parts["should_prune"], detail)
@@ -360,7 +360,7 @@ class Bench:
         """Trials per second of several processes with a random sampler."""
         for workers in (1, 4) if self.quick else (1, 4, 8, 16):
             for kind in KINDS:
-                name, seconds = self.study(), 5 if self.quick else 15
+                name, seconds = self.study(), 5 if self.quick else 10
                 command = [sys.executable, __file__, "--work", kind, self.url, str(self.grpc_port), name]
                 fleet = [
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
