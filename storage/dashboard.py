@@ -53,7 +53,9 @@ def _application(url: str) -> _Wsgi:
 
     from storage.studies import open_storage
 
-    app: _Wsgi = optuna_dashboard.wsgi(open_storage(url, application_name="hpsearch-dashboard", pool_size=4))
+    app: _Wsgi = optuna_dashboard.wsgi(
+        open_storage(url, application_name="hpsearch-dashboard", pool_size=4, patience=10.0)
+    )
     return app
 
 

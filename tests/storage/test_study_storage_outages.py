@@ -94,8 +94,8 @@ def test_cut_connections_lose_nothing(
         " WHERE datname = %s AND application_name = 'shaken' AND pid <> pg_backend_pid()"
     )
     with ThreadPoolExecutor(3) as pool, cut.cursor() as cursor:
-        runs = [pool.submit(run_trials, storage, study_id, 6) for _ in range(3)]
-        while not all(run.done() for run in runs):
+        runs = [pool.submit(run_trials, storage, study_id, 4) for _ in range(3)]
+        while cuts < 25 and not all(run.done() for run in runs):
             cursor.execute(query, (database,))
             cuts += (cursor.fetchone() or (0,))[0]
             time.sleep(0.05)  # the pace of the cuts
