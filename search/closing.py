@@ -21,7 +21,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
     Safe to call more than once, and from several processes: each writes the same.
     """
     tags = {
-        "hpsearch.trials": f"{summary.finished} of {handle.spec.n_trials}",
+        "hpsearch.trials": f"{summary.finished} of {handle.budget}",
         "hpsearch.complete": str(summary.complete),
         "hpsearch.pruned": str(summary.pruned),
         "hpsearch.infeasible": str(summary.infeasible),
@@ -37,7 +37,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=summary.finished >= handle.spec.n_trials,
+        finished=summary.finished >= handle.budget,
     )
     study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
     save_note(study, study_note(handle, summary))
@@ -46,7 +46,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
 def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
     """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it."""
     summary = summarise(handle)
-    if summary.finished < handle.spec.n_trials:
+    if summary.finished < handle.budget:
         return
     try:
         close_study(handle, summary, tracking)
@@ -72,7 +72,7 @@ def study_note(handle: StudyHandle, summary: Summary) -> str:
     spec = handle.spec
     lines = [
         f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
-        f"{summary.finished} of {spec.n_trials} trials.",
+        f"{summary.finished} of {handle.budget} trials.",
         "",
         f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
     ]

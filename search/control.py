@@ -135,9 +135,10 @@ def find_trial(handle: StudyHandle, number: int) -> FrozenTrial:
     Raises:
         SearchError: there is none of that number.
     """
-    trials = handle.trials()
-    for trial in trials:
-        if trial.number == number:
-            return trial
-    there = f"it has 0 to {trials[-1].number}" if trials else "it has none yet"
-    raise SearchError(f"--trial {number}: study {handle.spec.name!r} has no such trial; {there}")
+    try:
+        trial_id = handle.storage.get_trial_id_from_study_id_trial_number(handle.study_id, number)
+    except KeyError:
+        trials = handle.storage.get_n_trials(handle.study_id)
+        there = f"it has 0 to {trials - 1}" if trials else "it has none yet"
+        raise SearchError(f"--trial {number}: study {handle.spec.name!r} has no such trial; {there}") from None
+    return handle.storage.read_trial(trial_id)

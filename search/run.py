@@ -80,7 +80,8 @@ def run_search(
     if begin.finished < spec.n_trials:
         interrupted, fleet = _drive(console, services, handle, workers, checkpoint_url)
     else:
-        console.print("the budget is spent; choose another --name for a new search")
+        more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
+        console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
         interrupted, fleet = False, None
     return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
 
@@ -113,7 +114,7 @@ def _drive(
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in handled}
     told = False
-    progress, away = Progress(), False
+    progress, away = Progress(handle.spec.n_trials), False
 
     def look() -> tuple[Progress, bool]:
         try:
@@ -183,7 +184,7 @@ def _finish(
     if why := handle.attrs.get(STOPPED):
         console.print(f"stopped {why}; go on with: {command('start', handle.spec.name)}, then run it again")
         return 1
-    spent = summary.finished >= handle.spec.n_trials
+    spent = summary.finished >= handle.budget
     if not spent and handle.spec.timeout is not None and not failed:
         console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")
         spent = True

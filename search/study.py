@@ -47,6 +47,11 @@ class StudyHandle:
         return self.storage.get_study_user_attrs(self.study_id)
 
     @property
+    def budget(self) -> int:
+        """How many trials the study is to have by now: `hpsearch extend` changes it while others have it open."""
+        return int(self.attrs[SPEC]["n_trials"])
+
+    @property
     def folder(self) -> str:
         """The name of the study's folders, for run directories and checkpoints; no other study has it."""
         # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
@@ -122,9 +127,11 @@ def create_or_join(
         if stored is not None:
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             if lines := differences(stored, spec.model_dump()):
+                more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
                 raise SearchError(
                     f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
                     "leave these settings out to go on with it, or choose another --name"
+                    + (more if spec.n_trials != stored["n_trials"] else "")
                 )
             return StudyHandle(spec, storage, study_id), False
         # No spec: made by somebody else, or by a process that died between the two steps.

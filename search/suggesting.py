@@ -57,24 +57,25 @@ def suggest(objective: Objective, study: optuna.Study, claim: Claim, spec: Study
     assert isinstance(storage, PostgresStorage)
     tries = SAMPLER_TRIES + UNTRIED_TRIES
     given = storage.get_trial(claim.trial_id)
-    with contextlib.ExitStack() as turn:
-        take_turn = turn.enter_context(suggestion_turn(storage.engine, study._study_id))
-        for number in range(tries):
-            study.sampler = _sampler(spec, claim.number, number)
-            with storage.together(claim.trial_id) as held:
-                config = objective.configure(optuna.Trial(study, claim.trial_id))
-                made = storage.get_trial(claim.trial_id)
-                if given.params or _is_free(made):
-                    return config
-                if number == 0:
-                    take_turn()  # until what is suggested is written: others see it, or wait for it
-                twin = _twin(storage, study._study_id, made)
-                if twin is None:
-                    return config
-                if number == tries - 1:
-                    log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
-                    return config
-                held.discard()
+    for number in range(tries):
+        study.sampler = _sampler(spec, claim.number, number)
+        # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
+        with (
+            suggestion_turn(storage.engine, study._study_id) as take_turn,
+            storage.together(claim.trial_id) as held,
+        ):
+            config = objective.configure(optuna.Trial(study, claim.trial_id))
+            made = storage.get_trial(claim.trial_id)
+            if given.params or _is_free(made):
+                return config
+            take_turn()
+            twin = _twin(storage, study._study_id, made)
+            if twin is None:
+                return config
+            if number == tries - 1:
+                log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
+                return config
+            held.discard()
     raise AssertionError("the last try returns")
 
 

@@ -73,7 +73,7 @@ class Worker:
         self._handle = study
         self._spec = study.spec
         self._study = study.open()
-        self._judge = Judge(study.spec, study.storage, study.study_id)
+        self._judge = Judge(study.spec, study.storage, study.study_id, max_age=1.0)
         self._objective = objective
         self._claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
         self._lease = LeaseKeeper(self._claims)

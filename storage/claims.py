@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from storage import claim_statements as sql
 from storage import settling
+from storage.connect import each_committed
 from storage.errors import ClaimLostError, StorageError
 from storage.retry import PATIENCE, retrying
 from storage.settling import ATTEMPT, REASON, WORKER, Outcome
@@ -184,7 +185,7 @@ class Claims:
 
     def renew(self, claim: Claim) -> bool:
         """Extend the lease; return whether the attempt is still live."""
-        with self._engine.begin() as connection:
+        with each_committed(self._engine) as connection:
             return (
                 connection.execute(
                     sql.RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
@@ -222,7 +223,7 @@ class Claims:
         }
 
         def once() -> bool:
-            with self._engine.begin() as connection:
+            with each_committed(self._engine) as connection:
                 row = connection.execute(sql.REPORT, arguments).one()
                 if not row.mine:
                     raise self._lost(connection, claim)
@@ -253,7 +254,7 @@ class Claims:
         """
 
         def once() -> None:
-            with self._engine.begin() as connection:
+            with each_committed(self._engine) as connection:
                 if settling.settle(connection, claim.trial_id, claim.attempt, state, outcome, value=value, attrs=attrs):
                     return
                 # Written already, when the answer to it was lost.
@@ -278,7 +279,7 @@ class Claims:
         """End the attempt at a trial that was lost, whatever is left of it."""
 
         def once() -> None:
-            with self._engine.begin() as connection:
+            with each_committed(self._engine) as connection:
                 settling.end_attempt(connection, claim.trial_id, claim.attempt, "cancelled")
 
         retrying(self._patience)(once)

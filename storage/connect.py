@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from storage.diagnosis import connection_error
@@ -61,6 +62,23 @@ def make_engine(
         pool_pre_ping=pre_ping,
         connect_args=client_settings(parsed, application_name=application_name),
     )
+
+
+@contextmanager
+def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+    """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
+
+    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
+    its pool.
+    """
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        driver.autocommit = True
+        try:
+            yield connection
+        finally:
+            if not driver.closed:
+                driver.autocommit = False
 
 
 def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
+from storage.claims import SPEC
+
 
 @dataclass(frozen=True)
 class Running:
@@ -19,8 +21,9 @@ class Running:
 
 @dataclass(frozen=True)
 class Progress:
-    """Trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
+    """The budget, trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
 
+    budget: int
     complete: int = 0
     pruned: int = 0
     fail: int = 0
@@ -37,7 +40,9 @@ class Progress:
 
 
 _COUNTS = sa.text("""
-    SELECT count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
+    SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
+             WHERE study_id = :study AND key = :spec) AS budget,
+           count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
@@ -67,10 +72,11 @@ _RUNNING = sa.text("""
 def read_progress(engine: sa.Engine, study_id: int, direction: str) -> Progress:
     """Return where the study stands; `direction` is ``maximize`` or ``minimize``."""
     with engine.connect() as connection:
-        counts = connection.execute(_COUNTS, {"study": study_id}).one()
+        counts = connection.execute(_COUNTS, {"study": study_id, "spec": SPEC}).one()
         best = connection.execute(_BEST_OF[direction], {"study": study_id}).one_or_none()
         running = connection.execute(_RUNNING, {"study": study_id}).all()
     return Progress(
+        budget=counts.budget or 0,
         complete=counts.complete,
         pruned=counts.pruned,
         fail=counts.fail,

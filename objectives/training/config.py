@@ -33,7 +33,8 @@ class TrainConfig:
         momentum: of SGD, RMSprop, Muon and LARS.
         nesterov: Nesterov's momentum, of SGD and LARS.
         beta1, beta2: of the Adam family, Lion and LAMB.
-        lookahead_steps, lookahead_alpha: Lookahead's slow weights follow each so many steps, by this share.
+        lookahead_steps: of "lookahead": steps between two moves of its slow weights.
+        lookahead_alpha: of "lookahead": what share of the way to the fast weights they move.
         sam_rho: how far SAM looks for the worst loss around the weights.
         batch_size: samples in one micro-batch.
         accumulate: micro-batches in one optimizer step; the loss is averaged over all their samples.
@@ -41,7 +42,8 @@ class TrainConfig:
         num_workers: processes that load and augment batches; 0 loads in this one; None keeps the data on the device.
         schedule: a name in `objectives.training.schedules.SCHEDULES`.
         warmup: "linear" or "cosine", the shape of the climb.
-        warmup_fraction: share of all optimizer steps over which the rate climbs; or `warmup_steps`, their number.
+        warmup_fraction: share of all optimizer steps over which the rate climbs.
+        warmup_steps: their number, in place of the share; None goes by the share.
         min_lr_fraction: the rate at the end of a decaying schedule, as a share of the peak.
         decay_factor: what "step" and "plateau" multiply the rate by.
         decay_epochs: of "step": epochs between two falls; None is a third of the run.

@@ -44,8 +44,6 @@ def _helps(doc: str) -> dict[str, str]:
             found.update(dict.fromkeys(names, head[2]))
         else:
             found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    if "warmup_fraction" in found:
-        found["warmup_steps"] = found["warmup_fraction"]
     return found
 
 

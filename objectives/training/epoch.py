@@ -47,9 +47,10 @@ def train_epoch(run: Run, epoch: int) -> Trained:
     for number, window in enumerate(run.feed.windows(epoch)):
         lr = float(run.optimizer.param_groups[0]["lr"])
         loss, norm = train_step(run, window, Point(epoch, run.step, number, lr), running)
-        loss_sum += loss
+        size = sum(batch.size for batch in window)
+        loss_sum.add_(loss, alpha=size)
         norm_sum += norm
-        samples += sum(batch.size for batch in window)
+        samples += size
         steps += 1
         run.on_step()
         _validate_within(run, epoch)
@@ -59,7 +60,7 @@ def train_epoch(run: Run, epoch: int) -> Trained:
 
 
 def train_step(run: Run, window: Sequence[Batch], point: Point, running: RunningMetrics) -> tuple[Tensor, Tensor]:
-    """One optimizer step over the micro-batches of a window: the summed loss and the gradient's norm, on the device.
+    """One optimizer step over the micro-batches of a window: its mean loss and the gradient's norm, on the device.
 
     The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.
     A step that loss scaling skips moves neither weights, schedule nor average.
@@ -67,16 +68,16 @@ def train_step(run: Run, window: Sequence[Batch], point: Point, running: Running
     size = sum(batch.size for batch in window)
     run.optimizer.zero_grad(set_to_none=True)
     if run.sharpness is None:
-        total = _gradient(run, (batch.get() for batch in window), size, running)
+        loss = _gradient(run, (batch.get() for batch in window), size, running)
     else:
         inputs = [batch.get() for batch in window]  # both passes see the same samples, augmented the same way
-        total = _gradient(run, inputs, size, running)
+        loss = _gradient(run, inputs, size, running)
         with run.sharpness.displaced(run.model):
             _gradient(run, inputs, size, None)
     run.precision.unscale(run.optimizer)
-    run.steplog.note(point, total / size)
+    run.steplog.note(point, loss)
     norm = clip(run.optimizer, run.config)
-    run.guard.check(point, total / size, norm, scaled=run.precision.scaled)
+    run.guard.check(point, loss, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)
     if stepped:
         run.schedule.step()
@@ -85,22 +86,23 @@ def train_step(run: Run, window: Sequence[Batch], point: Point, running: Running
     run.step += 1
     if run.precision.scaled:
         norm = torch.where(torch.isfinite(norm), norm, 0.0)  # a skipped step has none
-    return total, norm
+    return loss, norm
 
 
 def _gradient(run: Run, batches: Iterable[tuple[Tensor, Tensor]], size: int, running: RunningMetrics | None) -> Tensor:
-    """Adds the gradient of the mean loss over `size` samples to the parameters'; the summed loss."""
-    total = torch.zeros((), dtype=torch.float32, device=run.device)
+    """Adds the gradient of the mean loss over the `size` samples of all batches to the parameters'; that mean."""
+    parts = []
     for x, y in batches:
         with run.precision.autocast():
             output = run.model(x)
         loss = mean(run.loss, output, y)
         share = len(y) / size
-        run.precision.backward(loss if share == 1 else loss * share)
-        total += loss.detach() * len(y)
+        part = loss if share == 1 else loss * share
+        run.precision.backward(part)
+        parts.append(part.detach())
         if running is not None:
             running.add(output.detach(), y)
-    return total
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def clip(optimizer: Optimizer, config: TrainConfig) -> Tensor:

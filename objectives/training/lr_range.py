@@ -104,10 +104,10 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate
         try:
-            total, _ = train_step(run, window, Point(0, step, step, rate), RunningMetrics(run.metrics))
+            mean, _ = train_step(run, window, Point(0, step, step, rate), RunningMetrics(run.metrics))
         except NonFiniteError:
             break
-        loss = float(total) / sum(batch.size for batch in window)
+        loss = float(mean)
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
         rates.append(rate)
         losses.append(average / (1 - _SMOOTHING ** (step + 1)))

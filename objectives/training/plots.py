@@ -75,11 +75,11 @@ def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, s
     return _saved(figure, path)
 
 
-def overfit_curve(losses: Sequence[float], path: Path, *, target: float, every: int) -> Path:
-    """Draws the loss on one batch, each `every` steps, and what it has to fall below, as a PNG."""
+def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path:
+    """Draws the loss on one batch, step by step, and what it has to fall below, as a PNG."""
     figure = _figure(6.5)
     axes = figure.subplots()
-    axes.plot(range(0, every * len(losses), every), losses, color="#1f77b4")
+    axes.plot(losses, color="#1f77b4")
     axes.axhline(target, color="#d62728", linewidth=1, linestyle="--", label=f"target: {target:.2g}")
     axes.set_yscale("log")
     axes.set_xlabel("optimizer step on one batch")

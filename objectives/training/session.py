@@ -89,13 +89,17 @@ class LocalSession:
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
         checkpoint.remove_leftovers(self.run_dir)
+        refused = False
         for path in (self.last_path, *self._earlier):
             try:
                 return checkpoint.read(path)
             except FileNotFoundError:
                 continue
             except checkpoint.CheckpointError as error:
+                refused = True
                 log.warning("%s; trying the checkpoint before it", error)
+        if refused:
+            log.warning("no checkpoint in %s can be trusted: the run starts anew", self.run_dir)
         return None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from objectives.objective import Objective
 
 _RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
-_CHECK = 25  # steps between two looks at the loss
+_CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SmokeResult:
 
     Attributes:
         passed: the loss fell to `target`.
-        losses: of the batch, before the first step and after each 25.
+        losses: of the batch, before each step.
         target: what they have to fall to.
         samples: in the batch.
         lr: the learning rate of these losses, the last one tried.
@@ -53,7 +53,7 @@ class SmokeResult:
         """Writes `smoke.json` and `smoke.png`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "smoke.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
-        overfit_curve(self.losses, folder / "smoke.png", target=self.target, every=_CHECK)
+        overfit_curve(self.losses, folder / "smoke.png", target=self.target)
 
 
 def smoke(
@@ -133,16 +133,19 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult
     batch = Batch(len(rows), lambda: (x, y))
     losses = [_loss(run, x, y)]
     target = abs(losses[0]) / 1000 if abs(losses[0]) > 10 else min(0.01, abs(losses[0]) / 100)
-    reason, step = "", 0
+    reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            train_step(run, [batch], Point(0, step, step, run.config.lr), running)
+            loss, _ = train_step(run, [batch], Point(0, step, step, run.config.lr), running)
         except NonFiniteError as error:
             reason = str(error)
             break
-        if (step + 1) % _CHECK == 0:
-            losses.append(_loss(run, x, y))
+        if step:
+            unread.append(loss)
+        if unread and ((step + 1) % _CHECK == 0 or step + 1 == steps):
+            losses += torch.stack(unread).tolist()
+            unread.clear()
             if losses[-1] <= target or time.monotonic() >= deadline:
                 break
     passed = not reason and losses[-1] <= target

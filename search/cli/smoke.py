@@ -9,6 +9,8 @@ import typer
 
 from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
 
+_LINES = 20  # of the curve that is printed
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the app."""
@@ -37,8 +39,9 @@ def smoke(
     found = load_objective(objective)
     config = configured(found, settings)
     result = overfit(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
-    for number, loss in enumerate(result.losses):
-        typer.echo(f"step {25 * number:5}  loss {loss:.6g}")
+    last = len(result.losses) - 1
+    for number in sorted({*range(0, last, max(last // _LINES, 1)), last}):
+        typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
     if run_dir is not None:
         result.write(run_dir)
     told = dataclasses.asdict(result)

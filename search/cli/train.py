@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +68,8 @@ def train(
         instruments=Instruments(profile_steps=profile, tensorboard=tensorboard),
     )
     try:
-        result = trainer.fit()
+        with _warnings_shown():
+            result = trainer.fit()
     except (NonFiniteError, DeviceMemoryError) as error:
         typer.echo(f"hpsearch: {error}", err=True)
         return 1
@@ -74,6 +78,20 @@ def train(
         return 130
     _conclude(found, config, result, folder, seed=seed, test=test)
     return 0
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Prints what the run warns of, a line each: its log is in a file."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
+    logger = logging.getLogger("objectives.training")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:

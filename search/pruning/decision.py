@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TypedDict, Unpack
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,16 @@ class Decision:
         return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
+class Grounds(TypedDict, total=False):
+    """What a decision was made from: fields of :class:`Decision`."""
+
+    value: float
+    cutoff: float | None
+    peers: int
+    rung: int
+    bracket: int | None
+
+
 @dataclass(frozen=True)
 class Case:
     """What is judged: a trial's values by epoch (not empty), and what they mean.
@@ -72,17 +83,14 @@ class Case:
         """Whether `value` is worse than `cutoff`; equal is not."""
         return value < cutoff if self.maximize else value > cutoff
 
-    def on(self, **grounds: float | None) -> Decision:
-        """Return the decision to go on; `grounds` are the fields of :class:`Decision`."""
-        return Decision(prune=False, **self._common(), **grounds)  # type: ignore[arg-type]
+    def on(self, **grounds: Unpack[Grounds]) -> Decision:
+        """Return the decision to go on."""
+        return Decision(prune=False, pruner=self.pruner, epoch=self.step, **grounds)
 
-    def prune(self, why: str, **grounds: float | None) -> Decision:
-        """Return the decision to prune, with its reason; `grounds` are the fields of :class:`Decision`."""
+    def prune(self, why: str, **grounds: Unpack[Grounds]) -> Decision:
+        """Return the decision to prune, with its reason."""
         reason = f"{self.pruner} pruner at epoch {self.step + 1} of {self.epochs}: {why}"
-        return Decision(prune=True, reason=reason, **self._common(), **grounds)  # type: ignore[arg-type]
-
-    def _common(self) -> dict[str, object]:
-        return {"pruner": self.pruner, "epoch": self.step}
+        return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **grounds)
 
     def compared(self, value: float, cutoff: float, *, best: bool = False) -> str:
         """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""

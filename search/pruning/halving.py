@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from search.pruning.decision import Case, Decision
+from search.pruning.decision import Case, Decision, Grounds
 
 
 class Rungs(Protocol):
@@ -77,11 +77,12 @@ class Halving:
         # The first of a rung go on, unless better ones are there: none is held back to wait for others.
         promoted = max(1, len(values) // self.reduction_factor)
         cutoff = values[promoted - 1]
-        grounds = {"value": value, "cutoff": cutoff, "peers": len(others), "rung": rung, "bracket": self.bracket}
+        grounds: Grounds = {"value": value, "peers": len(others), "rung": rung, "bracket": self.bracket}
         there = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
         if len(values) <= self.bootstrap_count:
             why = f"is number {len(values)} at {there}, which promotes none of the first {self.bootstrap_count}"
-            return case.prune(why, **{**grounds, "cutoff": None})
+            return case.prune(why, **grounds)
+        grounds["cutoff"] = cutoff
         if case.worse(value, cutoff):
             reach = f"best {promoted} of {len(values)} trials at {there} reach"
             return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)

@@ -28,9 +28,12 @@ class Judge:
         spec: the study's.
         storage: where its trials are kept.
         study_id: the study's number there.
+        max_age: how many seconds ago it may have been read which trials have finished: with epochs shorter than that
+            they are not asked for at each.
     """
 
-    def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int) -> None:
+    def __init__(self, spec: StudySpec, storage: PostgresStorage, study_id: int, *, max_age: float = 0.0) -> None:
+        self._max_age = max_age
         self._spec = spec
         self._storage = storage
         self._study_id = study_id
@@ -70,7 +73,7 @@ class Judge:
         return lambda number: bracket_of(self._spec.name, number, parts) == bracket
 
     def _finished(self) -> list[FrozenTrial]:
-        return self._storage.get_all_trials(self._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
+        return self._storage.finished_trials(self._study_id, (TrialState.COMPLETE,), max_age=self._max_age)
 
 
 def halving_of(spec: StudySpec, number: int) -> Halving | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.pruning.decision import Case, Decision, first_of_interval
+from search.pruning.decision import Case, Decision, Grounds, first_of_interval
 from search.spec import Median, Percentile
 
 
@@ -39,7 +39,7 @@ def judge(case: Case, options: Median | Percentile, finished: Callable[[], Seque
     keep = 50.0 if isinstance(options, Median) else options.percentile
     with np.errstate(invalid="ignore"):  # between two infinities there is no number, and no cut-off
         cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
-    grounds = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
+    grounds: Grounds = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
     if not case.worse(best, cutoff):
         return case.on(**grounds)
     among = f"{len(numbers)} finished trials at that epoch"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,6 +27,7 @@ class StudyCache:
         self._known = Known()
         self._trials: list[FrozenTrial] = []  # by id, and so by number
         self._place: dict[int, int] = {}  # of an id in it
+        self._looked = -math.inf  # when it was read last which trials have finished
         self._finished: dict[frozenset[TrialState], list[FrozenTrial]] = {}
 
     @property
@@ -44,25 +47,34 @@ class StudyCache:
             trial = self._trials[number] if 0 <= number < len(self._trials) else None
             return trial._trial_id if trial is not None and trial.number == number else None
 
-    def select(self, database: Database, states: frozenset[TrialState]) -> list[FrozenTrial]:
+    def select(self, database: Database, states: frozenset[TrialState], *, max_age: float = 0.0) -> list[FrozenTrial]:
         """Return the trials in some states, by number, after reading what is new.
 
-        Where only finished ones are asked for, running ones are not read.
+        Where only finished ones are asked for, running ones are not read, and nothing is where that was done less than
+        `max_age` seconds ago.
 
         Raises:
             KeyError: There is no such study.
         """
         with self.lock:
+            now = time.monotonic()
             if self._known.seen < 0:
                 for trial in read_study(database, self.study_id):
                     self._put(trial)
             if states <= FINISHED:
-                self._read_finished(database)
+                if now - self._looked >= max_age:
+                    self._read_finished(database)
+                    self._looked = now
                 if states not in self._finished:
                     self._finished[states] = self._of(states)
                 return self._finished[states].copy()
             self._read_all(database)
+            self._looked = now
             return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
+
+    def look_again(self) -> None:
+        """Have the next `select` ask which trials have finished, however short a time ago that was done."""
+        self._looked = -math.inf
 
     def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
         return [trial for trial in self._trials if trial.state in states]

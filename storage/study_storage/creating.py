@@ -21,12 +21,14 @@ from storage.study_storage.database import Database, text
 _LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
 _NEXT = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
-# The start, to the microsecond, tells a trial that an earlier try made: `floor` is an id from before the first try.
+# At a second try the start, to the microsecond, tells the trial that the first one made: `floor` is an id from before
+# it. Not at the first try: in a busy fleet two processes do start a trial in the same microsecond.
 _CREATE = f"""
     {_LOCK}
     WITH made AS (
         SELECT trial_id, number FROM trials
-         WHERE trial_id > :floor AND study_id = :study_id AND datetime_start = CAST(:start AS timestamp)
+         WHERE :repeated AND trial_id > :floor AND study_id = :study_id
+           AND datetime_start = CAST(:start AS timestamp)
     ), new AS (
         INSERT INTO trials (number, study_id, state, datetime_start)
         SELECT {_NEXT}, study_id, 'RUNNING', CAST(:start AS timestamp) FROM studies
@@ -97,7 +99,7 @@ def create(database: Database, study_id: int, start: datetime, floor: int) -> tu
         KeyError: There is no such study.
     """
     parameters = {"study_id": study_id, "start": start, "floor": floor}
-    rows = database.rows(_CREATE, parameters)
+    rows = database.repeat(lambda repeated: database.run(_CREATE, {**parameters, "repeated": repeated}))
     if not rows:
         raise KeyError(f"there is no study with id {study_id}")
     return rows[0].trial_id, rows[0].number

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
+from storage.connect import each_committed
 from storage.retry import is_transient, retrying
 
 T = TypeVar("T")
@@ -31,11 +32,11 @@ class Database:
 
     def rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda _: self._rows(statement, parameters))
+        return self.repeat(lambda _: self.run(statement, parameters))
 
     def rows_once(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
         """Run one statement; return its rows, and whether it was sent before and the reply may have been lost."""
-        return self.repeat(lambda repeated: (self._rows(statement, parameters), repeated))
+        return self.repeat(lambda repeated: (self.run(statement, parameters), repeated))
 
     def transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
         """Run `call(connection, repeated)` in a transaction and commit it."""
@@ -64,14 +65,7 @@ class Database:
 
         return retrying(self.patience)(again)
 
-    def _rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
-        with self.engine.connect() as connection:
-            # The statement is a transaction of its own, without BEGIN and COMMIT on the wire. SQLAlchemy's isolation
-            # level AUTOCOMMIT does the same but sends a SET each time that the connection goes back to its pool.
-            driver: Any = connection.connection.driver_connection
-            driver.autocommit = True
-            try:
-                return connection.execute(text(statement), parameters).all()
-            finally:
-                if not driver.closed:
-                    driver.autocommit = False
+    def run(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
+        """Run one statement once and return its rows."""
+        with each_committed(self.engine) as connection:
+            return connection.execute(text(statement), parameters).all()

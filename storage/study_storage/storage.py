@@ -214,7 +214,9 @@ class PostgresStorage(BaseStorage):
     def disown(self, trial_id: int) -> None:
         """Undo `own`; nothing happens where the trial is not owned."""
         with self._lock:
-            self._owned.pop(trial_id, None)
+            if self._owned.pop(trial_id, None) is not None and trial_id in self._study_of:
+                # It may have finished: a worker's next trial is judged by all that it has run itself.
+                self._cache(self._study_of[trial_id]).look_again()
 
     @contextmanager
     def owned(self, trial_id: int, attempt: int) -> Iterator[None]:
@@ -301,6 +303,23 @@ class PostgresStorage(BaseStorage):
         if not wanted <= FINISHED:
             trials = [self._with_held(trial) for trial in trials] if self._held else trials
         return copy_trials(trials) if deepcopy else trials
+
+    def finished_trials(
+        self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
+    ) -> list[FrozenTrial]:
+        """Return the trials in those of `states` that are final, by number; they are not copied.
+
+        Args:
+            study_id: The study.
+            states: Their states.
+            max_age: Do without asking the database where that was done less than so many seconds ago: trials that
+                finished since may be missing.
+
+        Raises:
+            KeyError: There is no such study.
+        """
+        wanted = frozenset(state for state in FINISHED if state in states)
+        return self._cache(study_id).select(self._database, wanted, max_age=max_age)
 
     def _with_held(self, trial: FrozenTrial) -> FrozenTrial:
         held = self._held.get(trial._trial_id)

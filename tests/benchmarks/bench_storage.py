@@ -2,9 +2,12 @@
 
     python tests/benchmarks/bench_storage.py [--quick] [--only NAME ...]
 
-A trial is ask, four suggestions, ten epochs of report and should_prune, and tell, through Optuna's public interface; TPE
-and the median pruner unless said otherwise. "Storage" is the time inside the storage's methods, so that the sampler's
-and the pruner's own arithmetic does not count.
+A trial is ask, four suggestions, ten epochs of report and should_prune, and tell; TPE and the median pruner unless said
+otherwise. `worker` does it as `hpsearch worker` does: a claim with a lease, the suggestions written together, fenced
+reports, a settlement. `ours`, `rdb` and `grpc` (where grpcio is installed) go through Optuna's public interface.
+
+"Storage" is the time inside the storage, so that the sampler's and the pruner's own arithmetic does not count. The kinds
+take turns, trial by trial, so that what else the machine does hits them alike; medians are shown.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from storage.claims import SPEC, Claim, Claims
 from storage.migrate import migrate
 from storage.postgres import Server
 from storage.postgres_account import make_folder
@@ -43,7 +47,9 @@ from storage.urls import build
 warnings.simplefilter("ignore")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 EPOCHS = 10
-KINDS = ("ours", "rdb", *(("grpc",) if importlib.util.find_spec("grpc") else ()))
+GRPC = importlib.util.find_spec("grpc") is not None
+PUBLIC = ("ours", "rdb", *(("grpc",) if GRPC else ()))
+KINDS = ("worker", *PUBLIC)
 SPACE = {
     "lr": FloatDistribution(1e-5, 1e-1, log=True),
     "dropout": FloatDistribution(0.0, 0.5),
@@ -59,14 +65,19 @@ class Watched(BaseStorage):
         self.inner = inner
         self.seconds = 0.0
 
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
 
 def _timed(name: str) -> Callable[..., object]:
     def call(self: Watched, *args: object, **kwargs: object) -> object:
-        started = time.perf_counter()
-        try:
+        with self.timed():
             return getattr(self.inner, name)(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - started
 
     return call
 
@@ -82,7 +93,7 @@ def engine_of(storage: BaseStorage) -> sa.Engine | None:
 
 def opened(kind: str, url: str, port: int = 0) -> BaseStorage:
     match kind:
-        case "ours":
+        case "ours" | "worker":
             return open_storage(url, application_name="bench")
         case "rdb":
             return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}, skip_table_creation=True))
@@ -114,32 +125,88 @@ def suggest(trial: optuna.Trial) -> float:
     return lr
 
 
-def run_trial(study: optuna.Study) -> dict[str, float]:
-    """Run one trial and return the milliseconds of its parts."""
-    marks = [time.perf_counter()]
-    trial = study.ask()
-    marks.append(time.perf_counter())
-    lr = suggest(trial)
-    marks.append(time.perf_counter())
-    report = prune = 0.0
-    for epoch in range(EPOCHS):
+class Runner:
+    """Runs trials of a study in one of the ways."""
+
+    def __init__(self, kind: str, storage: BaseStorage, name: str, sampler: str = "tpe") -> None:
+        self.kind, self.inner = kind, storage
+        self.watched = Watched(storage)
+        self.study = study_on(self.watched, name, sampler)
+        self.claims: Claims | None = None
+        if kind == "worker":
+            spec = {"n_trials": 10**9, "retries": 1}
+            storage.set_study_user_attr(self.study._study_id, SPEC, spec)
+            self.claims = Claims(engine_of(storage), self.study._study_id, worker="bench")
+
+    def trial(self) -> dict[str, float]:
+        """Run one trial and return the milliseconds of its parts."""
+        self.watched.seconds = 0.0
         started = time.perf_counter()
-        trial.report(value_of(lr, epoch), epoch)
-        between = time.perf_counter()
-        trial.should_prune()
-        report, prune = report + between - started, prune + time.perf_counter() - between
-    before = time.perf_counter()
-    study.tell(trial, value_of(lr, EPOCHS))
-    ended = time.perf_counter()
-    parts = {
-        "ask": marks[1] - marks[0],
-        "suggest": marks[2] - marks[1],
-        "report": report / EPOCHS,
-        "should_prune": prune / EPOCHS,
-        "tell": ended - before,
-        "trial": ended - marks[0],
-    }
-    return {name: 1000 * seconds for name, seconds in parts.items()}
+        parts = self._public() if self.claims is None else self._claimed(self.claims)
+        parts["trial"] = time.perf_counter() - started
+        parts["storage"] = self.watched.seconds
+        return {name: 1000 * seconds for name, seconds in parts.items()}
+
+    def _public(self) -> dict[str, float]:
+        clock = Clock()
+        trial = self.study.ask()
+        clock.lap("ask")
+        lr = suggest(trial)
+        clock.lap("suggest")
+        for epoch in range(EPOCHS):
+            trial.report(value_of(lr, epoch), epoch)
+            clock.lap("report")
+            trial.should_prune()
+            clock.lap("should_prune")
+        self.study.tell(trial, value_of(lr, EPOCHS))
+        clock.lap("tell")
+        return clock.parts()
+
+    def _claimed(self, claims: Claims) -> dict[str, float]:
+        storage, clock, spec = self.inner, Clock(), SPECIFIED.model_copy(update={"epochs": EPOCHS + 1})
+        assert isinstance(storage, PostgresStorage)
+        judge = Judge(spec, storage, self.study._study_id, max_age=1.0)
+        with self.watched.timed():
+            claim = claims.claim()
+        assert isinstance(claim, Claim)
+        with contextlib.ExitStack() as stack:
+            with self.watched.timed():
+                stack.enter_context(storage.owned(claim.trial_id, claim.attempt))
+            clock.lap("ask")
+            together = storage.together(claim.trial_id)
+            together.__enter__()
+            lr = suggest(optuna.Trial(self.study, claim.trial_id))
+            with self.watched.timed():
+                together.__exit__(None, None, None)
+            clock.lap("suggest")
+            frozen = storage.get_trial(claim.trial_id)
+            for epoch in range(EPOCHS):
+                with self.watched.timed():
+                    claims.report(claim, epoch, value_of(lr, epoch))
+                frozen.intermediate_values[epoch] = value_of(lr, epoch)
+                clock.lap("report")
+                judge(frozen)
+                clock.lap("should_prune")
+            with self.watched.timed():
+                claims.settle(claim, "COMPLETE", "complete", value=value_of(lr, EPOCHS))
+            clock.lap("tell")
+        return clock.parts()
+
+
+class Clock:
+    """Times of laps, those of a name added up."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self.last
+        self.last = now
+
+    def parts(self) -> dict[str, float]:
+        return {name: s / EPOCHS if name in ("report", "should_prune") else s for name, s in self.laps.items()}
 
 
 def finished(number: int) -> FrozenTrial:
@@ -185,7 +252,7 @@ class Bench:
         self.url = made.worker_url
         self.loader = open_storage(self.url, application_name="loader")
         self.proxy: subprocess.Popen[bytes] | None = None
-        self.grpc_port = self._serve() if "grpc" in KINDS else 0
+        self.grpc_port = self._serve() if GRPC else 0
         self.names = 0
 
     def _serve(self) -> int:
@@ -193,7 +260,8 @@ class Bench:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         code = (
-            "import sys, warnings; warnings.simplefilter('ignore'); from optuna.storages import RDBStorage, get_storage, run_grpc_proxy_server;"
+            "import sys, warnings; warnings.simplefilter('ignore'); "
+            "from optuna.storages import RDBStorage, get_storage, run_grpc_proxy_server;"
             "s = get_storage(RDBStorage(sys.argv[1], skip_table_creation=True));"
             "run_grpc_proxy_server(s, host='127.0.0.1', port=int(sys.argv[2]))"
         )
@@ -214,56 +282,64 @@ class Bench:
     def open(self, kind: str) -> BaseStorage:
         return opened(kind, self.url, self.grpc_port)
 
+    def runner(self, kind: str, trials: int = 0, others: int = 0) -> Runner:
+        made = Runner(kind, self.open(kind), self.study(trials, others))
+        made.trial()
+        return made
+
+    def in_turns(self, runners: Sequence[Runner], rounds: int) -> dict[str, dict[str, float]]:
+        """Return the medians of the parts of each runner's trials."""
+        got: dict[str, list[dict[str, float]]] = {runner.kind: [] for runner in runners}
+        gc.collect()
+        for turn in range(rounds):
+            for runner in runners[:: -1 if turn % 2 else 1]:
+                got[runner.kind].append(runner.trial())
+        return {
+            kind: {part: statistics.median(one[part] for one in all_) for part in all_[0]} for kind, all_ in got.items()
+        }
+
     # The measurements
+
+    def commits(self) -> None:
+        """A commit, which each write waits for: what no storage can save."""
+        with self.loader.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            statement = sa.text("INSERT INTO studies (study_name) VALUES (:name)")
+            times = []
+            for turn in range(100):
+                started = time.perf_counter()
+                connection.execute(statement, {"name": f"commit {turn}"})
+                times.append(1000 * (time.perf_counter() - started))
+        print(f"a commit takes {statistics.median(times):.2f} ms", flush=True)
 
     def statements(self) -> None:
         """Statements of one trial in a study of 100."""
-        for kind in ("ours", "rdb"):
-            name = self.study(100)
-            storage = self.open(kind)
-            study = study_on(storage, name)
-            run_trial(study)
-            count = 0
+        for kind in ("worker", "ours", "rdb"):
+            runner, count, rounds = self.runner(kind, 100), 0, 5
 
             def counted(*_: object) -> None:
                 nonlocal count
                 count += 1
 
-            sa.event.listen(engine_of(storage), "before_cursor_execute", counted)
-            rounds = 5
+            sa.event.listen(engine_of(runner.inner), "before_cursor_execute", counted)
             for _ in range(rounds):
-                run_trial(study)
+                runner.trial()
             self.row("statements per trial", kind, count / rounds, "")
 
     def trials(self) -> None:
         """The parts of a trial in studies of several sizes."""
         for size in (0, 1000) if self.quick else (0, 1000, 10_000):
-            for kind in KINDS:
-                watched = Watched(self.open(kind))
-                study = study_on(watched, self.study(size))
-                run_trial(study)
-                gc.collect()
-                got, spent = [], []
-                for _ in range(5 if self.quick else 15):
-                    watched.seconds = 0.0
-                    got.append(run_trial(study))
-                    spent.append(1000 * watched.seconds)
-                label = f"trial in a study of {size}, ms"
-                medians = {part: statistics.median(one[part] for one in got) for part in got[0]}
-                detail = "  ".join(f"{part} {ms:.2f}" for part, ms in medians.items())
-                self.row(f"{label}: storage", kind, statistics.median(spent), detail)
+            got = self.in_turns([self.runner(kind, size) for kind in KINDS], 7 if self.quick else 25)
+            for kind, parts in got.items():
+                detail = "  ".join(f"{part} {ms:.2f}" for part, ms in parts.items() if part != "storage")
+                self.row(f"storage time of a trial, {size} before it, ms", kind, parts["storage"], detail)
 
     def others(self) -> None:
         """should_prune beside other running trials."""
         for size in (0, 200) if self.quick else (0, 50, 200):
-            for kind in KINDS:
-                study = study_on(self.open(kind), self.study(1000, size))
-                run_trial(study)
-                got = [run_trial(study) for _ in range(3 if self.quick else 9)]
-                detail = f"whole trial {statistics.median(one['trial'] for one in got):.1f}"
-                self.row(
-                    f"should_prune, {size} others running, ms", kind, min(one["should_prune"] for one in got), detail
-                )
+            got = self.in_turns([self.runner(kind, 1000, size) for kind in KINDS], 5 if self.quick else 15)
+            for kind, parts in got.items():
+                detail = f"whole trial {parts['trial']:.1f}"
+                self.row(f"should_prune, {size} others running, ms", kind, parts["should_prune"], detail)
 
     def workers(self) -> None:
         """Trials per second of several processes with a random sampler."""
@@ -284,22 +360,23 @@ class Bench:
                 self.row(f"trials per second, {workers} workers, random", kind, done / seconds, "")
 
     def joining(self) -> None:
-        """The first trial of a new process in a big study."""
+        """The first suggestions of a new process in a big study."""
         size = 1000 if self.quick else 10_000
-        for kind in KINDS:
-            name, got, spent = self.study(size), [], []
-            for _ in range(3):
+        names = {kind: self.study(size) for kind in PUBLIC}
+        got: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PUBLIC}
+        for _ in range(3):
+            for kind in PUBLIC:
                 watched = Watched(self.open(kind))
                 started = time.perf_counter()
-                suggest(study_on(watched, name).ask())
-                got.append(1000 * (time.perf_counter() - started))
-                spent.append(1000 * watched.seconds)
-                gc.collect()
-            self.row(f"first suggestions of a new process at {size}, ms", kind, min(got), f"storage {min(spent):.0f}")
+                suggest(study_on(watched, names[kind]).ask())
+                got[kind].append((1000 * (time.perf_counter() - started), 1000 * watched.seconds))
+        for kind, times in got.items():
+            whole, storage = min(times)
+            self.row(f"first suggestions of a new process at {size}, ms", kind, whole, f"storage {storage:.0f}")
 
     def importing(self) -> None:
         """add_trials of finished trials."""
-        for kind in KINDS:
+        for kind in PUBLIC:
             size = 1000 if kind == "ours" else 20 if self.quick else 100
             storage = self.open(kind)
             study = study_on(storage, self.study())
@@ -314,20 +391,22 @@ class Bench:
     base: float = 0.0
 
     def row(self, what: str, kind: str, number: float, detail: str) -> None:
-        if kind == "ours":
+        if kind in ("worker", "ours") and (kind == "worker" or self.last != what):
             self.base = number
-        ratio = "" if kind == "ours" else f"x{number / self.base:.2f}"
-        print(f"{what:48} {kind:5} {number:10.2f} {ratio:8} {detail}", flush=True)
+        self.last = what
+        print(f"{what:50} {kind:6} {number:10.2f} {f'x{number / self.base:.2f}':8} {detail}", flush=True)
+
+    last: str = ""
 
 
 def work(kind: str, url: str, port: str, name: str) -> None:
     """One of several workers: run trials for as many seconds as it is told, and print how many."""
-    study = study_on(opened(kind, url, int(port)), name, "random")
-    run_trial(study)
+    runner = Runner(kind, opened(kind, url, int(port)), name, "random")
+    runner.trial()
     print("ready", flush=True)
     until, done = time.perf_counter() + float(input()), 0
     while time.perf_counter() < until:
-        run_trial(study)
+        runner.trial()
         done += 1
     print(done, flush=True)
 
@@ -349,7 +428,7 @@ def bench(quick: bool) -> Iterator[Bench]:
 
 
 def main() -> None:
-    names = ["statements", "trials", "others", "workers", "joining", "importing"]
+    names = ["commits", "statements", "trials", "others", "workers", "joining", "importing"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
@@ -359,7 +438,7 @@ def main() -> None:
         work(*given.work)
         return
     with bench(given.quick) as made:
-        print(f"optuna {optuna.__version__}, sqlalchemy {sa.__version__}, grpc {'grpc' in KINDS}")
+        print(f"optuna {optuna.__version__}, sqlalchemy {sa.__version__}, grpc {GRPC}")
         for name in given.only:
             getattr(made, name)()
 

@@ -17,7 +17,7 @@ from objectives import Objective
 from objectives.training import TrainConfig
 from search.samplers import make_sampler
 from search.spec import StudySpec, parse_spec
-from search.suggesting import suggest
+from search.suggesting import _Untried, suggest
 from storage.claims import SPEC, Claim, Claims
 from storage.locks import suggestion_turn
 from storage.studies import open_storage
@@ -198,6 +198,13 @@ def test_branches_of_a_space_are_gone_through_whole(database_url: str) -> None:
     assert distinct(configurations) == 25
     kinds = Counter(params["kind"] for params in configurations)
     assert (kinds["tree"], kinds["line"]) == (3, 2)
+
+
+def test_the_untried_are_not_listed_where_they_are_too_many() -> None:
+    trial = optuna.create_study(sampler=_Untried(1)).ask()
+    assert 0 <= trial.suggest_int("n", 0, 10**12) <= 10**12
+    assert 0 <= trial.suggest_float("x", 0, 1) <= 1
+    assert trial.suggest_int("few", 1, 2) in {1, 2}
 
 
 def test_a_continuous_space_is_suggested_once_and_looks_at_no_other_trial(database_url: str) -> None:

@@ -111,7 +111,10 @@ def test_a_divergence_is_one_line_and_exit_code_1(capsys) -> None:
 def test_smoke_prints_the_curve_and_keeps_it(capsys) -> None:
     code, out, _ = call(capsys, "smoke", "digits", "--run-dir", "a")
     assert code == 0
-    assert re.search(r"step +0  loss 2\.", out)
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)$", out, re.MULTILINE)]
+    assert losses[0] > 2
+    assert losses[-1] < 0.01
+    assert 10 < len(losses) < 50
     assert "passed: 32 samples fitted to below 0.01" in out
     assert Path("a/smoke.json").exists()
     assert Path("a/smoke.png").exists()
@@ -134,7 +137,8 @@ def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
     Path("broken.py").write_text(BROKEN)
     code, out, err = call(capsys, "smoke", "broken.py", "--steps", "50")
     assert code == 1
-    assert "step    50" in out
+    assert out.startswith("step     0  loss 2.3")
+    assert "step    49" in out.splitlines()[-1]
     assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps .*\n", err)
 
 
@@ -194,3 +198,16 @@ def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--set", "lr=0.5")
     assert code == 2
     assert "another run: lr is 0.01 there and 0.5 here" in err
+
+
+def test_what_a_run_warns_of_is_printed(capsys) -> None:
+    code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
+    assert (code, err) == (0, "hpsearch: batch_size 5000 is more than the 1077 training samples: a step takes all\n")
+    for name in ("last.pt", "previous.pt"):
+        Path("a", name).write_bytes(b"torn")
+    code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    assert code == 0
+    assert "epoch   0" in out
+    lines = err.splitlines()
+    assert "last.pt is torn or was changed" in lines[0]
+    assert "no checkpoint in a can be trusted: the run starts anew" in lines[-1]

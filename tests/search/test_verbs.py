@@ -91,6 +91,7 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.why)
     assert stopped.why in say("stop", "s"), "the second one says who was first"
     assert stopped.why in say("show", "s")
+    assert "s (stopped)" in say("studies")
 
 
 def test_a_started_study_goes_on(say: Say, claims: Claims, handle) -> None:

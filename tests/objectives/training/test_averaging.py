@@ -65,6 +65,7 @@ def test_what_is_judged_is_what_is_kept(settings):
         device="cpu",
     )
     assert scores["accuracy"] == pytest.approx(result.best_value, abs=1e-6)
+    assert scores["loss"] == pytest.approx(result.best_metrics["val_loss"], rel=1e-5), "which no other weights have"
 
 
 def test_a_run_is_judged_by_the_mean_from_its_first_epoch_on(objective_with):

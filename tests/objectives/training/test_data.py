@@ -12,12 +12,13 @@ def _make(seed=0, n=100, **kwargs):
     return Splits.make(rng.normal(size=(n, 3)), np.arange(n) % 4, seed=seed, **kwargs)
 
 
-def test_a_split_is_a_pure_function_of_data_and_seed():
-    first, torch_state = _make(seed=3), torch.get_rng_state()
+@pytest.mark.parametrize("how", [{}, {"stratify": False}, {"groups": np.arange(100) // 5}])
+def test_a_split_is_a_pure_function_of_data_and_seed(how):
+    first, torch_state = _make(seed=3, **how), torch.get_rng_state()
     torch.manual_seed(99)
     np.random.seed(99)
-    assert _make(seed=3).hash() == first.hash()
-    assert _make(seed=4).hash() != first.hash()
+    assert _make(seed=3, **how).hash() == first.hash()
+    assert _make(seed=4, **how).hash() != first.hash()
     torch.set_rng_state(torch_state)
 
 

@@ -42,8 +42,13 @@ def test_a_layer_norm_over_images_is_told_by_its_type():
 
 
 def test_a_shared_parameter_is_in_one_group():
+    """The same layer used twice, and one weight in two layers, as a decoder that is tied to its embedding."""
     layer = nn.Linear(3, 3)
     (decay, plain) = parameter_groups(nn.Sequential(layer, nn.ReLU(), layer), TrainConfig())
+    assert (len(decay["params"]), len(plain["params"])) == (1, 1)
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    tied[1].weight = tied[0].weight
+    (decay, plain) = parameter_groups(tied, TrainConfig())
     assert (len(decay["params"]), len(plain["params"])) == (1, 1)
 
 

@@ -286,3 +286,9 @@ def test_a_run_tells_the_plateau_which_way_is_better(objective_with, direction):
     better = 1 if direction == "maximize" else -1
     assert rates[better] == [0.1] * 4
     assert rates[-better] == pytest.approx([0.1, 0.1, 0.01, 0.001])
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_past_its_end_no_schedule_climbs_again(name):
+    rates = _first(TrainConfig(lr=0.1, schedule=name), extra=STEPS)
+    assert max(rates[STEPS:]) <= rates[STEPS - 1]

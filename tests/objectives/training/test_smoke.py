@@ -90,5 +90,14 @@ def test_a_mistake_in_the_objective_is_told(objective_with):
 def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
     result = smoke(objective_with(model=_cut), seconds=0.0)
     assert not result.passed
-    assert len(result.losses) == 2, "a look after the first steps, and no other rate"
+    assert len(result.losses) == 25, "a look after the first steps, and no other rate"
     assert "after 25 steps, when time was up, and should be below 0.01" in result.reason
+
+
+def test_the_curve_has_every_step(wine):
+    """By plain SGD, so that the last of it can be computed by hand."""
+    config = TrainConfig(optimizer="sgd", momentum=0.0, lr=0.1, clip_grad_norm=None)
+    found = smoke(wine, config, steps=30)
+    assert len(found.losses) == 30
+    assert found.losses[0] > 2 * found.losses[-1]
+    assert max(found.losses[i + 1] / found.losses[i] for i in range(29)) < 1, "it falls at every step"
