@@ -32,14 +32,17 @@ CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
 
 @dataclass
 class Storm:
-    """Does one of `FAULTS` every `period` seconds, or later when no epoch was reported meanwhile: a storm that lets
-    nobody get anywhere, as on a machine that is busy with something else, would never end."""
+    """Does one of `FAULTS` every `period` seconds, `most` times at the most.
+
+    It waits longer while nobody gets anywhere, as on a machine that is busy with something else.
+    """
 
     arena: Arena
     server: Breakable
     line: Wire
     seed: int
     period: float
+    most: int = sys.maxsize
     done: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -53,7 +56,7 @@ class Storm:
         for due in [entry for entry in self.later if entry[0] <= now]:
             self.later.remove(due)
             due[1]()
-        if now < self.next or (reported := self.arena.log_size()) == self.reported:
+        if now < self.next or self.done.total() >= self.most or (reported := self.arena.log_size()) == self.reported:
             return
         self.next, self.reported = now + self.period, reported
         fault = self.dice.choices(list(FAULTS), list(FAULTS.values()))[0]
@@ -100,11 +103,12 @@ def soak(
     workers: int,
     seed: int,
     period: float,
+    most: int = sys.maxsize,
 ) -> str:
     """Run the study in a storm of faults, assert that nothing was lost, and say what happened."""
     began = time.monotonic()
     arena.create(len(undisturbed), [], retries=1000)
-    storm = Storm(arena, server, line, seed, period)
+    storm = Storm(arena, server, line, seed, period, most)
     try:
         arena.work(workers, meanwhile=storm, codes=CODES, PACE="0.1")
     finally:
