@@ -77,7 +77,7 @@ def _parameters(trial: FrozenTrial) -> Table:
 
 
 def _attempts(attempts: list[Attempt]) -> Table:
-    table = _table("attempt", "worker", "start", "end", "outcome")
+    table = _table("attempt", "worker", "start (UTC)", "end (UTC)", "outcome")
     for attempt in attempts:
         end = "" if attempt.ended_at is None else _time(attempt.ended_at)
         outcome = attempt.outcome or "running"
@@ -86,7 +86,7 @@ def _attempts(attempts: list[Attempt]) -> Table:
 
 
 def _time(moment: datetime.datetime) -> str:
-    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def _epochs(handle: StudyHandle, trial: FrozenTrial) -> Table:

@@ -375,3 +375,17 @@ def test_a_study_that_was_read_cold_is_the_one_read_piece_by_piece(
     cold = other.get_all_trials(study_id)
     assert cold == storage.get_all_trials(study_id)
     assert list(cold[0].params) == ["kind", "x"]
+
+
+def test_finished_trials_may_be_a_little_old_but_never_without_ones_own(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
+) -> None:
+    def known() -> list[int]:
+        return [t.number for t in storage.finished_trials(study_id, (TrialState.COMPLETE,), max_age=3600.0)]
+
+    assert known() == []
+    other.create_new_trial(study_id, create_trial(value=1.0))
+    assert known() == []
+    storage.set_trial_state_values(owned, TrialState.COMPLETE, [0.5])
+    storage.disown(owned)
+    assert known() == [0, 1]
