@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import save_note
 
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
-from storage.tracking import Tracking
+from search.worker import INFEASIBLE
+from storage.claims import REASON
+from storage.tracking import State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    end_open_runs(handle, tracking)
     tracking.end_study_run(
         str(handle.attrs[RUN_ID]),
         tags=tags,
@@ -41,6 +44,22 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
     )
     study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
     save_note(study, study_note(handle, summary))
+
+
+def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
+    """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
+    left = tracking.open_trial_runs(str(handle.attrs[RUN_ID]))
+    for trial in handle.trials() if left else []:
+        if trial.number in left and trial.state.is_finished():
+            state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
+            TrialRun(tracking, left[trial.number]).finish(state, str(trial.user_attrs.get(REASON, "")))
+
+
+_STATES: dict[TrialState, State] = {
+    TrialState.COMPLETE: "COMPLETE",
+    TrialState.PRUNED: "PRUNED",
+    TrialState.FAIL: "FAIL",
+}
 
 
 def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:

@@ -162,6 +162,12 @@ class Tracking:
         tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent}
         return TrialRun(self, self._create(f"{study_name}-{number:04d}", tags))
 
+    def open_trial_runs(self, parent: str) -> dict[int, str]:
+        """Return the runs under a study's run that nobody has ended: trial number to run id."""
+        query = f"attributes.status = 'RUNNING' AND tags.`mlflow.parentRunId` = '{parent}'"
+        runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
+        return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
+
     def reopen(self, run_id: str) -> None:
         """Set a run to RUNNING, such as a study's that goes on."""
         self.client.update_run(run_id, status="RUNNING")

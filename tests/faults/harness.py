@@ -191,6 +191,11 @@ class Arena:
         lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return [line for line in lines if line["event"] == event]
 
+    def log_size(self) -> int:
+        """How much the workers have trained and reported, as a number that grows."""
+        log = self.orders / "log.jsonl"
+        return log.stat().st_size if log.exists() else 0
+
     def tell(self, what: str) -> str:
         """What went wrong, with the ends of the workers' logs."""
         logs = [

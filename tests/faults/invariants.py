@@ -125,7 +125,10 @@ def assert_tracked(tracking_uri: str, study: str, trials: list[Trial]) -> None:
     found = client.search_runs([experiment.experiment_id], f"tags.`hpsearch.study` = '{study}'")
     runs = {int(run.data.tags["hpsearch.trial"]): run for run in found if "hpsearch.trial" in run.data.tags}
     assert len(found) == len(runs) + 1 == len(trials) + 1, "the study's run, and one for each trial"
+    status = {"COMPLETE": "FINISHED", "PRUNED": "KILLED", "FAIL": "FAILED"}
     for trial in trials:
+        run = runs[trial.number]
+        assert (run.info.status, run.data.tags["hpsearch.state"]) == (status[trial.state], trial.state.lower())
         points = client.get_metric_history(runs[trial.number].info.run_id, "val_loss")
         assert {p.step: p.value for p in points} == trial.values
         assert len(points) == len(trial.values), f"trial {trial.number} has an epoch twice"

@@ -18,6 +18,7 @@ from tests.faults import orders
 
 # The steps of a worker, in their order.
 POINTS = {
+    "in claim": ("storage.claims", "Claims._take"),
     "claim": ("storage.claims", "Claims.claim"),
     "open run": ("search.trial_tracking", "TrialTracking.open"),
     "create run": ("storage.tracking", "Tracking._create"),
@@ -34,7 +35,6 @@ POINTS = {
     "upload": ("mlflow", "MlflowClient.log_artifact"),
     "model": ("search.trial_tracking", "TrialTracking._log_model"),
     "settle": ("storage.claims", "Claims.settle"),
-    "in settle": ("storage.settling", "settle"),
     "finish": ("search.trial_tracking", "TrialTracking.finish"),
     "forget": ("search.checkpointing", "TrialCheckpoints.forget"),
     "drop pointers": ("search.checkpointing", "drop_pointers"),
@@ -72,7 +72,7 @@ def at(point: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             orders.obey(point, "before")
             result = original(*args, **kwargs)
-            if point == "claim":
+            if point in {"claim", "in claim"}:
                 orders.arrive(getattr(result, "number", None), getattr(result, "attempt", None))
             orders.obey(point, "after")
             return result

@@ -32,28 +32,33 @@ CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
 
 @dataclass
 class Storm:
-    """Does one of `FAULTS` every `period` seconds."""
+    """Does one of `FAULTS` every `period` seconds, `most` times at the most.
+
+    It waits longer while nobody gets anywhere, as on a machine that is busy with something else.
+    """
 
     arena: Arena
     server: Breakable
     line: Wire
     seed: int
     period: float
+    most: int = sys.maxsize
     done: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
         self.next = time.monotonic() + self.period
+        self.reported = 0
 
     def __call__(self, running: list[Worker]) -> None:
         now = time.monotonic()
         for due in [entry for entry in self.later if entry[0] <= now]:
             self.later.remove(due)
             due[1]()
-        if now < self.next:
+        if now < self.next or self.done.total() >= self.most or (reported := self.arena.log_size()) == self.reported:
             return
-        self.next = now + self.period
+        self.next, self.reported = now + self.period, reported
         fault = self.dice.choices(list(FAULTS), list(FAULTS.values()))[0]
         awake = [w for w in running if not w.ended and state_of(w.pid) not in {"T", "Z", ""}]
         if awake and self._do(fault, self.dice.choice(awake)):
@@ -98,11 +103,12 @@ def soak(
     workers: int,
     seed: int,
     period: float,
+    most: int = sys.maxsize,
 ) -> str:
     """Run the study in a storm of faults, assert that nothing was lost, and say what happened."""
     began = time.monotonic()
     arena.create(len(undisturbed), [], retries=1000)
-    storm = Storm(arena, server, line, seed, period)
+    storm = Storm(arena, server, line, seed, period, most)
     try:
         arena.work(workers, meanwhile=storm, codes=CODES, PACE="0.1")
     finally:

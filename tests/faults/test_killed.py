@@ -12,6 +12,7 @@ from tests.faults.orders import Order
 
 # Where the worker of each trial is killed: point, before or after, epoch, and what is to come of the trial.
 POINTS: list[tuple[str, str, int | None, list[str]]] = [
+    ("in claim", "after", None, ["complete"]),  # in its transaction: there is no trial yet
     ("claim", "after", None, ["lost", "complete"]),
     ("create run", "after", None, ["lost", "complete"]),
     ("suggest", "before", None, ["lost", "complete"]),
@@ -30,7 +31,6 @@ POINTS: list[tuple[str, str, int | None, list[str]]] = [
     ("upload", "after", None, ["lost", "complete"]),
     ("model", "after", None, ["lost", "complete"]),
     ("settle", "before", None, ["lost", "complete"]),
-    ("in settle", "after", None, ["lost", "complete"]),
     ("settle", "after", None, ["complete"]),
     ("finish", "after", None, ["complete"]),
     ("forget", "after", None, ["complete"]),

@@ -17,4 +17,4 @@ def test_a_fleet_in_a_storm_loses_nothing(
     broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     with wire(broken_arena.tracking_uri) as (line, broken_arena.tracking_uri):
-        print(soak(broken_arena, breakable, line, undisturbed(20), workers=3, seed=1, period=0.4))
+        print(soak(broken_arena, breakable, line, undisturbed(12), workers=3, seed=1, period=0.3, most=25))
