@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import optuna
+from optuna.trial import FrozenTrial
 from optuna_dashboard import save_note
 
 from search.study import RUN_ID, RUN_URL, StudyHandle
@@ -20,7 +21,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
     Safe to call more than once, and from several processes: each writes the same.
     """
     tags = {
-        "hpsearch.trials": f"{summary.finished} of {handle.spec.n_trials}",
+        "hpsearch.trials": f"{summary.finished} of {handle.budget}",
         "hpsearch.complete": str(summary.complete),
         "hpsearch.pruned": str(summary.pruned),
         "hpsearch.infeasible": str(summary.infeasible),
@@ -36,7 +37,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=summary.finished >= handle.spec.n_trials,
+        finished=summary.finished >= handle.budget,
     )
     study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
     save_note(study, study_note(handle, summary))
@@ -45,7 +46,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
 def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
     """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it."""
     summary = summarise(handle)
-    if summary.finished < handle.spec.n_trials:
+    if summary.finished < handle.budget:
         return
     try:
         close_study(handle, summary, tracking)
@@ -53,12 +54,25 @@ def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
         log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
 
 
+def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
+    """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    tracking.reopen(str(handle.attrs[RUN_ID]))
+    close_study(handle, summarise(handle), tracking)
+
+
+def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
+    """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
+    run_id = trial.user_attrs.get(RUN_ID)
+    if run_id is not None:
+        tracking.schedule(str(run_id))
+
+
 def study_note(handle: StudyHandle, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = handle.spec
     lines = [
         f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
-        f"{summary.finished} of {spec.n_trials} trials.",
+        f"{summary.finished} of {handle.budget} trials.",
         "",
         f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
     ]

@@ -17,15 +17,24 @@ from search.errors import SearchError
 from search.launch import ensure_parent_run
 from search.services import await_server, find_services
 from search.study import RUN_ID, TRACKING_URI, load_study
-from search.worker import SERVICE_ERRORS, Worker, worker_name
-from storage.locks import AdvisoryLocks
-from storage.studies import open_storage
+from search.study_checkpoints import open_checkpoints
+from search.worker import SERVICE_ERRORS, Worker, runs_folder, worker_name
+from storage.errors import CheckpointStoreError
+from storage.locks import study_lock
+from storage.studies import engine_of, open_storage
 
 log = logging.getLogger(__name__)
 
 
 def join_study(
-    name: str, *, device: str | None, storage_url: str | None, tracking_uri: str | None, home: str | None
+    name: str,
+    *,
+    device: str | None,
+    lease: float,
+    storage_url: str | None,
+    tracking_uri: str | None,
+    checkpoint_url: str | None,
+    home: str | None,
 ) -> int:
     """Run a worker of study `name` in this process and return its exit code.
 
@@ -51,31 +60,35 @@ def join_study(
     if warning := study.source_warning(objective):
         log.warning(warning)
     tracking = services.open_tracking(uri)
-    locks = AdvisoryLocks(services.storage_url, application_name=f"{application} locks")
+    checkpoints = open_checkpoints(study, services.home, checkpoint_url)
+    runs = services.home / "runs"
     try:
         if RUN_ID not in study.attrs:
-            with locks.study(study.study_id):
+            with study_lock(engine_of(storage), study.study_id):
                 ensure_parent_run(study, tracking)
         worker = Worker(
             study,
             objective,
-            locks=locks,
             tracking=tracking,
-            runs_dir=services.home / "runs",
+            runs_dir=runs,
+            checkpoints=checkpoints,
             stop=stop,
             fleet_pid=int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None,
             device=device,
+            lease=lease,
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()
+        checkpoints.tidy(runs_folder(runs, study))
         if code == 0:
             close_if_spent(study, tracking)
     except SERVICE_ERRORS as error:
-        # Its trial is freed with the connection; whoever starts this worker again goes on with it.
+        # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
         code = 1
-    finally:
-        locks.close()
+    except CheckpointStoreError as error:
+        log.error("the trial is given back: %s", error)
+        code = 1
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
 

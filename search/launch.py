@@ -16,8 +16,8 @@ from search.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
-from storage.locks import AdvisoryLocks
-from storage.studies import open_storage
+from storage.locks import study_lock
+from storage.studies import engine_of, open_storage
 from storage.tracking import Tracking
 
 
@@ -29,15 +29,11 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(services.storage_url, application_name="hpsearch run")
-    locks = AdvisoryLocks(services.storage_url, application_name="hpsearch run locks")
-    try:
-        handle, created = create_or_join(storage, locks, settings, objective, rehearse=rehearse)
-        tracking = services.open_tracking()
-        with locks.study(handle.study_id):
-            ensure_parent_run(handle, tracking)
-            handle.set_attr(STARTED_AT, time.time())
-    finally:
-        locks.close()
+    handle, created = create_or_join(storage, settings, objective, rehearse=rehearse)
+    tracking = services.open_tracking()
+    with study_lock(engine_of(storage), handle.study_id):
+        ensure_parent_run(handle, tracking)
+        handle.set_attr(STARTED_AT, time.time())
     return handle, created
 
 

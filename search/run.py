@@ -26,7 +26,10 @@ from search.services import Services, find_services
 from search.smoke_test import smoke_test
 from search.steps import steps
 from search.study import RUN_ID, StudyHandle
+from search.study_checkpoints import note_checkpoints
 from search.summary import summarise, summary_lines
+from storage.checkpoints import Checkpoints
+from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
 from storage.studies import engine_of
 
@@ -39,6 +42,7 @@ def run_search(
     workers: int,
     storage_url: str | None,
     tracking_uri: str | None,
+    checkpoint_url: str | None,
     home: str | None,
 ) -> int:
     """Run the search that `settings` describe and return the exit code.
@@ -47,15 +51,21 @@ def run_search(
         0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
     """
     console = PlainConsole()
+    if checkpoint_url is not None:
+        Checkpoints(checkpoint_url).check()
     with steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=tell)
         tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
+        if checkpoint_url is not None:
+            note_checkpoints(handle, checkpoint_url)
         tell("overfitting one batch")
         smoke_warning = smoke_test(handle, objective, services.open_tracking())
     spec = handle.spec
+    if why := handle.attrs.get(STOPPED):
+        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
@@ -68,14 +78,17 @@ def run_search(
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
     if begin.finished < spec.n_trials:
-        interrupted, fleet = _drive(console, services, handle, workers)
+        interrupted, fleet = _drive(console, services, handle, workers, checkpoint_url)
     else:
-        console.print("the budget is spent; choose another --name for a new search")
+        more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
+        console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
         interrupted, fleet = False, None
     return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
 
 
-def _drive(console: Console, services: Services, handle: StudyHandle, workers: int) -> tuple[bool, Fleet]:
+def _drive(
+    console: Console, services: Services, handle: StudyHandle, workers: int, checkpoint_url: str | None
+) -> tuple[bool, Fleet]:
     """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
     assert services.tracking_uri is not None
     environment = {
@@ -83,6 +96,8 @@ def _drive(console: Console, services: Services, handle: StudyHandle, workers: i
         "HPSEARCH_TRACKING_URI": services.tracking_uri,
         "HPSEARCH_HOME": str(services.home),
     }
+    if checkpoint_url is not None:
+        environment["HPSEARCH_CHECKPOINT_URL"] = checkpoint_url
     logs = services.home / "logs" / handle.spec.name
     fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
     console.print(f"worker logs: {logs}")
@@ -99,7 +114,7 @@ def _drive(console: Console, services: Services, handle: StudyHandle, workers: i
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in handled}
     told = False
-    progress, away = Progress(), False
+    progress, away = Progress(handle.spec.n_trials), False
 
     def look() -> tuple[Progress, bool]:
         try:
@@ -166,7 +181,10 @@ def _finish(
         again = command("run", handle.spec.objective, "--name", handle.spec.name)
         console.print(f"interrupted; go on with: {again}")
         return 130
-    spent = summary.finished >= handle.spec.n_trials
+    if why := handle.attrs.get(STOPPED):
+        console.print(f"stopped {why}; go on with: {command('start', handle.spec.name)}, then run it again")
+        return 1
+    spent = summary.finished >= handle.budget
     if not spent and handle.spec.timeout is not None and not failed:
         console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")
         spent = True

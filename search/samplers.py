@@ -16,14 +16,17 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
 
 
-def make_sampler(spec: SamplerSpec, *, study_seed: int, trial_number: int) -> optuna.samplers.BaseSampler:
+def make_sampler(
+    spec: SamplerSpec, *, study_seed: int, trial_number: int, again: int = 0
+) -> optuna.samplers.BaseSampler:
     """Return the sampler for one trial.
 
     A sampler seeded alike in each worker suggests the same start-up points in each; one seeded by the trial's
     number does not, and makes these points a function of the study alone. A QMC sequence is one for the study.
+    `again` counts the suggestions for this trial that were not taken.
     """
     options = spec.model_dump(exclude={"name"})
-    seed = derive_seed(study_seed, "sampler", trial_number)
+    seed = derive_seed(study_seed, "sampler", trial_number, *([again] if again else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         match spec.name:
@@ -43,7 +46,10 @@ def make_sampler(spec: SamplerSpec, *, study_seed: int, trial_number: int) -> op
 
 
 def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
-    """Return Optuna's pruner with every resource an integer from the spec."""
+    """Return Optuna's pruner with every resource an integer from the spec.
+
+    A sampler asks it for a trial's bracket; the verdicts are :class:`search.pruning.Judge`'s.
+    """
     options = spec.model_dump(exclude={"name"})
     match spec.name:
         case "median":
@@ -53,7 +59,11 @@ def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
         case "successive_halving":
             return optuna.pruners.SuccessiveHalvingPruner(**options)
         case "hyperband":
-            return optuna.pruners.HyperbandPruner(**options)
+            pruner = optuna.pruners.HyperbandPruner(**options)
+            # It makes its brackets at its first verdict, which is ours to give: without them the sampler would not
+            # tell one bracket's trials from another's.
+            pruner._try_initialization(study=None)  # type: ignore[arg-type]
+            return pruner
         case "threshold":
             return optuna.pruners.ThresholdPruner(**options)
         case "none":

@@ -5,39 +5,60 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import optuna
+from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
-from storage.claims import Claim, ClaimLostError, Claims
+from search.checkpointing import TrialCheckpoints
+from search.pruning import Decision
+from search.study_checkpoints import StudyCheckpoints
+from storage.claims import Claim, Claims
+from storage.study_storage import PostgresStorage
 from storage.tracking import TrialRun
 
 
 class TrialSession(LocalSession):
-    """Checkpoints and metrics.jsonl as in :class:`LocalSession`; reports go to Optuna and MLflow as well."""
+    """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
 
     def __init__(
         self,
         run_dir: Path,
         *,
-        trial: optuna.Trial,
+        storage: PostgresStorage,
         claim: Claim,
         claims: Claims,
+        checkpoints: StudyCheckpoints,
         metric: str,
         last_epoch: int,
         run: TrialRun | None,
         stopping: Callable[[], bool],
+        judge: Callable[[FrozenTrial], Decision],
     ) -> None:
         super().__init__(run_dir)
-        self._trial = trial
+        self._storage = storage
         self._claim = claim
         self._claims = claims
+        self.kept = TrialCheckpoints(
+            checkpoints, self, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
+        )
         self._metric = metric
         self._last_epoch = last_epoch
         self._stopping = stopping
+        self._judge = judge
+        self.decision: Decision | None = None  # the last one
         self._run = run
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
-        self._reported = set(trial.storage.get_trial(claim.trial_id).intermediate_values)
+        self._values = dict(storage.get_trial(claim.trial_id).intermediate_values)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        return self.kept.restore()
+
+    def save(self, state: dict[str, Any], *, best: bool) -> None:
+        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        with self.kept.saving(state, best=best):
+            super().save(state, best=best)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
@@ -45,24 +66,39 @@ class TrialSession(LocalSession):
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        self._claims.check(self._claim)
+        # Written before a file or a run is touched: a worker that lost its trial leaves no mark.
+        stopped = self._report(record.epoch, record.metrics[self._metric])
         super().report(record)
         if self._run is not None:
             # Sent again after a crash: its batch may have been on its way, and MLflow keeps one copy.
             self._run.log_epoch(record.epoch, record.timestamp, record.metrics)
-        value = record.metrics[self._metric]
-        if record.epoch not in self._reported:
-            self._reported.add(record.epoch)
-            try:
-                self._trial.report(value, record.epoch)
-            except optuna.exceptions.UpdateFinishedTrialError:
-                raise ClaimLostError(f"trial {self._claim.number} was ended from outside") from None
-        elif record.epoch < max(self._reported):
+        if record.epoch < max(self._values):
             return Verdict.CONTINUE  # decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
-        if record.epoch < self._last_epoch and self._trial.should_prune():
-            return Verdict.PRUNE
-        return Verdict.STOP if self._stopping() else Verdict.CONTINUE
+        if record.epoch < self._last_epoch:
+            self.decision = self._judge(self._frozen())
+            if self.decision.prune:
+                return Verdict.PRUNE
+        return Verdict.STOP if stopped or self._stopping() else Verdict.CONTINUE
+
+    def _report(self, epoch: int, value: float) -> bool:
+        pending = self.kept.pending
+        if epoch in self._values and pending is None:
+            return False
+        stopped = self._claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        self.kept.committed()
+        self._values.setdefault(epoch, value)
+        return stopped
+
+    def _frozen(self) -> FrozenTrial:
+        frozen = self._storage.get_trial(self._claim.trial_id)
+        frozen.intermediate_values = dict(self._values)
+        return frozen
+
+    @property
+    def last_value(self) -> float | None:
+        """What the last epoch reported, which is the value of a pruned trial; None before the first."""
+        return self._values[max(self._values)] if self._values else None
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
@@ -70,10 +106,8 @@ class TrialSession(LocalSession):
 
     def forget(self) -> None:
         """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
-        self.last_path.unlink(missing_ok=True)
-        self.previous_path.unlink(missing_ok=True)
+        self.kept.forget()
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
-        if epoch not in self._reported:
-            self._trial.report(math.nan, epoch)
+        self._report(epoch, math.nan)

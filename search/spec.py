@@ -111,6 +111,8 @@ class Threshold(_Model):
     def _bounded(self) -> Self:
         if self.lower is None and self.upper is None:
             raise ValueError("give lower or upper")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
         return self
 
 
@@ -143,6 +145,8 @@ class StudySpec(_Model):
     pruner: PrunerSpec = Median()
     seed: int = Field(default=0, ge=0, lt=2**31)
     retries: int = Field(default=2, ge=0, le=1000)
+    # Not the non-finite loss: a resume is exact, and diverges again.
+    retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -160,6 +164,11 @@ class StudySpec(_Model):
             raise ValueError(
                 f"pruner.min_resource {self.pruner.min_resource} is more than epochs {self.epochs}: "
                 "no trial would ever reach it; lower it"
+            )
+        if isinstance(self.pruner, Hyperband) and (self.pruner.max_resource or self.epochs) < self.pruner.min_resource:
+            raise ValueError(
+                f"pruner.max_resource {self.pruner.max_resource} is less than pruner.min_resource "
+                f"{self.pruner.min_resource}: give the epochs of a full trial, or leave it out"
             )
         return self
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage
 
 from objectives import Objective
 from objectives.loading import source_hash
@@ -16,15 +16,20 @@ from objectives.training.metrics import DIRECTIONS
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
-from storage.locks import AdvisoryLocks
+from storage.claims import SPEC
+from storage.locks import name_lock
+from storage.studies import engine_of
+from storage.study_storage import PostgresStorage
 
 # User attributes of a study.
-SPEC = "hpsearch:spec"
 TRACKING_URI = "hpsearch:tracking_uri"
+CHECKPOINT_URL = "hpsearch:checkpoint_url"
 RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
 RUN_URL = "hpsearch:mlflow_url"
 TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow
+PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
 STARTED_AT = "hpsearch:started_at"
+FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
 SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 
 
@@ -33,13 +38,24 @@ class StudyHandle:
     """A study together with the spec stored in it."""
 
     spec: StudySpec
-    storage: BaseStorage
+    storage: PostgresStorage
     study_id: int
 
     @property
     def attrs(self) -> dict[str, Any]:
         """The study's user attributes as they are now."""
         return self.storage.get_study_user_attrs(self.study_id)
+
+    @property
+    def budget(self) -> int:
+        """How many trials the study is to have by now: `hpsearch extend` changes it while others have it open."""
+        return int(self.attrs[SPEC]["n_trials"])
+
+    @property
+    def folder(self) -> str:
+        """The name of the study's folders, for run directories and checkpoints; no other study has it."""
+        # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
+        return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
@@ -83,8 +99,7 @@ def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[st
 
 
 def create_or_join(
-    storage: BaseStorage,
-    locks: AdvisoryLocks,
+    storage: PostgresStorage,
     settings: dict[str, Any],
     objective: Objective,
     *,
@@ -102,7 +117,7 @@ def create_or_join(
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
     wanted = parse_spec(complete_settings(settings, objective))
-    with locks.name(wanted.name):
+    with name_lock(engine_of(storage), wanted.name):
         study_id = _study_id(storage, wanted.name)
         if study_id is None:
             rehearse(objective, wanted)
@@ -112,15 +127,18 @@ def create_or_join(
         if stored is not None:
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             if lines := differences(stored, spec.model_dump()):
+                more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
                 raise SearchError(
                     f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
                     "leave these settings out to go on with it, or choose another --name"
+                    + (more if spec.n_trials != stored["n_trials"] else "")
                 )
             return StudyHandle(spec, storage, study_id), False
         # No spec: made by somebody else, or by a process that died between the two steps.
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
+        storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -128,7 +146,7 @@ def create_or_join(
         return StudyHandle(wanted, storage, study_id), True
 
 
-def load_study(storage: BaseStorage, name: str) -> StudyHandle:
+def load_study(storage: PostgresStorage, name: str) -> StudyHandle:
     """Return the study of that name.
 
     Raises:
@@ -145,7 +163,7 @@ def load_study(storage: BaseStorage, name: str) -> StudyHandle:
     return StudyHandle(parse_spec(stored), storage, study_id)
 
 
-def _study_id(storage: BaseStorage, name: str) -> int | None:
+def _study_id(storage: PostgresStorage, name: str) -> int | None:
     try:
         return storage.get_study_id_from_name(name)
     except KeyError:

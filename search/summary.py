@@ -88,7 +88,7 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
     counts += [f"{summary.failed} failed"]
     counts += [f"{summary.running} running"] if summary.running else []
     counts += [f"{summary.waiting} waiting"] if summary.waiting else []
-    lines = [f"study {spec.name}: {summary.finished} of {spec.n_trials} trials ({', '.join(counts)})"]
+    lines = [f"study {spec.name}: {summary.finished} of {handle.budget} trials ({', '.join(counts)})"]
     if summary.best is not None:
         best = summary.best
         lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-
-import optuna
 
 from objectives.training import FitResult
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, TRACKING
 from storage import models
 from storage.claims import Claim, Lost
+from storage.study_storage import PostgresStorage
 from storage.tracking import MODEL_ID, State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
@@ -25,20 +25,20 @@ class TrialTracking:
         tracking: Tracking,
         spec: StudySpec,
         claim: Claim,
-        trial: optuna.Trial,
+        storage: PostgresStorage,
         *,
         parent: str,
     ) -> None:
         self._tracking = tracking
         self._spec = spec
         self._claim = claim
-        self._trial = trial
+        self._storage = storage
         self._parent = parent
         self.run: TrialRun | None = None
 
     def open(self) -> None:
         """Open the trial's run; the trial notes the run, the run the trial."""
-        known = self._trial.user_attrs.get(RUN_ID)
+        known = self._storage.get_trial_user_attrs(self._claim.trial_id).get(RUN_ID)
         try:
             self.run = self._tracking.trial_run(
                 self._spec.name,
@@ -51,14 +51,19 @@ class TrialTracking:
             log.warning("trial %d: MLflow gives no run (%s)", self._claim.number, error)
             return
         if known is None:
-            self._trial.set_user_attr(RUN_ID, self.run.run_id)
-            self._trial.set_user_attr(RUN_URL, self.run.url)
+            with self._storage.together(self._claim.trial_id):
+                self._note(RUN_ID, self.run.run_id)
+                self._note(RUN_URL, self.run.url)
         self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
+
+    def _note(self, key: str, value: str) -> None:
+        self._storage.set_trial_user_attr(self._claim.trial_id, key, value)
 
     def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
         if self.run is not None:
-            self.run.log_params({**self._trial.params, "seed": self._spec.seed, "epochs": self._spec.epochs})
+            params = self._storage.get_trial(self._claim.trial_id).params
+            self.run.log_params({**params, "seed": self._spec.seed, "epochs": self._spec.epochs})
 
     def log_file(self, path: Path) -> None:
         """Upload a file of the run directory."""
@@ -86,7 +91,7 @@ class TrialTracking:
             self._log_model(run, result)
         run.flush()
         if run.errors:
-            self._trial.set_user_attr(TRACKING, f"incomplete: {run.errors[0]}")
+            self._note(TRACKING, f"incomplete: {run.errors[0]}")
 
     def _whole(self, result: FitResult) -> bool:
         """Make sure that the run has every epoch; what did not arrive while the server was away is sent again."""
@@ -99,7 +104,7 @@ class TrialTracking:
             self.open()
             self.log_params()
             if self.run is None:
-                self._trial.set_user_attr(TRACKING, "missing: MLflow was away during the whole trial")
+                self._note(TRACKING, "missing: MLflow was away during the whole trial")
                 return False
         for record in result.history:
             self.run.log_epoch(record.epoch, record.timestamp, record.metrics)
@@ -123,6 +128,11 @@ class TrialTracking:
         except Exception as error:  # a model that cannot be exported leaves its checkpoint and the reason
             run.failed("the model", error)
 
+    def tag_pruning(self, record: dict[str, object]) -> None:
+        """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+        if self.run is not None:
+            self.run.set_tags({"hpsearch.pruning": json.dumps(record)})
+
     def finish(self, state: State, reason: str) -> None:
         """End the run as its trial ended."""
         if self.run is not None:
@@ -137,14 +147,13 @@ class TrialTracking:
         """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
         if self.run is None:
             return
-        if self._trial.storage.get_trial(self._claim.trial_id).state.is_finished():
+        if self._storage.get_trial(self._claim.trial_id).state.is_finished():
             self.run.finish("CANCELLED", reason)
         else:
             self.run.close()
 
 
-def end_lost_run(tracking: Tracking, lost: Lost) -> None:
+def end_lost_run(tracking: Tracking, lost: Lost, run_id: str | None) -> None:
     """End the run of a trial whose workers died; nobody else will."""
-    run_id = lost.user_attrs.get(RUN_ID)
     if run_id is not None:
         TrialRun(tracking, str(run_id)).finish("FAIL", lost.reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -16,12 +15,19 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
-from search.samplers import derive_seed, make_sampler
+from search.attempt_dir import open_attempt_dir, remove_earlier
+from search.pruning import Judge
+from search.samplers import derive_seed
 from search.session import TrialSession
-from search.study import RUN_ID, STARTED_AT, StudyHandle
+from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
+from search.study_checkpoints import StudyCheckpoints
+from search.suggesting import suggest
 from search.trial_tracking import TrialTracking, end_lost_run
-from storage.claims import REASON, Claim, ClaimLostError, Claims, Lost, Nothing
-from storage.locks import AdvisoryLocks
+from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
+from storage.errors import CheckpointStoreError
+from storage.lease import LeaseKeeper
+from storage.settling import Outcome
+from storage.studies import engine_of
 from storage.tracking import State, Tracking
 
 log = logging.getLogger(__name__)
@@ -45,8 +51,7 @@ def worker_name(pid: int | None = None) -> str:
 
 def runs_folder(runs_dir: Path, study: StudyHandle) -> Path:
     """Return the folder of a study's run directories on this machine."""
-    # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
-    return runs_dir / f"{study.spec.name}-{study.study_id}"
+    return runs_dir / study.folder
 
 
 class Worker:
@@ -57,24 +62,29 @@ class Worker:
         study: StudyHandle,
         objective: Objective,
         *,
-        locks: AdvisoryLocks,
         tracking: Tracking,
         runs_dir: Path,
+        checkpoints: StudyCheckpoints,
         stop: threading.Event,
         fleet_pid: int | None = None,
         device: str | None = None,
+        lease: float = LEASE,
     ) -> None:
         self._handle = study
         self._spec = study.spec
         self._study = study.open()
+        self._judge = Judge(study.spec, study.storage, study.study_id, max_age=1.0)
         self._objective = objective
-        self._claims = Claims(study.storage, study.study_id, locks, worker=worker_name())
+        self._claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
+        self._lease = LeaseKeeper(self._claims)
         self._tracking = tracking
         self._parent_run = str(study.attrs[RUN_ID])
         self._runs_dir = runs_folder(runs_dir, study)
+        self._checkpoints = checkpoints
         self._stop = stop
         self._fleet_pid = fleet_pid
         self._device = device
+        self._idle = 0  # times that there was nothing to claim, in a row
         self._failures = 0
         self._last_failure = ""
 
@@ -84,31 +94,39 @@ class Worker:
         Returns:
             The process's exit code: 0, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
         """
-        while not self._stopping():
-            got = self._claims.claim(
-                n_trials=self._spec.n_trials, retries=self._spec.retries, open_new=not self._out_of_time()
-            )
-            if isinstance(got, Claim):
-                self._run(got)
-                if self._failures >= FAILURES_IN_A_ROW and not self._any_finished():
-                    log.error(
-                        "giving up: %d trials in a row failed and none has finished; the last: %s",
-                        self._failures,
-                        self._last_failure,
-                    )
-                    return EXIT_GAVE_UP
-            elif isinstance(got, Lost):
-                log.error("trial %d: FAIL, %s", got.number, got.reason)
-                end_lost_run(self._tracking, got)
-            elif self._nothing_left(got):
-                return 0
+        with self._lease:
+            while not self._stopping():
+                got = self._claims.claim(open_new=not self._out_of_time())
+                if isinstance(got, Stopped):
+                    log.info("the study was stopped: %s", got.why)
+                    return EXIT_DRAINED
+                if isinstance(got, Lost):
+                    log.error("trial %d: FAIL, %s", got.number, got.reason)
+                    attrs = self._handle.storage.get_trial_user_attrs(got.trial_id)
+                    end_lost_run(self._tracking, got, attrs.get(RUN_ID))
+                elif isinstance(got, Nothing):
+                    if not got.running:
+                        return 0
+                    self._wait()
+                else:
+                    self._idle = 0
+                    self._run(got)
+                    if self._failures >= FAILURES_IN_A_ROW and not self._any_finished():
+                        return self._give_up()
         return EXIT_DRAINED
 
-    def _nothing_left(self, nothing: Nothing) -> bool:
+    def _give_up(self) -> int:
+        log.error(
+            "giving up: %d trials in a row failed and none has finished; the last: %s",
+            self._failures,
+            self._last_failure,
+        )
+        return EXIT_GAVE_UP
+
+    def _wait(self) -> None:
         """Wait a moment while others run trials: when one of them dies, its trial is there to take."""
-        if nothing.running:
-            self._stop.wait(1.0)
-        return nothing.running == 0
+        self._stop.wait(min(0.5 * 1.5**self._idle, 5.0))
+        self._idle += 1
 
     def _stopping(self) -> bool:
         if self._fleet_pid is not None and os.getppid() != self._fleet_pid:
@@ -129,35 +147,33 @@ class Worker:
     def _run(self, claim: Claim) -> None:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
-        run_dir = self._runs_dir / f"{claim.number:04d}"
-        if not claim.resumed:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._study.sampler = make_sampler(self._spec.sampler, study_seed=self._spec.seed, trial_number=claim.number)
-        trial = optuna.Trial(self._study, claim.trial_id)
-        tracked = TrialTracking(self._tracking, self._spec, claim, trial, parent=self._parent_run)
+        run_dir = open_attempt_dir(self._runs_dir, claim)
+        tracked = TrialTracking(self._tracking, self._spec, claim, self._handle.storage, parent=self._parent_run)
         try:
-            self._attempt(claim, trial, tracked, run_dir)
+            with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
+                self._attempt(claim, tracked, run_dir)
         except ClaimLostError as lost:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
             tracked.abandon(str(lost))
 
-    def _attempt(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, run_dir: Path) -> None:
+    def _attempt(self, claim: Claim, tracked: TrialTracking, run_dir: Path) -> None:
         session: TrialSession | None = None
         try:
             tracked.open()
-            config = self._objective.configure(trial)
+            config = suggest(self._objective, self._study, claim, self._spec)
             tracked.log_params()
             session = TrialSession(
                 run_dir,
-                trial=trial,
+                storage=self._handle.storage,
                 claim=claim,
                 claims=self._claims,
+                checkpoints=self._checkpoints,
                 metric=f"val_{self._spec.metric}",
                 last_epoch=self._spec.epochs - 1,
                 run=tracked.run,
                 stopping=self._stopping,
+                judge=self._judge,
             )
             result = Trainer(
                 self._objective,
@@ -172,62 +188,85 @@ class Worker:
         except NonFiniteError as error:
             assert session is not None
             session.report_non_finite(error.epoch)
-            self._infeasible(claim, trial, tracked, str(error))
+            self._infeasible(claim, tracked, str(error), session.last_value)
         except DeviceMemoryError as error:
-            self._infeasible(claim, trial, tracked, str(error))
-        except (ClaimLostError, *SERVICE_ERRORS):
+            if not self._again(claim, tracked, "memory", str(error)):
+                self._infeasible(claim, tracked, str(error), session.last_value if session else None)
+        except ClaimLostError:
+            if session is not None:
+                session.kept.abandon()
+            raise
+        except CheckpointStoreError:
+            self._claims.settle(claim, "WAITING", "released")
+            tracked.leave()
+            raise
+        except SERVICE_ERRORS:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
-            self._fail(claim, trial, tracked, error, run_dir)
+            self._fail(claim, tracked, error, run_dir)
         else:
-            self._settle(claim, trial, tracked, result, session)
+            self._settle(claim, tracked, result, session)
 
-    def _settle(
-        self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, result: FitResult, session: TrialSession
-    ) -> None:
+    def _settle(self, claim: Claim, tracked: TrialTracking, result: FitResult, session: TrialSession) -> None:
         if result.status == "stopped":
-            self._claims.give_back(claim)
+            self._claims.settle(claim, "WAITING", "released")
             tracked.leave()
             log.info("trial %d: given back after epoch %d", claim.number, len(result.history))
             return
         self._failures = 0
-        pruned = result.status == "pruned"
-        state: State = "PRUNED" if pruned else "COMPLETE"
-        reason = self._why_pruned(result) if pruned else self._best(result)
-        tracked.publish(result, session.files, with_model=not pruned)
-        self._tell(claim, trial, state, reason, None if pruned else result.best_value)
+        state: State
+        decision = session.decision if result.status == "pruned" else None
+        tracked.publish(result, session.files, with_model=decision is None)
+        if decision is not None:
+            state, reason, grounds = "PRUNED", decision.reason, decision.record()
+            tracked.tag_pruning(grounds)
+            self._end(claim, state, "pruned", reason, value=session.last_value, attrs={PRUNING: grounds})
+        else:
+            state, reason = "COMPLETE", self._best(result)
+            self._end(claim, state, "complete", reason, value=result.best_value)
         tracked.finish(state, reason)
         session.forget()
+        remove_earlier(self._runs_dir, claim)
 
     def _best(self, result: FitResult) -> str:
         return f"best {self._spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
 
-    def _why_pruned(self, result: FitResult) -> str:
-        last, metric = result.history[-1], self._spec.metric
-        at = f"epoch {last.epoch + 1} of {self._spec.epochs}"
-        return f"{self._spec.pruner.name} pruner at {at}: {metric} {last.metrics[f'val_{metric}']:.6g}"
-
-    def _infeasible(self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, reason: str) -> None:
+    def _infeasible(self, claim: Claim, tracked: TrialTracking, reason: str, last: float | None) -> None:
         """Settle as PRUNED, which the sampler learns from, a configuration that diverged or does not fit."""
         self._failures = 0
-        trial.set_user_attr(INFEASIBLE, True)
-        self._tell(claim, trial, "PRUNED", reason)
+        self._end(claim, "PRUNED", "infeasible", reason, value=last, attrs={INFEASIBLE: True})
         tracked.finish("INFEASIBLE", reason)
 
-    def _fail(
-        self, claim: Claim, trial: optuna.Trial, tracked: TrialTracking, error: BaseException, run_dir: Path
-    ) -> None:
-        self._failures += 1
+    def _fail(self, claim: Claim, tracked: TrialTracking, error: BaseException, run_dir: Path) -> None:
         reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
             (run_dir / "error.txt").write_text(traceback.format_exc())
             tracked.log_file(run_dir / "error.txt")
-        self._tell(claim, trial, "FAIL", reason)
-        tracked.finish("FAIL", reason)
+        if not self._again(claim, tracked, "error", reason):
+            self._failures += 1
+            self._end(claim, "FAIL", "failed", reason)
+            tracked.finish("FAIL", reason)
 
-    def _tell(self, claim: Claim, trial: optuna.Trial, state: str, reason: str, value: float | None = None) -> None:
-        with self._claims.last_word(claim):
-            trial.set_user_attr(REASON, reason)
-            self._study.tell(trial, value, state=optuna.trial.TrialState[state])
+    def _again(self, claim: Claim, tracked: TrialTracking, kind: str, reason: str) -> bool:
+        """Give the trial back for another attempt, where the spec allows one after such an end."""
+        if kind not in self._spec.retry_on or self._claims.failures(claim) >= self._spec.retries:
+            return False
+        self._claims.settle(claim, "WAITING", "failed", attrs={REASON: reason})
+        tracked.leave()
+        log.warning("trial %d: given back after %s", claim.number, reason)
+        return True
+
+    def _end(
+        self,
+        claim: Claim,
+        state: str,
+        outcome: Outcome,
+        reason: str,
+        *,
+        value: float | None = None,
+        attrs: dict[str, object] | None = None,
+    ) -> None:
+        # What `study.tell` does, but for the sampler's `after_trial`, which has nothing to do without constraints.
+        self._claims.settle(claim, state, outcome, value=value, attrs={REASON: reason, **(attrs or {})})
         log.info("trial %d: %s, %s", claim.number, state, reason)

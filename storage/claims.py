@@ -1,31 +1,36 @@
 """Claims: which worker runs which trial, within the budget, each trial by one worker at a time.
 
-A claim is an orphaned trial (its worker died), else one that a worker gave back, else one that somebody enqueued,
-else a new one, else nothing: the budget is spent. Every claim is made under the study's lock, and a trial is created
-together with the mark that makes it ours, so that a worker killed between any two steps leaves a trial which the
-next claim finds.
+A claim is a trial that lost its worker or was given back, else one that somebody enqueued, else a new one, else
+nothing: the budget is spent. The claim writes its *attempt* in the transaction that creates or takes the trial: a
+lease by the database's clock, which the worker renews. A write of a trial goes through only while its attempt is
+live, so that a worker that was frozen and lost its trial meanwhile can change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+import sqlalchemy as sa
 
-from storage.locks import AdvisoryLocks
+from storage import claim_statements as sql
+from storage import settling
+from storage.connect import each_committed
+from storage.errors import ClaimLostError, StorageError
+from storage.retry import PATIENCE, retrying
+from storage.settling import ATTEMPT, REASON, WORKER, Outcome
+from storage.worker_process import current_process, has_ended
 
-# User attributes of a trial, readable in the Optuna dashboard.
-ATTEMPT = "hpsearch:attempt"  # how often the trial was started, from 1; only trials of ours have it
-CRASHES = "hpsearch:crashes"  # how many of its workers died
-WORKER = "hpsearch:worker"  # who runs it, or ran it last
-REASON = "hpsearch:reason"  # why it ended as it did, for a person
+__all__ = ["ATTEMPT", "REASON", "WORKER", "Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
 
+LEASE = 60.0  # seconds
 
-class ClaimLostError(Exception):
-    """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
+# User attributes of a study that a claim heeds.
+SPEC = "hpsearch:spec"
+STOPPED = "hpsearch:stopped"  # who stopped the study, and when
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,6 @@ class Claim:
     trial_id: int
     number: int
     attempt: int
-    params: dict[str, object]
 
     @property
     def resumed(self) -> bool:
@@ -47,9 +51,9 @@ class Claim:
 class Lost:
     """A trial that was settled as FAIL just now, because too many of its workers died."""
 
+    trial_id: int
     number: int
     reason: str
-    user_attrs: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -59,127 +63,230 @@ class Nothing:
     running: int
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """The study was stopped: nothing is handed out until it is started again."""
+
+    why: str
+
+
+class Checkpoint(Protocol):
+    """Where a checkpoint is kept, and what it must be: see :mod:`storage.checkpoints`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
 class Claims:
-    """Claims of one worker in one study."""
+    """Claims of one worker in one study.
 
-    def __init__(self, storage: BaseStorage, study_id: int, locks: AdvisoryLocks, *, worker: str) -> None:
-        self._storage = storage
+    Args:
+        engine: of the study's database.
+        study_id: the study; its spec, with budget and retries, is read from the database at every claim.
+        worker: who claims, for a person to read.
+        lease: seconds without a sign of life after which another worker may take a trial over.
+        patience: seconds to wait for a database that does not answer.
+    """
+
+    def __init__(
+        self, engine: sa.Engine, study_id: int, *, worker: str, lease: float = LEASE, patience: float = PATIENCE
+    ) -> None:
+        self._engine = engine
         self._study_id = study_id
-        self._locks = locks
         self._worker = worker
-        self._session = 0  # the connection that holds the lock of the current claim
+        self._process = current_process()
+        self.lease = lease
+        self._patience = patience
 
-    def claim(self, *, n_trials: int, retries: int, open_new: bool = True) -> Claim | Lost | Nothing:
+    def claim(self, *, open_new: bool = True) -> Claim | Lost | Nothing | Stopped:
         """Take a trial.
 
         Args:
-            n_trials: the study's budget; no trial is started beyond it.
-            retries: how many workers may die on one trial before it is settled as FAIL.
             open_new: whether trials that were never started may be taken (no, when the time is up).
-        """
-        with self._locks.study(self._study_id):
-            trials = self._storage.get_all_trials(self._study_id, deepcopy=False)
-            running = 0
-            for trial in trials:
-                if trial.state != TrialState.RUNNING:
-                    continue
-                if ATTEMPT not in trial.user_attrs:
-                    continue  # a notebook's own trial: not ours to take, nor to wait for
-                if not self._locks.try_trial(trial._trial_id):
-                    running += 1
-                else:
-                    return self._take_orphan(trial, retries)
-            waiting = [t for t in trials if t.state == TrialState.WAITING]
-            for trial in waiting:
-                if ATTEMPT in trial.user_attrs and (claim := self._take_waiting(trial)):
-                    return claim
-            started = sum(t.state != TrialState.WAITING or ATTEMPT in t.user_attrs for t in trials)
-            if open_new and started < n_trials:
-                for trial in waiting:
-                    if ATTEMPT not in trial.user_attrs and (claim := self._take_waiting(trial)):
-                        return claim
-                return self._take_new()
-            return Nothing(running)
-
-    def _take_orphan(self, trial: FrozenTrial, retries: int) -> Claim | Lost:
-        crashes = trial.user_attrs.get(CRASHES, 0) + 1
-        self._set(trial._trial_id, CRASHES, crashes)
-        if crashes > retries:
-            reason = f"lost its worker, {crashes} in all ({trial.user_attrs.get(WORKER)} was the last)"
-            self._set(trial._trial_id, REASON, reason)
-            self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-            self._locks.release_trial(trial._trial_id)
-            return Lost(trial.number, reason, dict(trial.user_attrs))
-        return self._started(trial, trial.user_attrs[ATTEMPT] + 1)
-
-    def _take_waiting(self, trial: FrozenTrial) -> Claim | None:
-        attempt = trial.user_attrs.get(ATTEMPT, 0) + 1
-        if not self._locks.try_trial(trial._trial_id):
-            return None
-        # The mark goes first: RUNNING without it would belong to nobody.
-        self._set(trial._trial_id, ATTEMPT, attempt)
-        if not self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-            self._locks.release_trial(trial._trial_id)  # a notebook was faster
-            return None
-        return self._started(trial, attempt)
-
-    def _take_new(self) -> Claim:
-        template = create_trial(state=TrialState.RUNNING, user_attrs={ATTEMPT: 1, WORKER: self._worker})
-        trial_id = self._storage.create_new_trial(self._study_id, template)
-        self._locks.try_trial(trial_id)
-        self._session = self._locks.session()
-        return Claim(trial_id, self._storage.get_trial_number_from_id(trial_id), 1, {})
-
-    def _started(self, trial: FrozenTrial, attempt: int) -> Claim:
-        self._set(trial._trial_id, ATTEMPT, attempt)
-        self._set(trial._trial_id, WORKER, self._worker)
-        self._session = self._locks.session()
-        return Claim(trial._trial_id, trial.number, attempt, dict(trial.params))
-
-    def _set(self, trial_id: int, key: str, value: object) -> None:
-        self._storage.set_trial_user_attr(trial_id, key, value)
-
-    def check(self, claim: Claim) -> None:
-        """Make sure that the trial is still ours; after a lost connection, take its lock again if nobody has.
 
         Raises:
-            ClaimLostError: somebody else has the trial, or it was ended from outside.
+            StorageError: the study was deleted.
         """
-        session = self._locks.session()
-        if session != self._session:
-            if not self._locks.try_trial(claim.trial_id):
-                raise ClaimLostError(f"trial {claim.number} was taken over while the database was away")
-            self._session = session
-        trial = self._storage.get_trial(claim.trial_id)
-        if trial.state != TrialState.RUNNING:
-            raise ClaimLostError(f"trial {claim.number} was set to {trial.state.name} from outside")
-        if trial.user_attrs.get(ATTEMPT) != claim.attempt:
-            raise ClaimLostError(f"trial {claim.number} is at a later attempt")
+        claim_id = uuid.uuid4()
+        repeated = False
 
-    def give_back(self, claim: Claim) -> None:
-        """Leave a trial that was not finished to whoever claims next: WAITING, with its parameters and values."""
-        with self.last_word(claim):
-            self._storage.set_trial_state_values(claim.trial_id, TrialState.WAITING)
+        def take() -> Claim | Lost | Nothing | Stopped:
+            nonlocal repeated
+            with self._engine.begin() as connection:
+                # A claim whose commit was answered by silence may be there.
+                again, repeated = repeated, True
+                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none() if again else None
+                if made is not None:
+                    return Claim(made.trial_id, made.number, made.attempt)
+                return self._take(connection, claim_id, open_new=open_new)
 
-    @contextmanager
-    def last_word(self, claim: Claim) -> Iterator[None]:
-        """Settle inside: the claim is checked before and its lock released after."""
-        self.check(claim)
-        try:
-            yield
-        finally:
-            self._locks.release_trial(claim.trial_id)
+        return retrying(self._patience)(take)
+
+    def _take(
+        self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
+    ) -> Claim | Lost | Nothing | Stopped:
+        study = connection.execute(sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
+        if study is None:
+            raise StorageError("the study was deleted")
+        if study.stopped is not None:
+            return Stopped(study.stopped)
+        if lost := self._recover(connection, retries=study.retries):
+            return lost
+        row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+        arguments = {
+            "study": self._study_id,
+            "claim": claim_id,
+            "worker": self._worker,
+            "process": self._process,
+            "lease": self.lease,
+            "keys": [ATTEMPT, WORKER],
+        }
+        may_open = open_new and row.total - row.enqueued < study.n_trials
+        trial_id = row.given_back or (row.next_enqueued if may_open else None)
+        if trial_id is not None:
+            taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
+            if taken is None:  # a notebook was faster
+                return self._take(connection, claim_id, open_new=open_new)
+            return Claim(trial_id, taken.number, taken.attempt)
+        if may_open:
+            new = connection.execute(sql.CREATE, {**arguments, "number": row.total}).one()
+            return Claim(new.trial_id, row.total, 1)
+        return Nothing(row.running)
+
+    def _recover(self, connection: sa.Connection, *, retries: int) -> Lost | None:
+        """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
+        rows = connection.execute(sql.LIVE, {"study": self._study_id, "lease": self.lease}).all()
+        for row in rows:
+            if not (row.expired or has_ended(row.process)):
+                continue
+            if row.state != "RUNNING":  # ended from outside, and then its worker died
+                settling.end_attempt(connection, row.trial_id, row.attempt, "cancelled")
+            elif (failures := row.failures + 1) <= retries:
+                settling.settle(connection, row.trial_id, row.attempt, "WAITING", "lost")
+            else:
+                reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
+                settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
+                return Lost(row.trial_id, row.number, reason)
+        return None
+
+    def sweep(self) -> None:
+        """Put back the trials of workers that died, so that whoever claims next finds them."""
+        with self._engine.begin() as connection:
+            study = connection.execute(
+                sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+            ).one_or_none()
+            if study is not None:
+                # A trial that is out of retries stays for a claim, which says so and ends its run.
+                self._recover(connection, retries=2**31)
+
+    def renew(self, claim: Claim) -> bool:
+        """Extend the lease; return whether the attempt is still live."""
+        with each_committed(self._engine) as connection:
+            return (
+                connection.execute(
+                    sql.RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
+                ).rowcount
+                == 1
+            )
+
+    def report(self, claim: Claim, step: int, value: float, checkpoint: Checkpoint | None = None) -> bool:
+        """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
+
+        Args:
+            claim: whose trial it is.
+            step: the epoch, from 0; one that was reported before keeps its value.
+            value: any float; NaN and infinities are stored as Optuna does.
+            checkpoint: where the trial can be resumed after this epoch; the one before it is kept too.
+
+        Returns:
+            Whether the study was stopped: the trial is to be given back.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        arguments = {
+            "study": self._study_id,
+            "stopped": STOPPED,
+            "trial": claim.trial_id,
+            "attempt": claim.attempt,
+            "lease": self.lease,
+            "step": step,
+            "finite": value if math.isfinite(value) else None,
+            "type": settling.value_type(value),
+            "path": checkpoint.path if checkpoint else None,
+            "sha256": checkpoint.sha256 if checkpoint else None,
+            "size": checkpoint.size if checkpoint else None,
+        }
+
+        def once() -> bool:
+            with each_committed(self._engine) as connection:
+                row = connection.execute(sql.REPORT, arguments).one()
+                if not row.mine:
+                    raise self._lost(connection, claim)
+                return bool(row.stopped)
+
+        return retrying(self._patience)(once)
+
+    def settle(
+        self,
+        claim: Claim,
+        state: str,
+        outcome: Outcome,
+        *,
+        value: float | None = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End the attempt, and with it the trial or, with state ``WAITING``, leave it to whoever claims next.
+
+        Args:
+            claim: whose trial it is.
+            state: the trial's new state, by the name Optuna has for it.
+            outcome: of the attempt.
+            value: of a COMPLETE or PRUNED trial.
+            attrs: user attributes to set with it, in the same transaction.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+
+        def once() -> None:
+            with each_committed(self._engine) as connection:
+                if settling.settle(connection, claim.trial_id, claim.attempt, state, outcome, value=value, attrs=attrs):
+                    return
+                # Written already, when the answer to it was lost.
+                if settling.outcome_of(connection, claim.trial_id, claim.attempt) != outcome:
+                    raise self._lost(connection, claim)
+
+        retrying(self._patience)(once)
+
+    def _lost(self, connection: sa.Connection, claim: Claim) -> ClaimLostError:
+        return ClaimLostError(f"trial {claim.number} {settling.why_lost(connection, claim.trial_id, claim.attempt)}")
+
+    def failures(self, claim: Claim) -> int:
+        """Return how many attempts at the trial came to nothing: their worker died, or they failed."""
+
+        def once() -> int:
+            with self._engine.connect() as connection:
+                return int(connection.execute(sql.FAILURES, {"trial": claim.trial_id}).scalar() or 0)
+
+        return retrying(self._patience)(once)
 
     def let_go(self, claim: Claim) -> None:
-        """Release what is left of a claim that was lost."""
-        self._locks.release_trial(claim.trial_id)
+        """End the attempt at a trial that was lost, whatever is left of it."""
+
+        def once() -> None:
+            with each_committed(self._engine) as connection:
+                settling.end_attempt(connection, claim.trial_id, claim.attempt, "cancelled")
+
+        retrying(self._patience)(once)
 
 
-def running_now(url: str, storage: BaseStorage, study_id: int) -> int:
-    """Return how many of the study's RUNNING trials have a living worker."""
-    locks = AdvisoryLocks(url, application_name="hpsearch look")
-    try:
-        running = storage.get_all_trials(study_id, deepcopy=False, states=(TrialState.RUNNING,))
-        return sum(not locks.try_trial(trial._trial_id) for trial in running)
-    finally:
-        locks.close()
+def running_now(engine: sa.Engine, study_id: int) -> int:
+    """Return how many of the study's trials are run by a worker that seems alive."""
+    with engine.connect() as connection:
+        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id, "lease": LEASE}).all()
+    return sum(not (row.expired or has_ended(row.process)) for row in rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from storage.diagnosis import connection_error
@@ -34,7 +35,9 @@ def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, 
     return {name: value for name, value in settings.items() if name not in url.query}
 
 
-def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3) -> sqlalchemy.Engine:
+def make_engine(
+    url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3, pre_ping: bool = True
+) -> sqlalchemy.Engine:
     """Return an engine whose connections are tested before use and notice a dead peer.
 
     Safe behind PgBouncer in transaction mode: it keeps no state in the session.
@@ -44,6 +47,7 @@ def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_over
         application_name: What `pg_stat_activity` shows for the connections; Postgres cuts it at 63 bytes.
         pool_size: Connections kept open.
         max_overflow: Connections opened above that when all are in use.
+        pre_ping: Whether a connection is tested before use; whoever repeats what fails can do without.
 
     Raises:
         StorageError: The URL is not one of Postgres.
@@ -55,9 +59,26 @@ def make_engine(url: str, *, application_name: str, pool_size: int = 2, max_over
         parsed,
         pool_size=pool_size,
         max_overflow=max_overflow,
-        pool_pre_ping=True,
+        pool_pre_ping=pre_ping,
         connect_args=client_settings(parsed, application_name=application_name),
     )
+
+
+@contextmanager
+def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+    """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
+
+    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
+    its pool.
+    """
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        driver.autocommit = True
+        try:
+            yield connection
+        finally:
+            if not driver.closed:
+                driver.autocommit = False
 
 
 def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:

@@ -7,3 +7,11 @@ class StorageError(Exception):
 
 class ClaimLostError(Exception):
     """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
+
+
+class CheckpointError(Exception):
+    """A stored checkpoint that is missing, torn or changed: go on from the one before it."""
+
+
+class CheckpointStoreError(StorageError):
+    """The place where checkpoints are kept is full, away or refuses: it may be another time."""

@@ -1,9 +1,13 @@
-"""Small files, written whole or not at all."""
+"""Files, written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import shutil
 import tempfile
+import uuid
 from pathlib import Path
 
 
@@ -19,3 +23,54 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def place(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy where there can be no link; durable when this returns."""
+    make_folder(target.parent)
+    with source.open("rb") as file:
+        os.fsync(file.fileno())  # costs nothing where it was done before
+    try:
+        os.link(source, target)
+    except OSError as error:  # another file system, one without links, or the name is taken
+        if isinstance(error, FileNotFoundError):  # somebody removed the folder, for it was empty
+            make_folder(target.parent)
+        _copy(source, target)
+    sync_folder(target.parent)
+
+
+def _copy(source: Path, target: Path) -> None:
+    # It begins like the target, so that whoever clears away the target's kind finds it.
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with source.open("rb") as reader, temporary.open("xb") as writer:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+            writer.flush()
+            os.fsync(writer.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, durably."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make what was created, renamed or removed in a folder durable, where folders can be synced."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.claims import WORKER
+from storage.claims import SPEC
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Running:
 
 @dataclass(frozen=True)
 class Progress:
-    """Trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
+    """The budget, trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
 
+    budget: int
     complete: int = 0
     pruned: int = 0
     fail: int = 0
@@ -39,7 +40,9 @@ class Progress:
 
 
 _COUNTS = sa.text("""
-    SELECT count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
+    SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
+             WHERE study_id = :study AND key = :spec) AS budget,
+           count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
@@ -56,9 +59,9 @@ _BEST = """
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
 _RUNNING = sa.text("""
-    SELECT t.number, a.value_json::json #>> '{}' AS worker, v.step, v.intermediate_value AS value
+    SELECT t.number, a.worker, v.step, v.intermediate_value AS value
       FROM trials t
-      LEFT JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = :worker
+      LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.ended_at IS NULL
       LEFT JOIN LATERAL (SELECT step, intermediate_value FROM trial_intermediate_values i
                           WHERE i.trial_id = t.trial_id ORDER BY step DESC LIMIT 1) v ON true
      WHERE t.study_id = :study AND t.state = 'RUNNING'
@@ -69,10 +72,11 @@ _RUNNING = sa.text("""
 def read_progress(engine: sa.Engine, study_id: int, direction: str) -> Progress:
     """Return where the study stands; `direction` is ``maximize`` or ``minimize``."""
     with engine.connect() as connection:
-        counts = connection.execute(_COUNTS, {"study": study_id}).one()
+        counts = connection.execute(_COUNTS, {"study": study_id, "spec": SPEC}).one()
         best = connection.execute(_BEST_OF[direction], {"study": study_id}).one_or_none()
-        running = connection.execute(_RUNNING, {"study": study_id, "worker": WORKER}).all()
+        running = connection.execute(_RUNNING, {"study": study_id}).all()
     return Progress(
+        budget=counts.budget or 0,
         complete=counts.complete,
         pruned=counts.pruned,
         fail=counts.fail,

@@ -166,6 +166,12 @@ class Tracking:
         """Set a run to RUNNING, such as a study's that goes on."""
         self.client.update_run(run_id, status="RUNNING")
 
+    def schedule(self, run_id: str) -> None:
+        """Set the ended run of a trial to SCHEDULED: it waits for another attempt, which goes on with the run."""
+        self.client.set_tag(run_id, STATE, "waiting")
+        self.client.set_tag(run_id, REASON, "")
+        self.client.update_run(run_id, status="SCHEDULED")
+
     def end_study_run(
         self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], step: int, finished: bool
     ) -> None:

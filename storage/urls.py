@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 from storage.errors import StorageError
 
@@ -54,6 +54,14 @@ def normalise(url: str, *, setting: str = "--storage-url") -> str:
 def redact(url: str) -> str:
     """Return the URL (or any text with one in it) without passwords, for messages and logs."""
     return _PASSWORD_IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
+
+
+def without_secret(text: str, url: str) -> str:
+    """Return `text`, which may quote `url` or a part of it, without the password of `url`."""
+    password = urlsplit(url).password or ""
+    for secret in {password, unquote(password)} - {""}:
+        text = text.replace(secret, "***")
+    return redact(text)
 
 
 def build(*, user: str, password: str, host: str, port: int, database: str, query: str = "") -> str:

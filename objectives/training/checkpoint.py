@@ -25,11 +25,15 @@ class CheckpointError(Exception):
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
-    """Writes plain values and tensors to `path`, durably: the old file stays until the new one is complete."""
+    """Writes plain values and tensors to `path`, durably: the old file stays until the new one is complete.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        torch.save(state, temporary)
+        _save(state, temporary)
         with temporary.open("r+b") as file:
             digest = _digest(file, size := temporary.stat().st_size)
             # The archive ends with its comment and, before it, the comment's length in two bytes.
@@ -41,6 +45,16 @@ def write(path: Path, state: dict[str, Any]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch speaks of an unexpected position when the disk is full
+            raise error.__context__ from None
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -9,17 +9,21 @@ import typer
 
 from search.cli import (
     delete,
+    extend,
     init,
     lr_range,
     migrate,
     objective,
     report,
+    retry,
     run,
     secrets,
     serve,
     show,
     smoke,
     stack,
+    start,
+    stop,
     studies,
     train,
     worker,
@@ -36,6 +40,7 @@ app = typer.Typer(
 )
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
+    *(stop, start, extend, retry),
     *(train, smoke, lr_range, objective),
     *(stack, migrate, serve, secrets),
 )

@@ -19,23 +19,29 @@ def delete(
     study: o.StudyName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     storage_url: o.StorageUrl = None,
+    checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Delete a study, its trials and this machine's checkpoints of it; its runs and models in MLflow stay."""
+    """Delete a study with its trials, checkpoints and files on this machine; its runs and models in MLflow stay."""
     from search.cli.read import open_for_reading
     from search.errors import SearchError
     from search.study import load_study
+    from search.study_checkpoints import open_checkpoints
     from search.summary import summarise
     from search.worker import runs_folder
     from storage.claims import running_now
+    from storage.studies import engine_of
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
     summary = summarise(handle)
-    if alive := running_now(services.storage_url, storage, handle.study_id):
-        raise SearchError(f"study {study!r} has {alive} running trials: stop its workers first (Ctrl-C, or SIGTERM)")
+    if alive := running_now(engine_of(storage), handle.study_id):
+        raise SearchError(f"study {study!r} has {alive} running trials: stop it first: hpsearch stop {study}")
     if not yes:
         typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
+    runs = runs_folder(services.home / "runs", handle)
+    checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
     storage.delete_study(handle.study_id)
-    shutil.rmtree(runs_folder(services.home / "runs", handle), ignore_errors=True)
+    checkpoints.forget()
+    shutil.rmtree(runs, ignore_errors=True)
     typer.echo(f"deleted {study}; its runs in MLflow stay")

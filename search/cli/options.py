@@ -35,6 +35,15 @@ Home = Annotated[
         help="Folder of the embedded services, checkpoints and logs; without it the user's data folder.",
     ),
 ]
+CheckpointUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-url",
+        envvar="HPSEARCH_CHECKPOINT_URL",
+        show_envvar=True,
+        help="Folder or fsspec URL (s3://BUCKET/PREFIX) where all machines find the checkpoints; the study keeps it.",
+    ),
+]
 Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the study  [default: the objective's name]")]
 Trials = Annotated[

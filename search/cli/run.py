@@ -39,6 +39,7 @@ def run(
     timeout: o.Timeout = None,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
@@ -52,4 +53,7 @@ def run(
     check_settings(settings)
     from search.run import run_search
 
-    return run_search(settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    return run_search(
+        settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri,
+        checkpoint_url=checkpoint_url, home=home,
+    )  # fmt: skip

@@ -1,12 +1,17 @@
-"""``hpsearch show``: one study, its spec, its counts and its trials."""
+"""``hpsearch show``: one study, its spec, its counts and its trials, or one of its trials."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from search.cli import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from search.study import StudyHandle
 
 
 def register(app: typer.Typer) -> None:
@@ -17,21 +22,33 @@ def register(app: typer.Typer) -> None:
 def show(
     study: o.StudyName,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, help="Show this one: parameters, attempts, values, and why it ended as it did."),
+    ] = None,
     storage_url: o.StorageUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Show a study: its spec, what it came to so far, and its trials."""
-    from rich.table import Table
-
+    """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
     from search.cli.read import open_for_reading
     from search.console import PlainConsole
     from search.study import load_study
-    from search.summary import format_value, summarise, summary_lines
-    from storage.claims import REASON, WORKER
+    from search.trial_page import print_trial
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
-    console = PlainConsole()
+    if trial is None:
+        _show_study(PlainConsole(), handle, services.dashboard_url, every=every)
+    else:
+        print_trial(PlainConsole(), handle, trial)
+
+
+def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None, *, every: bool) -> None:
+    from rich.table import Table
+
+    from search.summary import format_value, summarise, summary_lines
+    from storage.claims import REASON, STOPPED, WORKER
+
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         console.print(f"{key:>10}  {shown}")
@@ -56,5 +73,7 @@ def show(
         console.print(f"the last 20 of {len(trials)} trials; all of them with --all")
     console.print(table)
     console.print()
-    for line in summary_lines(handle, summarise(handle), dashboard_url=services.dashboard_url):
+    for line in summary_lines(handle, summarise(handle), dashboard_url=dashboard_url):
         console.print(line)
+    if why := handle.attrs.get(STOPPED):
+        console.print(f"stopped {why}")

@@ -19,7 +19,7 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     from search.cli.read import open_for_reading
     from search.console import PlainConsole, command
     from search.spec import parse_spec
-    from search.study import SPEC
+    from storage.claims import SPEC, STOPPED
     from storage.progress import read_progress
     from storage.studies import engine_of
 
@@ -36,7 +36,8 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
         at = read_progress(engine_of(storage), frozen._study_id, spec.direction)
         best = "" if at.best_value is None else f"{spec.metric} {at.best_value:.4f} (trial {at.best_number})"
         counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
-        table.add_row(spec.name, spec.objective, *map(str, counts), best)
+        name = f"{spec.name} (stopped)" if frozen.user_attrs.get(STOPPED) else spec.name
+        table.add_row(name, spec.objective, *map(str, counts), best)
     if table.row_count:
         PlainConsole().print(table)
     else:

@@ -16,16 +16,32 @@ def register(app: typer.Typer) -> None:
 
 def worker(
     study: Annotated[str, typer.Option("--study", help="The study's name.")],
+    *,
     device: Annotated[
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
     ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(
+            "--lease",
+            min=1.0,
+            max=86_400.0,
+            envvar="HPSEARCH_LEASE",
+            show_envvar=True,
+            help="Seconds without a sign of life after which others take this worker's trial over.",
+        ),
+    ] = 60.0,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
     from search.join import join_study
 
-    return join_study(study, device=device, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    return join_study(
+        study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,
+        checkpoint_url=checkpoint_url, home=home,
+    )  # fmt: skip

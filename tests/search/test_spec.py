@@ -8,6 +8,7 @@ import optuna
 import pytest
 
 from search.errors import SearchError
+from search.pruning.brackets import bracket_of, shares
 from search.samplers import derive_seed, make_pruner, make_sampler
 from search.spec import PRUNERS, SAMPLERS, StudySpec, differences, parse_spec
 
@@ -63,6 +64,8 @@ def test_defaults_are_written_down() -> None:
         ({"pruner": {"name": "hyperband", "max_resource": "auto"}}, ["pruner.max_resource", "'auto'", "integer"]),
         ({"pruner": {"name": "medan"}}, ["pruner", "'medan'", "'median'"]),
         ({"pruner": {"name": "threshold"}}, ["lower or upper"]),
+        ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
+        ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
         ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
     ],
@@ -125,3 +128,18 @@ def test_differences_name_each_setting() -> None:
     assert "n_trials: 24 -> 50" in lines
     assert any(line.startswith("sampler: ") for line in lines)
     assert differences(stored, stored) == []
+
+
+def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
+    """It is to learn from the trials of its own bracket alone, and our judge leaves Optuna's pruner unused."""
+    pruner = make_pruner(parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner)
+    study = optuna.create_study(study_name="night", pruner=pruner)
+    for _ in range(30):
+        study.tell(study.ask(), 0.0)
+    trial = study.ask()
+    frozen = study._storage.get_trial(trial._trial_id)
+    seen = optuna.pruners._filter_study(study, frozen).get_trials(deepcopy=False)
+    parts = shares(1, 12, 3)
+    bracket = bracket_of("night", trial.number, parts)
+    assert [t.number for t in seen] == [n for n in range(31) if bracket_of("night", n, parts) == bracket]
+    assert len(seen) < 31

@@ -1,0 +1,25 @@
+"""What verbs tell MLflow about what they did in the study's database, which alone decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from search.services import Services
+from search.study import RUN_ID, TRACKING_URI, StudyHandle
+from storage.tracking import Tracking, check_server
+
+
+def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Tracking], object]) -> None:
+    """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
+    attrs = handle.attrs
+    uri = services.tracking_uri or attrs.get(TRACKING_URI)
+    if uri is None or RUN_ID not in attrs:
+        return  # nobody has opened a run of the study yet
+    try:
+        check_server(uri)
+        tell(services.open_tracking(uri))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        typer.echo(f"warning: MLflow was not told ({reason}); it is when the trials run", err=True)

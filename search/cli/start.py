@@ -1,0 +1,27 @@
+"""``hpsearch start``: a stopped study goes on."""
+
+from __future__ import annotations
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(start)
+
+
+def start(study: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+    """Let a stopped study go on: trials are handed out again; start workers with 'run' or 'worker'."""
+    from search.cli.read import open_for_reading
+    from search.console import command
+    from search.control import start_study
+    from search.study import load_study
+
+    _, storage = open_for_reading(storage_url, None, home)
+    handle = load_study(storage, study)
+    why = start_study(handle)
+    typer.echo(f"started {study}, which was stopped {why}" if why else f"{study} was not stopped")
+    typer.echo(f"run it with: {command('run', handle.spec.objective, '--name', study)}")
+    typer.echo(f"or join it:  {command('worker', '--study', study)}")

@@ -1,0 +1,31 @@
+"""The attempts at a trial, for a person to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a trial: who made it, when, and how it ended; both are None while it is live."""
+
+    number: int
+    worker: str
+    started_at: datetime
+    ended_at: datetime | None
+    outcome: str | None
+
+
+_ATTEMPTS = sa.text("""
+    SELECT attempt AS number, worker, started_at, ended_at, outcome FROM hpsearch_attempts
+     WHERE trial_id = :trial ORDER BY attempt
+""")
+
+
+def read_attempts(engine: sa.Engine, trial_id: int) -> list[Attempt]:
+    """Return the attempts at a trial, the first one first."""
+    with engine.connect() as connection:
+        return [Attempt(**row._mapping) for row in connection.execute(_ATTEMPTS, {"trial": trial_id})]

@@ -1,0 +1,5 @@
+"""The study storage: Optuna's tables on Postgres, at a fraction of the statements."""
+
+from storage.study_storage.storage import PostgresStorage
+
+__all__ = ["PostgresStorage"]

@@ -1,0 +1,127 @@
+"""What a process knows of a study's trials: finished ones for good, the others until it looks again."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from storage.study_storage.bulk import read_study
+from storage.study_storage.codec import FINISHED, STATES, skeleton, to_local
+from storage.study_storage.database import Database
+from storage.study_storage.reading import Known, merged, read_newly_finished, read_news, whole
+
+
+class StudyCache:
+    """The trials of one study. A trial that was handed out is never changed: a new object takes its place."""
+
+    def __init__(self, study_id: int) -> None:
+        self.study_id = study_id
+        self.lock = threading.RLock()
+        self.distributions: dict[str, BaseDistribution] = {}  # of each parameter's first appearance
+        self._known = Known()
+        self._trials: list[FrozenTrial] = []  # by id, and so by number
+        self._place: dict[int, int] = {}  # of an id in it
+        self._looked = -math.inf  # when it was read last which trials have finished
+        self._finished: dict[frozenset[TrialState], list[FrozenTrial]] = {}
+
+    @property
+    def seen(self) -> int:
+        """An id up to which no trial of this study can appear any more; -1 if none is known."""
+        return self._known.seen
+
+    def finished(self, trial_id: int) -> FrozenTrial | None:
+        """Return a trial if it is known to be finished."""
+        with self.lock:
+            place = self._place.get(trial_id)
+            return None if place is None or trial_id in self._known.unfinished else self._trials[place]
+
+    def id_of(self, number: int) -> int | None:
+        """Return the id of the trial with a number, if it is known."""
+        with self.lock:
+            trial = self._trials[number] if 0 <= number < len(self._trials) else None
+            return trial._trial_id if trial is not None and trial.number == number else None
+
+    def select(self, database: Database, states: frozenset[TrialState], *, max_age: float = 0.0) -> list[FrozenTrial]:
+        """Return the trials in some states, by number, after reading what is new.
+
+        Where only finished ones are asked for, running ones are not read, and nothing is where that was done less than
+        `max_age` seconds ago.
+
+        Raises:
+            KeyError: There is no such study.
+        """
+        with self.lock:
+            now = time.monotonic()
+            if self._known.seen < 0:
+                for trial in read_study(database, self.study_id):
+                    self._put(trial)
+            if states <= FINISHED:
+                if now - self._looked >= max_age:
+                    self._read_finished(database)
+                    self._looked = now
+                if states not in self._finished:
+                    self._finished[states] = self._of(states)
+                return self._finished[states].copy()
+            self._read_all(database)
+            self._looked = now
+            return self._trials.copy() if len(states) == len(TrialState) else self._of(states)
+
+    def look_again(self) -> None:
+        """Have the next `select` ask which trials have finished, however short a time ago that was done."""
+        self._looked = -math.inf
+
+    def _of(self, states: frozenset[TrialState]) -> list[FrozenTrial]:
+        return [trial for trial in self._trials if trial.state in states]
+
+    def _read_finished(self, database: Database) -> None:
+        finished, others = read_newly_finished(database, self.study_id, self._known)
+        arrived = {row.trial_id: whole(row) for row in finished} | {row.trial_id: skeleton(row) for row in others}
+        for trial_id in sorted(arrived):
+            self._put(arrived[trial_id])
+
+    def _read_all(self, database: Database) -> None:
+        rows, self._known.horizon = read_news(database, self.study_id, self._known)
+        for row in rows:
+            self._take(row)
+
+    def _take(self, row: sa.Row[Any]) -> None:
+        known = self._trials[self._place[row.trial_id]] if row.changes else None
+        if known is None or not _is_unchanged(row, known):
+            self._put(merged(row, known))
+        if STATES[row.state] not in FINISHED:
+            self._known.loaded.add(row.trial_id)
+
+    def _put(self, trial: FrozenTrial) -> None:
+        """Add a trial, or put it in the place of what was known of it."""
+        trial_id, known = trial._trial_id, self._known
+        if (place := self._place.get(trial_id)) is None:
+            self._place[trial_id] = len(self._trials)
+            self._trials.append(trial)
+            known.seen = trial_id
+        else:
+            self._trials[place] = trial
+        for name, given in trial.distributions.items():
+            self.distributions.setdefault(name, given)
+        if trial.state in FINISHED:
+            known.unfinished.discard(trial_id)
+            known.loaded.discard(trial_id)
+            self._finished.clear()
+        else:
+            if place is not None and trial_id not in known.unfinished:
+                self._finished.clear()  # somebody reopened a finished trial
+            known.unfinished.add(trial_id)
+
+
+def _is_unchanged(row: sa.Row[Any], known: FrozenTrial) -> bool:
+    """Whether nothing was written to a running trial since it was read last."""
+    return (
+        not (row.param_names or row.steps or row.user_keys or row.system_keys or row.results)
+        and STATES[row.state] == known.state
+        and to_local(row.datetime_start) == known.datetime_start
+    )

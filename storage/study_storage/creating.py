@@ -1,0 +1,180 @@
+"""New trials: numbered without a gap under the lock of their study, never twice when a reply is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.distributions import distribution_to_json
+from optuna.trial import FrozenTrial
+
+from storage.study_storage.codec import store, to_utc
+from storage.study_storage.database import Database, text
+
+# Everybody who makes trials, Optuna's RDBStorage included, holds the study's row while it numbers and inserts them. So
+# ids and numbers of a study rise together, and the highest number + 1, found in the index, is the count that RDBStorage
+# takes. The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
+# committed, which a single statement would not.
+_LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
+_NEXT = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
+
+# At a second try the start, to the microsecond, tells the trial that the first one made: `floor` is an id from before
+# it. Not at the first try: in a busy fleet two processes do start a trial in the same microsecond.
+_CREATE = f"""
+    {_LOCK}
+    WITH made AS (
+        SELECT trial_id, number FROM trials
+         WHERE :repeated AND trial_id > :floor AND study_id = :study_id
+           AND datetime_start = CAST(:start AS timestamp)
+    ), new AS (
+        INSERT INTO trials (number, study_id, state, datetime_start)
+        SELECT {_NEXT}, study_id, 'RUNNING', CAST(:start AS timestamp) FROM studies
+         WHERE study_id = :study_id AND NOT EXISTS (SELECT FROM made)
+        RETURNING trial_id, number)
+    SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
+"""  # noqa: S608
+
+_FROZEN_CLIENT = "SET LOCAL idle_in_transaction_session_timeout = '30s';"  # must not keep the study locked for ever
+
+_IMPORT = f"""
+    {_FROZEN_CLIENT} {_LOCK}
+    WITH given AS (
+        SELECT * FROM unnest(CAST(:states AS text[]), CAST(:starts AS timestamp[]), CAST(:completes AS timestamp[]))
+               WITH ORDINALITY AS g (state, start, complete, place)
+    ), new AS (
+        INSERT INTO trials (number, study_id, state, datetime_start, datetime_complete)
+        SELECT {_NEXT} + g.place - 1, s.study_id, CAST(g.state AS trialstate), g.start, g.complete
+          FROM studies s, given g WHERE s.study_id = :study_id ORDER BY g.place
+        RETURNING trial_id, number
+    ), placed AS (
+        SELECT trial_id, number, row_number() OVER (ORDER BY number) AS place FROM new
+    ), params AS (
+        INSERT INTO trial_params (trial_id, param_name, param_value, distribution_json)
+        SELECT placed.trial_id, p.name, p.value, p.distribution
+          FROM unnest(CAST(:param_places AS int[]), CAST(:param_names AS text[]), CAST(:param_values AS float8[]),
+                      CAST(:param_distributions AS text[]))
+               WITH ORDINALITY AS p (place, name, value, distribution, sequence) JOIN placed USING (place)
+         ORDER BY p.sequence
+    ), results AS (
+        INSERT INTO trial_values (trial_id, objective, value, value_type)
+        SELECT placed.trial_id, v.objective, v.value, CAST(v.kind AS trialvaluetype)
+          FROM unnest(CAST(:value_places AS int[]), CAST(:value_objectives AS int[]), CAST(:value_values AS float8[]),
+                      CAST(:value_kinds AS text[])) AS v (place, objective, value, kind) JOIN placed USING (place)
+    ), steps AS (
+        INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
+        SELECT placed.trial_id, v.step, v.value, CAST(v.kind AS trialintermediatevaluetype)
+          FROM unnest(CAST(:step_places AS int[]), CAST(:step_steps AS int[]), CAST(:step_values AS float8[]),
+                      CAST(:step_kinds AS text[])) WITH ORDINALITY AS v (place, step, value, kind, sequence)
+               JOIN placed USING (place)
+         ORDER BY v.sequence
+    ), user_attrs AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT placed.trial_id, a.key, a.value
+          FROM unnest(CAST(:user_places AS int[]), CAST(:user_keys AS text[]), CAST(:user_values AS text[]))
+               AS a (place, key, value) JOIN placed USING (place)
+    ), system_attrs AS (
+        INSERT INTO trial_system_attributes (trial_id, key, value_json)
+        SELECT placed.trial_id, a.key, a.value
+          FROM unnest(CAST(:system_places AS int[]), CAST(:system_keys AS text[]), CAST(:system_values AS text[]))
+               AS a (place, key, value) JOIN placed USING (place))
+    SELECT trial_id, number FROM placed ORDER BY place
+"""  # noqa: S608
+
+_AT_ONCE = 1000  # trials in one statement
+
+
+def create(database: Database, study_id: int, start: datetime, floor: int) -> tuple[int, int]:
+    """Create a RUNNING trial and return its id and number.
+
+    Args:
+        database: Where.
+        study_id: Its study.
+        start: When it starts, naive UTC, to the microsecond.
+        floor: An id below which no trial of this study can be made any more.
+
+    Raises:
+        KeyError: There is no such study.
+    """
+    parameters = {"study_id": study_id, "start": start, "floor": floor}
+    rows = database.repeat(lambda repeated: database.run(_CREATE, {**parameters, "repeated": repeated}))
+    if not rows:
+        raise KeyError(f"there is no study with id {study_id}")
+    return rows[0].trial_id, rows[0].number
+
+
+def insert(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> list[tuple[int, int]]:
+    """Insert trials as they are, but for their numbers, in one transaction; return their ids and numbers.
+
+    Raises:
+        KeyError: There is no such study.
+    """
+    batches = [_columns(trials[first : first + _AT_ONCE]) for first in range(0, len(trials), _AT_ONCE)]
+    sent: list[tuple[int, int]] = []
+
+    def run(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
+        # When the connection broke at the commit, it may have been made.
+        if repeated and sent and _exists(connection, study_id, sent[-1][0]):
+            return sent
+        sent.clear()
+        for columns in batches:
+            rows = connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all()
+            if not rows:
+                raise KeyError(f"there is no study with id {study_id}")
+            sent.extend((row.trial_id, row.number) for row in rows)
+        return sent
+
+    return database.transaction(run) if trials else []
+
+
+def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:
+    """Whether a trial was committed: decided once the study's lock, which its transaction held, is free."""
+    connection.execute(text(_FROZEN_CLIENT + _LOCK), {"study_id": study_id})
+    return connection.execute(text("SELECT 1 FROM trials WHERE trial_id = :id"), {"id": trial_id}).first() is not None
+
+
+def _columns(trials: Sequence[FrozenTrial]) -> dict[str, list[Any]]:
+    """Return the rows of some trials as the arrays that `_IMPORT` takes; a place counts trials from 1."""
+    placed = list(enumerate(trials, 1))
+    params = [
+        (
+            place,
+            name,
+            trial.distributions[name].to_internal_repr(value),
+            distribution_to_json(trial.distributions[name]),
+        )
+        for place, trial in placed
+        for name, value in trial.params.items()
+    ]
+    values = [
+        (place, objective, *store(value))
+        for place, trial in placed
+        for objective, value in enumerate(trial.values or ())
+        if value is not None
+    ]
+    steps = [
+        (place, step, *store(value, nan=True))
+        for place, trial in placed
+        for step, value in trial.intermediate_values.items()
+    ]
+    return {
+        "states": [trial.state.name for trial in trials],
+        "starts": [to_utc(trial.datetime_start) for trial in trials],
+        "completes": [to_utc(trial.datetime_complete) for trial in trials],
+        **_named(params, "param_places", "param_names", "param_values", "param_distributions"),
+        **_named(values, "value_places", "value_objectives", "value_values", "value_kinds"),
+        **_named(steps, "step_places", "step_steps", "step_values", "step_kinds"),
+        **_named(_attrs((p, t.user_attrs) for p, t in placed), "user_places", "user_keys", "user_values"),
+        **_named(_attrs((p, t.system_attrs) for p, t in placed), "system_places", "system_keys", "system_values"),
+    }
+
+
+def _attrs(given: Iterable[tuple[int, dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    return [(place, key, json.dumps(value)) for place, attrs in given for key, value in attrs.items()]
+
+
+def _named(rows: Sequence[tuple[Any, ...]], *names: str) -> dict[str, list[Any]]:
+    columns = list(zip(*rows, strict=True)) or [()] * len(names)
+    return {name: list(column) for name, column in zip(names, columns, strict=True)}

@@ -1,0 +1,360 @@
+"""Optuna's storage interface on Postgres, over the tables of Optuna's own RDBStorage."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.storages import BaseStorage
+from optuna.storages._base import DEFAULT_STUDY_NAME_PREFIX
+from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
+from optuna.trial import FrozenTrial, TrialState
+
+from storage.connect import make_engine
+from storage.retry import PATIENCE
+from storage.study_storage import creating, studies, writing
+from storage.study_storage.cache import StudyCache
+from storage.study_storage.codec import FINISHED, copy_trials, distribution, to_local, utc_now
+from storage.study_storage.database import Database
+from storage.study_storage.owned import Held, Owned, overlaid, overlay
+from storage.study_storage.reading import read_in_states, read_trial
+from storage.study_storage.writing import Batch, guard_of
+
+_FIRST_DISTRIBUTION = """
+    SELECT p.distribution_json FROM trial_params p JOIN trials t ON t.trial_id = p.trial_id
+     WHERE t.study_id = :study_id AND p.param_name = :name LIMIT 1
+"""
+
+
+class PostgresStorage(BaseStorage):
+    """Studies in Postgres, beside RDBStorage, the dashboard and the `optuna` CLI on the same tables.
+
+    Every write is one statement and one round trip, durable when it returns. Finished trials are read once per
+    process, running ones without what is known of them. While the database is away, calls wait.
+
+    Safe to share between threads.
+
+    Args:
+        engine: Of a database that `storage.migrate` made. Its pool may go without pre-ping.
+        patience: For how many seconds a call waits for a database that is away.
+    """
+
+    def __init__(self, engine: sa.Engine, *, patience: float = PATIENCE) -> None:
+        self._start(engine, patience)
+
+    def _start(self, engine: sa.Engine, patience: float) -> None:
+        self._database = Database(engine, patience)
+        self._lock = threading.RLock()
+        self._caches: dict[int, StudyCache] = {}
+        self._names: dict[int, str] = {}
+        self._directions: dict[int, list[StudyDirection]] = {}
+        self._study_of: dict[int, int] = {}  # of a trial's id
+        self._owned: dict[int, Owned] = {}
+        self._held: dict[int, Held] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        url = self.engine.url.render_as_string(hide_password=False)
+        return {"url": url, "patience": self._database.patience}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start(make_engine(state["url"], application_name="hpsearch"), state["patience"])
+
+    @property
+    def engine(self) -> sa.Engine:
+        """The engine, for statements of the caller's own."""
+        return self._database.engine
+
+    # Studies
+
+    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:  # noqa: D102
+        name = DEFAULT_STUDY_NAME_PREFIX + str(uuid.uuid4()) if study_name is None else study_name
+        study_id = studies.create(self._database, name, directions)
+        self._names[study_id], self._directions[study_id] = name, list(directions)
+        return study_id
+
+    def delete_study(self, study_id: int) -> None:  # noqa: D102
+        self._forget(study_id)
+        studies.delete(self._database, study_id)
+
+    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:  # noqa: D102
+        studies.set_attr(self._database, "user", study_id, key, value)
+
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:  # noqa: D102
+        studies.set_attr(self._database, "system", study_id, key, value)
+
+    def get_study_id_from_name(self, study_name: str) -> int:  # noqa: D102
+        return studies.id_of(self._database, study_name)
+
+    def get_study_name_from_id(self, study_id: int) -> str:  # noqa: D102
+        if study_id not in self._names:
+            self._names[study_id] = studies.name_of(self._database, study_id)
+        return self._names[study_id]
+
+    def get_study_directions(self, study_id: int) -> list[StudyDirection]:  # noqa: D102
+        if study_id not in self._directions:
+            self._directions[study_id] = studies.directions_of(self._database, study_id)
+        return list(self._directions[study_id])
+
+    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: D102
+        return studies.attrs_of(self._database, "user", study_id)
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: D102
+        return studies.attrs_of(self._database, "system", study_id)
+
+    def get_all_studies(self) -> list[FrozenStudy]:  # noqa: D102
+        return studies.read_all(self._database)
+
+    # New trials
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:  # noqa: D102
+        if template_trial is not None:
+            return self.import_trials(study_id, [template_trial])[0]
+        start = utc_now()
+        trial_id, _ = creating.create(self._database, study_id, start, self._cache(study_id).seen)
+        self._study_of[trial_id] = study_id
+        return trial_id
+
+    def import_trials(self, study_id: int, trials: Sequence[FrozenTrial]) -> list[int]:
+        """Add trials as they are, but for their numbers: all of them or, when this raises, none.
+
+        Args:
+            study_id: The study.
+            trials: In any states, numbered on in this order.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            KeyError: There is no such study.
+            ValueError: A parameter has a distribution that does not go with the one it has in the study.
+        """
+        found: dict[str, BaseDistribution] = {}
+        for trial in trials:
+            for name, given in trial.distributions.items():
+                previous = found.get(name) or self._distribution(study_id, name)
+                if previous is not None and previous is not given:
+                    check_distribution_compatibility(previous, given)
+                found.setdefault(name, given)
+        made = creating.insert(self._database, study_id, trials)
+        self._study_of.update((trial_id, study_id) for trial_id, _ in made)
+        return [trial_id for trial_id, _ in made]
+
+    # Writes of a trial
+
+    def set_trial_param(  # noqa: D102
+        self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
+    ) -> None:
+        self._check_distribution(trial_id, param_name, distribution)
+        if (held := self._held.get(trial_id)) is not None:
+            held.params.setdefault(param_name, (param_value_internal, distribution))
+        else:
+            self._write(trial_id, Batch(params={param_name: (param_value_internal, distribution)}))
+
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:  # noqa: D102
+        if (held := self._held.get(trial_id)) is not None:
+            held.user_attrs[key] = value
+        else:
+            self._write(trial_id, Batch(user_attrs={key: value}))
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:  # noqa: D102
+        if (held := self._held.get(trial_id)) is not None:
+            held.system_attrs[key] = value
+        else:
+            self._write(trial_id, Batch(system_attrs={key: value}))
+
+    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:  # noqa: D102
+        writing.write_step(self._database, trial_id, self._attempt(trial_id), step, intermediate_value)
+        if (owned := self._owned.get(trial_id)) is not None:
+            with self._lock:
+                owned.trial.intermediate_values[step] = float(intermediate_value)
+
+    def set_trial_state_values(  # noqa: D102
+        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
+    ) -> bool:
+        now = utc_now()
+        move = writing.write_state(self._database, trial_id, self._attempt(trial_id), state, values=values, now=now)
+        if move.made and (owned := self._owned.get(trial_id)) is not None:
+            with self._lock:
+                owned.trial.state = state
+                owned.trial.datetime_start = to_local(move.start)
+                owned.trial.datetime_complete = to_local(move.complete)
+                if values is not None:
+                    owned.trial.values = [float(value) for value in values]
+        return move.made
+
+    def _write(self, trial_id: int, batch: Batch) -> None:
+        writing.write(self._database, trial_id, self._attempt(trial_id), batch)
+        with self._lock:
+            if (owned := self._owned.get(trial_id)) is not None:
+                overlay(owned.trial, batch)
+            for name, (_, given) in batch.params.items():
+                self._cache(self._study_of[trial_id]).distributions.setdefault(name, given)
+
+    # Trials of one's own
+
+    def own(self, trial: FrozenTrial, attempt: int) -> None:
+        """Take a trial as this process's own: `attempt` must be its live attempt in `hpsearch_attempts`.
+
+        Until `disown`, every write of it through this storage is refused with `ClaimLostError`, and writes nothing,
+        once the attempt has ended or the trial does not run; reads of it are answered from what was written here.
+
+        Args:
+            trial: As it is in the database.
+            attempt: The attempt that the writes are made by.
+        """
+        with self._lock:
+            self._owned[trial._trial_id] = Owned(overlaid(trial, None), attempt)
+
+    def disown(self, trial_id: int) -> None:
+        """Undo `own`; nothing happens where the trial is not owned."""
+        with self._lock:
+            if self._owned.pop(trial_id, None) is not None and trial_id in self._study_of:
+                # It may have finished: a worker's next trial is judged by all that it has run itself.
+                self._cache(self._study_of[trial_id]).look_again()
+
+    @contextmanager
+    def owned(self, trial_id: int, attempt: int) -> Iterator[None]:
+        """Read the trial and `own` it inside; raises KeyError if it is not there."""
+        self.own(self.read_trial(trial_id), attempt)
+        try:
+            yield
+        finally:
+            self.disown(trial_id)
+
+    @contextmanager
+    def together(self, trial_id: int) -> Iterator[Held]:
+        """Hold what is set of a trial's parameters and attributes, and write it in one statement at the exit.
+
+        Reads of the trial through this storage show what is held. When the block raises, nothing of it is written;
+        the object that it yields has `discard()`, which drops what was held so far.
+        """
+        with self._lock:
+            if trial_id in self._held:
+                raise RuntimeError(f"the writes of trial id {trial_id} are held already")
+            held = self._held[trial_id] = Held()
+        try:
+            yield held
+        finally:
+            del self._held[trial_id]
+        if held:
+            self._write(trial_id, held)
+
+    def _attempt(self, trial_id: int) -> int | None:
+        owned = self._owned.get(trial_id)
+        return None if owned is None else owned.attempt
+
+    # Reads
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:  # noqa: D102
+        with self._lock:
+            held = self._held.get(trial_id)
+            if (owned := self._owned.get(trial_id)) is not None:
+                return overlaid(owned.trial, held)
+        study_id = self._study_of.get(trial_id)
+        if study_id is not None and (known := self._cache(study_id).finished(trial_id)) is not None:
+            return known
+        trial = self.read_trial(trial_id)
+        return trial if held is None else overlaid(trial, held)
+
+    def read_trial(self, trial_id: int) -> FrozenTrial:
+        """Return a trial as the database has it now, whatever is known of it here; raises KeyError if it is not there.
+
+        Finished trials are cached for good: this is how one that was reopened is read.
+        """
+        found = read_trial(self._database, trial_id)
+        if found is None:
+            raise KeyError(f"there is no trial with id {trial_id}")
+        trial, self._study_of[trial_id] = found
+        return trial
+
+    def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:  # noqa: D102
+        return self.get_trial(trial_id).user_attrs
+
+    def get_trial_system_attrs(self, trial_id: int) -> dict[str, Any]:  # noqa: D102
+        return self.get_trial(trial_id).system_attrs
+
+    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:  # noqa: D102
+        if (known := self._cache(study_id).id_of(trial_number)) is not None:
+            return known
+        statement = "SELECT trial_id FROM trials WHERE study_id = :study_id AND number = :number"
+        rows = self._database.rows(statement, {"study_id": study_id, "number": trial_number})
+        if not rows:
+            raise KeyError(f"there is no trial {trial_number} in the study with id {study_id}")
+        return int(rows[0].trial_id)
+
+    def get_all_trials(  # noqa: D102
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        wanted = frozenset(TrialState if states is None else (state for state in TrialState if state in states))
+        try:
+            if wanted and not wanted & FINISHED:
+                trials = read_in_states(self._database, study_id, [state.name for state in wanted])
+            else:
+                trials = self._cache(study_id).select(self._database, wanted)
+        except KeyError:
+            self._forget(study_id)
+            raise
+        if not wanted <= FINISHED:
+            trials = [self._with_held(trial) for trial in trials] if self._held else trials
+        return copy_trials(trials) if deepcopy else trials
+
+    def finished_trials(
+        self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0
+    ) -> list[FrozenTrial]:
+        """Return the trials in those of `states` that are final, by number; they are not copied.
+
+        Args:
+            study_id: The study.
+            states: Their states.
+            max_age: Do without asking the database where that was done less than so many seconds ago: trials that
+                finished since may be missing.
+
+        Raises:
+            KeyError: There is no such study.
+        """
+        wanted = frozenset(state for state in FINISHED if state in states)
+        return self._cache(study_id).select(self._database, wanted, max_age=max_age)
+
+    def _with_held(self, trial: FrozenTrial) -> FrozenTrial:
+        held = self._held.get(trial._trial_id)
+        return trial if held is None or trial.state.is_finished() else overlaid(trial, held)
+
+    # Helpers
+
+    def _cache(self, study_id: int) -> StudyCache:
+        with self._lock:
+            return self._caches.setdefault(study_id, StudyCache(study_id))
+
+    def _forget(self, study_id: int) -> None:
+        with self._lock:
+            for known in (self._caches, self._names, self._directions):
+                known.pop(study_id, None)
+
+    def _check_distribution(self, trial_id: int, name: str, given: BaseDistribution) -> None:
+        if trial_id not in self._study_of:
+            self.read_trial(trial_id)
+        previous = self._distribution(self._study_of[trial_id], name)
+        if previous is None or previous is given:
+            return
+        try:
+            check_distribution_compatibility(previous, given)
+        except ValueError:
+            if self._attempt(trial_id) is None:  # that the trial is finished comes first
+                statement = "SELECT number, state FROM trials WHERE trial_id = :trial_id"
+                guard_of(self._database.rows(statement, {"trial_id": trial_id}), trial_id)
+            raise
+
+    def _distribution(self, study_id: int, name: str) -> BaseDistribution | None:
+        """Return a distribution that the parameter has in the study, if it has been set there."""
+        known = self._cache(study_id).distributions
+        if name not in known:
+            rows = self._database.rows(_FIRST_DISTRIBUTION, {"study_id": study_id, "name": name})
+            if rows:
+                known[name] = distribution(rows[0].distribution_json)
+        return known.get(name)

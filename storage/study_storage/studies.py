@@ -1,0 +1,161 @@
+"""Studies themselves: made, named, described, deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from optuna.exceptions import DuplicatedStudyError
+from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
+from sqlalchemy.exc import IntegrityError
+
+from storage.study_storage.database import Database, text
+
+Kind = Literal["user", "system"]
+
+_CREATE = """
+    WITH study AS (INSERT INTO studies (study_name) VALUES (:name) RETURNING study_id),
+         directions AS (
+            INSERT INTO study_directions (study_id, objective, direction)
+            SELECT study_id, d.place - 1, CAST(d.direction AS studydirection)
+              FROM study, unnest(CAST(:directions AS text[])) WITH ORDINALITY AS d (direction, place))
+    SELECT study_id FROM study
+"""
+
+_SET_ATTR = """
+    INSERT INTO study_{kind}_attributes (study_id, key, value_json)
+    SELECT study_id, :key, :value FROM studies WHERE study_id = :study_id
+    ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
+    RETURNING 1
+"""
+
+# Optuna's foreign keys do not cascade. The locks keep everybody from adding to what is being deleted.
+_DELETE = """
+    SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;
+    SELECT 1 FROM trials WHERE study_id = :study_id ORDER BY trial_id FOR UPDATE;
+    DELETE FROM trial_params x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trial_values x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trial_intermediate_values x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trial_user_attributes x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trial_system_attributes x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trial_heartbeats x USING trials t WHERE t.study_id = :study_id AND x.trial_id = t.trial_id;
+    DELETE FROM trials WHERE study_id = :study_id;
+    DELETE FROM study_directions WHERE study_id = :study_id;
+    DELETE FROM study_user_attributes WHERE study_id = :study_id;
+    DELETE FROM study_system_attributes WHERE study_id = :study_id;
+    DELETE FROM studies WHERE study_id = :study_id RETURNING 1
+"""
+
+_ALL = """
+    SELECT s.study_id, s.study_name,
+           ARRAY(SELECT CAST(d.direction AS text) FROM study_directions d
+                  WHERE d.study_id = s.study_id ORDER BY d.objective) AS directions,
+           ARRAY(SELECT ARRAY[a.key, a.value_json] FROM study_user_attributes a
+                  WHERE a.study_id = s.study_id ORDER BY a.study_user_attribute_id) AS user_attrs,
+           ARRAY(SELECT ARRAY[a.key, a.value_json] FROM study_system_attributes a
+                  WHERE a.study_id = s.study_id ORDER BY a.study_system_attribute_id) AS system_attrs
+      FROM studies s ORDER BY s.study_id
+"""
+
+
+def unknown(study: int | str) -> KeyError:
+    """Return the error for a study that is not there."""
+    return KeyError(f"there is no study {study!r}" if isinstance(study, str) else f"there is no study with id {study}")
+
+
+def create(database: Database, name: str, directions: Sequence[StudyDirection]) -> int:
+    """Create a study and return its id.
+
+    Raises:
+        DuplicatedStudyError: There is one of that name.
+    """
+    made: list[int] = []
+
+    def run(connection: sa.Connection, repeated: bool) -> int:
+        # When the connection broke at the commit, it may have been made.
+        if repeated and made and _id_of(connection, name) == made[0]:
+            return made[0]
+        made[:] = [
+            connection.execute(text(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
+        ]
+        return made[0]
+
+    try:
+        return database.transaction(run)
+    except IntegrityError:
+        raise DuplicatedStudyError(f"there is a study named {name!r} already") from None
+
+
+def _id_of(connection: sa.Connection, name: str) -> int | None:
+    statement = "SELECT study_id FROM studies WHERE study_name = :name"
+    found: int | None = connection.execute(text(statement), {"name": name}).scalar()
+    return found
+
+
+def delete(database: Database, study_id: int) -> None:
+    """Delete a study with all that belongs to it; raises KeyError where there is none."""
+    rows, repeated = database.rows_once(_DELETE, {"study_id": study_id})
+    if not rows and not repeated:
+        raise unknown(study_id)
+
+
+def id_of(database: Database, name: str) -> int:
+    """Return the id of a study; raises KeyError where there is none."""
+    rows = database.rows("SELECT study_id FROM studies WHERE study_name = :name", {"name": name})
+    if not rows:
+        raise unknown(name)
+    return int(rows[0].study_id)
+
+
+def name_of(database: Database, study_id: int) -> str:
+    """Return the name of a study; raises KeyError where there is none."""
+    rows = database.rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
+    if not rows:
+        raise unknown(study_id)
+    return str(rows[0].study_name)
+
+
+def directions_of(database: Database, study_id: int) -> list[StudyDirection]:
+    """Return the directions of a study; raises KeyError where there is none."""
+    statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
+    rows = database.rows(statement, {"study_id": study_id})
+    if not rows:
+        raise unknown(study_id)
+    return [StudyDirection[row.direction] for row in rows]
+
+
+def set_attr(database: Database, kind: Kind, study_id: int, key: str, value: Any) -> None:
+    """Set an attribute of a study; raises KeyError where there is none."""
+    parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
+    if not database.rows(_SET_ATTR.format(kind=kind), parameters):
+        raise unknown(study_id)
+
+
+def attrs_of(database: Database, kind: Kind, study_id: int) -> dict[str, Any]:
+    """Return the attributes of a study; raises KeyError where there is none."""
+    statement = f"""
+        SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
+         WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id
+    """  # noqa: S608
+    rows = database.rows(statement, {"study_id": study_id})
+    if not rows:
+        raise unknown(study_id)
+    return {row.key: json.loads(row.value_json) for row in rows if row.key is not None}
+
+
+def read_all(database: Database) -> list[FrozenStudy]:
+    """Return all studies, by id."""
+    return [
+        FrozenStudy(
+            study_name=row.study_name,
+            direction=None,
+            directions=[StudyDirection[name] for name in row.directions],
+            user_attrs={key: json.loads(value) for key, value in row.user_attrs},
+            system_attrs={key: json.loads(value) for key, value in row.system_attrs},
+            study_id=row.study_id,
+        )
+        for row in database.rows(_ALL, {})
+    ]

@@ -1,0 +1,48 @@
+"""Whether a worker of this machine still runs: known at once, where a worker of another machine is known by its lease.
+
+A process is named by the machine's boot, its namespace of process ids (a container has its own), its id and its start:
+the name is never given twice, and says who can look.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+_PROC = Path("/proc")
+
+
+def current_process() -> str:
+    """Return the name of this process."""
+    return f"{_machine()}/{os.getpid()}/{_start(os.getpid())}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of that name has surely ended; False where this machine cannot tell."""
+    machine, pid, start = process.rsplit("/", 2)
+    return machine == _machine() and _start(int(pid)) != start
+
+
+@functools.cache
+def _machine() -> str:
+    if platform.system() == "Linux":
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
+    return f"{platform.node()}/{psutil.boot_time():.0f}"
+
+
+def _start(pid: int) -> str:
+    """When the process was started; nothing if it has ended, though its parent may not have looked yet."""
+    try:
+        if platform.system() == "Linux":
+            # The name of the program, in parentheses, may hold spaces. Ticks since the boot do not move with the clock.
+            fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            return "" if fields[0] in "ZX" else fields[19]
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.0f}"
+    except (OSError, psutil.Error):
+        return ""

@@ -1,0 +1,77 @@
+"""A Postgres of a test's own, to be killed, started again and cut off."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import psycopg2
+
+from storage.migrate import migrate
+from storage.postgres import Server
+from storage.postgres_account import make_folder
+from storage.postgres_data import SUPERUSER
+from storage.roles import OWNER, WORKER, create_databases
+from storage.urls import build
+
+
+@dataclass
+class Breakable:
+    """The server, with a migrated database on it.
+
+    Attributes:
+        url: of the database, for a worker.
+    """
+
+    server: Server
+    port: int
+    url: str
+
+    @classmethod
+    def started(cls, home: Path) -> Breakable:
+        (home / "logs").mkdir(parents=True)
+        home.chmod(0o755)
+        server = Server(make_folder(home), home / "logs" / "postgres.log")
+        port = server.start(None)
+        create_databases(
+            _url(server, port) + "?sslmode=disable", owner_password=OWNER, worker_password=WORKER, mlflow_password="m"
+        )
+
+        def url(user: str) -> str:
+            where = {"host": "127.0.0.1", "port": port, "database": "optuna", "query": "sslmode=disable"}
+            return build(user=user, password=user, **where)  # type: ignore[arg-type]
+
+        migrate(url(OWNER))
+        return cls(server, port, url(WORKER))
+
+    def kill(self) -> None:
+        """End the server as a power cut would, with all its children."""
+        process = self.server.running()
+        assert process is not None
+        for victim in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):  # a connection's, which was ending anyway
+                victim.kill()
+        process.wait()
+
+    def start(self) -> None:
+        """Start it again, where it was."""
+        assert self.server.start(self.port) == self.port
+
+    def cut(self) -> int:
+        """End every connection but this one; return how many there were."""
+        connection = psycopg2.connect(_url(self.server, self.port).replace("+psycopg2", ""), sslmode="disable")
+        try:
+            with connection, connection.cursor() as cursor:
+                cursor.execute(
+                    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+                    "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+                )
+                return int(cursor.fetchone()[0])  # type: ignore[index]
+        finally:
+            connection.close()
+
+
+def _url(server: Server, port: int) -> str:
+    return build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")

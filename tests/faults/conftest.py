@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from storage.stack import StackInfo
+from tests.faults.breakable import Breakable
+from tests.faults.harness import Arena, Zygote
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def zygote(_no_settings_of_the_user: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    made = Zygote(tmp_path_factory.mktemp("zygote") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
+    """A study to be, on a database of its own and the MLflow of all tests."""
+    made = Arena(zygote, f"faults-{next(_numbers)}", open_folder, database_url, stack.tracking_uri)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def breakable(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[Breakable]:
+    """A Postgres that nobody else uses."""
+    with guarded_homes() as home:
+        yield Breakable.started(home)
+
+
+@pytest.fixture
+def broken_arena(zygote: Zygote, breakable: Breakable, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
+    """A study to be, on a Postgres that the test may break."""
+    made = Arena(zygote, f"faults-{next(_numbers)}", open_folder, breakable.url, stack.tracking_uri)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[list[float]]]:
+    """The values of the first trials of any study, trained alone."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    known: list[list[float]] = []
+
+    def values(n_trials: int) -> list[list[float]]:
+        if len(known) < n_trials:
+            known[:] = zygote.undisturbed(n_trials, folder / f"{n_trials}.json")
+        return known[:n_trials]
+
+    return values

@@ -1,0 +1,274 @@
+"""Studies whose workers are shot at: real processes on a real Postgres, kept in number until the budget is spent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.orders import Order, write
+
+ROOT = Path(__file__).parents[2]
+OBJECTIVE = str(Path(__file__).with_name("scripted.py"))
+PATIENCE = 90.0
+LEASE = 2.0  # seconds: long enough for a busy machine, short enough to wait for
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+class Zygote:
+    """Forks workers; see :mod:`tests.faults.zygote`."""
+
+    def __init__(self, log: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "HPSEARCH_LEASE": str(LEASE),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.zygote"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("wb"),
+            text=True,
+        )
+        self._log = log
+
+    def ask(self, **told: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self._log.read_text()
+        return json.loads(answer)
+
+    def undisturbed(self, n_trials: int, path: Path) -> list[list[float]]:
+        """Return the values of the first trials of any study, an epoch each, trained alone and without a service."""
+        self.ask(start=["undisturbed", str(n_trials), str(path)], environment={}, log=str(self._log))
+        wait_for(lambda: self.ask(reap=True), "the undisturbed runs")
+        return [[float.fromhex(value) for value in trial] for trial in json.loads(path.read_text())]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@dataclass
+class Worker:
+    """A process of one of the study's workers."""
+
+    pid: int
+    log: Path
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.exit_code is not None
+
+    def send(self, number: signal.Signals) -> None:
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@dataclass
+class Arena:
+    """One study and its workers.
+
+    Attributes:
+        cheap: leave out plots and exported models, which cost a trial most.
+    """
+
+    zygote: Zygote
+    name: str
+    folder: Path
+    storage_url: str
+    tracking_uri: str
+    cheap: bool = True
+    workers: list[Worker] = field(default_factory=list)
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def orders(self) -> Path:
+        return self.folder / "orders"
+
+    def create(self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "") -> None:
+        """Make the study, with orders for whoever works on it."""
+        write(self.orders, orders)
+        self.home.mkdir(exist_ok=True)
+        self.home.chmod(0o755)
+        more = settings.split()
+        self.run("run", OBJECTIVE, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
+                 "--sampler", "random", "--pruner", "none", "--workers", "0", *more)  # fmt: skip
+
+    def environment(self, **more: str) -> dict[str, str]:
+        urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
+        cheap = {"CHEAP": "1"} if self.cheap else {}
+        return {**urls, **cheap, "HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders), **more}
+
+    def start(self, *arguments: str, **environment: str) -> Worker:
+        """Start a worker, or another command."""
+        log = self.folder / f"{len(self.workers):03d}.log"
+        start = list(arguments or ("worker", "--study", self.name))
+        pid = self.zygote.ask(start=start, environment=self.environment(**environment), log=str(log))
+        self.workers.append(Worker(pid, log))
+        return self.workers[-1]
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run a command to its end."""
+        process = self.start(*arguments)
+        wait_for(lambda: self.reap() or process.ended, f"hpsearch {arguments[0]}")
+        assert process.exit_code == code, process.log.read_text()
+        return process.log.read_text()
+
+    def reap(self) -> None:
+        """Look which workers have ended."""
+        for pid, code in self.zygote.ask(reap=True).items():
+            for worker in self.workers:
+                if worker.pid == int(pid) and not worker.ended:
+                    worker.exit_code = code
+
+    def work(
+        self,
+        slots: int,
+        *,
+        meanwhile: Callable[[list[Worker]], None] = lambda _: None,
+        codes: tuple[int, ...] = (-signal.SIGKILL,),
+        **more: str,
+    ) -> None:
+        """Keep so many workers at work until each has left with nothing left to do.
+
+        Args:
+            slots: how many at once; a worker that was killed or that drained is followed by another.
+            meanwhile: is called again and again with those that run.
+            codes: what a worker may leave with, beside 0, to be followed by another.
+            more: environment of the workers.
+        """
+        running = [self.start(**more) for _ in range(slots)]
+        deadline = time.monotonic() + PATIENCE * 4
+        while running:
+            assert time.monotonic() < deadline, self.tell("the study does not end")
+            self.reap()
+            meanwhile(running)
+            for worker in [w for w in running if w.ended]:
+                running.remove(worker)
+                if worker.exit_code != 0:
+                    assert worker.exit_code in codes, self.tell(f"a worker left with {worker.exit_code}")
+                    running.append(self.start(**more))
+            time.sleep(0.02)
+
+    def frozen(self) -> list[Worker]:
+        """Workers that are stopped by a signal."""
+        return [w for w in self.workers if not w.ended and state_of(w.pid) == "T"]
+
+    def obeyed(self, index: int) -> bool:
+        return (self.orders / f"obeyed-{index}").exists()
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        log = self.orders / "log.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [line for line in lines if line["event"] == event]
+
+    def tell(self, what: str) -> str:
+        """What went wrong, with the ends of the workers' logs."""
+        logs = [
+            f"--- {w.pid} {w.exit_code} ---\n" + "\n".join(w.log.read_text().splitlines()[-15:]) for w in self.workers
+        ]
+        return "\n".join([what, *logs[-12:]])
+
+    def close(self) -> None:
+        """End what still runs."""
+        self.reap()
+        for worker in self.workers:
+            worker.send(signal.SIGKILL)
+        wait_for(lambda: self.reap() or all(w.ended for w in self.workers), "the workers to be gone")
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process's state; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class Wire:
+    """A TCP connection to a server that can be cut and mended: to its clients the server goes away."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.mended = threading.Event()
+        self.mended.set()
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.mended.clear()
+        for end in list(self._open):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self.mended.set()
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self.mended.is_set():
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._target))
+            for source, target in ((client, server), (server, client)):
+                self._open.add(source)
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+        self._open.discard(source)
+        source.close()
+
+
+@contextmanager
+def wire(url: str) -> Iterator[tuple[Wire, str]]:
+    """A wire to the server of an http URL, and the URL through it."""
+    port = int(url.rpartition(":")[2].strip("/"))
+    line = Wire(port)
+    try:
+        yield line, url.replace(str(port), str(line.port))
+    finally:
+        line.close()

@@ -1,0 +1,131 @@
+"""What must hold of a study whatever was done to its workers, read by plain SQL and from the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from tests.faults.scripted import EPOCHS
+
+OUTCOMES = {"COMPLETE": {"complete"}, "PRUNED": {"pruned", "infeasible"}, "FAIL": {"failed", "lost", "cancelled"}}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    number: int
+    outcome: str
+    started: Any
+    ended: Any
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    state: str
+    value: float | None
+    values: dict[int, float]
+    attempts: list[Attempt]
+    pointers: list[str]
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [attempt.outcome for attempt in self.attempts]
+
+
+def read_trials(url: str, study: str) -> list[Trial]:
+    """All trials of a study, by number."""
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+
+        def rows(query: str, **values: object) -> list[Any]:
+            return list(connection.execute(sa.text(query), values))
+
+        trials = []
+        for row in rows(_TRIALS, study=study):
+            values = rows("SELECT * FROM trial_intermediate_values WHERE trial_id = :id", id=row.trial_id)
+            attempts = rows("SELECT * FROM hpsearch_attempts WHERE trial_id = :id ORDER BY attempt", id=row.trial_id)
+            pointers = rows("SELECT path FROM hpsearch_checkpoints WHERE trial_id = :id", id=row.trial_id)
+            trials.append(
+                Trial(
+                    row.number,
+                    row.state,
+                    row.value,
+                    {v.step: v.intermediate_value for v in values},
+                    [Attempt(a.attempt, a.outcome, a.started_at, a.ended_at) for a in attempts],
+                    [p.path for p in pointers],
+                )
+            )
+        return trials
+
+
+_TRIALS = """
+    SELECT trial_id, number, state, value FROM trials JOIN studies USING (study_id)
+      LEFT JOIN trial_values USING (trial_id) WHERE study_name = :study ORDER BY number
+"""
+
+
+def assert_whole(url: str, study: str, home: Path, undisturbed: list[list[float]], n_trials: int) -> list[Trial]:
+    """Assert that a study ended as if nobody had touched it, and return its trials.
+
+    Args:
+        url: of its database.
+        study: its name.
+        home: where its checkpoints and run directories are.
+        undisturbed: the values of each trial, an epoch each, when it is trained alone and without any service.
+        n_trials: its budget.
+    """
+    trials = read_trials(url, study)
+    assert [t.number for t in trials] == list(range(n_trials)), "exactly the budget, without gap or double"
+    for trial in trials:
+        assert trial.state in OUTCOMES, f"trial {trial.number} is left {trial.state}"
+        assert_attempts(trial)
+        if trial.state == "COMPLETE":
+            expected = undisturbed[trial.number]
+            assert trial.values == dict(enumerate(expected)), f"trial {trial.number} gave other values"
+            assert trial.value == min(expected)
+            assert len(expected) == EPOCHS
+    assert_files(home, trials)
+    return trials
+
+
+def assert_attempts(trial: Trial) -> None:
+    """Each attempt ended before the next began, and the last one's end is the trial's."""
+    attempts = trial.attempts
+    assert [a.number for a in attempts] == list(range(1, len(attempts) + 1))
+    assert all(a.ended is not None for a in attempts), f"trial {trial.number}: an attempt never ended"
+    assert all(a.started <= a.ended for a in attempts)
+    assert all(a.ended <= b.started for a, b in pairwise(attempts)), "two attempts at once"
+    assert attempts[-1].outcome in OUTCOMES[trial.state]
+    assert all(a.outcome in {"lost", "released", "failed"} for a in attempts[:-1])
+
+
+def assert_files(home: Path, trials: list[Trial]) -> None:
+    """No checkpoint is left that nobody would resume from, and no temporary file."""
+    kept = {path for trial in trials for path in trial.pointers}
+    assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
+    store = home / "checkpoints"
+    found = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
+    assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
+    failed = {trial.number for trial in trials if trial.state == "FAIL"}
+    local = [path for name in ("last.pt", "previous.pt", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
+    assert not [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
+
+
+def assert_tracked(tracking_uri: str, study: str, trials: list[Trial]) -> None:
+    """Each trial has one run in MLflow, however many attempts it took, with each of its epochs once."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri)
+    experiment = client.get_experiment_by_name("hpsearch")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], f"tags.`hpsearch.study` = '{study}'")
+    runs = {int(run.data.tags["hpsearch.trial"]): run for run in found if "hpsearch.trial" in run.data.tags}
+    assert len(found) == len(runs) + 1 == len(trials) + 1, "the study's run, and one for each trial"
+    for trial in trials:
+        points = client.get_metric_history(runs[trial.number].info.run_id, "val_loss")
+        assert {p.step: p.value for p in points} == trial.values
+        assert len(points) == len(trial.values), f"trial {trial.number} has an epoch twice"

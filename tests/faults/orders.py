@@ -1,0 +1,144 @@
+"""Orders from a file: at which point of which trial a worker is to die, freeze, raise or wait.
+
+ORDERS names a folder with `orders.json`. What was obeyed leaves a file `obeyed-N` there, and what the worker does is
+written to `log.jsonl`, a line an event, by CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to do at a point.
+
+    Attributes:
+        point: where, as in `tests.faults.puppet.POINTS`, or `training` for the objective's own code.
+        action: a key of `ACTIONS`.
+        trial, attempt: in which attempt at which trial; 0 is any.
+        epoch: in which epoch; None is any.
+        when: `before` or `after` the point.
+        nth: at which passing of the point, counted from 1 in each attempt.
+    """
+
+    point: str
+    action: str
+    trial: int
+    attempt: int = 1
+    epoch: int | None = None
+    when: str = "before"
+    nth: int = 1
+
+
+class Here:
+    """Where this process is."""
+
+    trial: int | None = None
+    attempt: int | None = None
+    epoch: int | None = None
+    passed: ClassVar[dict[int, int]] = {}
+
+
+def folder() -> Path | None:
+    return Path(os.environ["ORDERS"]) if "ORDERS" in os.environ else None
+
+
+@functools.cache
+def read() -> list[Order]:
+    where = folder()
+    return [] if where is None else [Order(**line) for line in json.loads((where / "orders.json").read_text())]
+
+
+def write(where: Path, orders: list[Order]) -> None:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "orders.json").write_text(json.dumps([asdict(order) for order in orders]))
+
+
+def arrive(trial: int | None, attempt: int | None) -> None:
+    """Begin an attempt; None ends it."""
+    if (trial, attempt) != (Here.trial, Here.attempt):
+        Here.trial, Here.attempt, Here.epoch, Here.passed = trial, attempt, None, {}
+
+
+def obey(point: str, when: str = "before") -> None:
+    """Do what is ordered for this point, if anything is."""
+    for index, order in enumerate(read()):
+        if (order.point, order.when) != (point, when) or Here.trial is None:
+            continue
+        if order.trial != Here.trial or order.attempt not in {0, Here.attempt}:
+            continue
+        if order.epoch not in {None, Here.epoch}:
+            continue
+        Here.passed[index] = Here.passed.get(index, 0) + 1
+        if Here.passed[index] == order.nth:
+            where = folder()
+            assert where is not None
+            (where / f"obeyed-{index}").write_text(str(os.getpid()))
+            ACTIONS[order.action](where)
+
+
+def note(event: str, **values: Any) -> None:
+    """Write an event to the log."""
+    if (where := folder()) is None:
+        return
+    line = {"event": event, "pid": os.getpid(), "at": time.monotonic(), "trial": Here.trial, "attempt": Here.attempt}
+    with (where / "log.jsonl").open("a") as file:
+        file.write(json.dumps({**line, **values}) + "\n")
+
+
+DISK = 12_000  # bytes in a file: a checkpoint of the scripted network has twice as many, all else less
+
+
+def _raise(_: Path) -> None:
+    raise KeyError("no such layer")
+
+
+def _allocate(_: Path) -> None:
+    import torch
+
+    torch.empty(1 << 60)
+
+
+def _await(name: str, where: Path) -> None:
+    while not (where / name).exists():
+        time.sleep(0.01)
+
+
+def _fill_disk(_: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def _free_disk(_: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+
+
+def _away(_: Path) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+ACTIONS: dict[str, Callable[[Path], Any]] = {
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    "raise": _raise,
+    "exit": lambda _: sys.exit(3),
+    "allocate": _allocate,
+    "sleep": lambda _: time.sleep(3.0),
+    "hang": functools.partial(_await, "open"),
+    "hang until mended": functools.partial(_await, "mended"),
+    "fill the disk": _fill_disk,
+    "free the disk": _free_disk,
+    "input/output error": _away,
+}

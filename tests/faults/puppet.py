@@ -1,0 +1,146 @@
+"""A real worker on strings: between any two steps of its own it can be made to die, freeze or wait.
+
+The product has no hooks for this: functions are wrapped from outside before its command line is run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.faults import orders
+
+# The steps of a worker, in their order.
+POINTS = {
+    "claim": ("storage.claims", "Claims.claim"),
+    "open run": ("search.trial_tracking", "TrialTracking.open"),
+    "create run": ("storage.tracking", "Tracking._create"),
+    "log params": ("search.trial_tracking", "TrialTracking.log_params"),
+    "restore": ("search.checkpointing", "TrialCheckpoints.restore"),
+    "bring": ("search.checkpointing", "TrialCheckpoints._bring"),
+    "epoch": ("objectives.training.trainer", "train_epoch"),
+    "save": ("objectives.training.session", "LocalSession.save"),
+    "write": ("objectives.training.checkpoint", "_save"),
+    "put": ("storage.checkpoints", "Checkpoints.put"),
+    "report": ("storage.claims", "Claims.report"),
+    "committed": ("search.checkpointing", "TrialCheckpoints.committed"),
+    "publish": ("search.trial_tracking", "TrialTracking.publish"),
+    "upload": ("mlflow", "MlflowClient.log_artifact"),
+    "model": ("search.trial_tracking", "TrialTracking._log_model"),
+    "settle": ("storage.claims", "Claims.settle"),
+    "in settle": ("storage.settling", "settle"),
+    "finish": ("search.trial_tracking", "TrialTracking.finish"),
+    "forget": ("search.checkpointing", "TrialCheckpoints.forget"),
+    "drop pointers": ("search.checkpointing", "drop_pointers"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Wrap the steps, and run the command line."""
+    if os.environ.get("CHEAP"):
+        spare()
+    for name, (module, attribute) in POINTS.items():
+        wrap(module, attribute, at(name))
+    wrap("storage.claims", "Claims.claim", follow_claims)
+    wrap("objectives.training.trainer", "train_epoch", follow_epochs)
+    wrap("storage.claims", "Claims.report", follow_reports)
+    if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
+        shift_clock(offset)
+    from search.cli import _run
+
+    return _run(arguments)
+
+
+def wrap(module: str, attribute: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put a wrapper around a function of a module or a method of a class."""
+    owner: Any = importlib.import_module(module)
+    *path, name = attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+
+
+def at(point: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            orders.obey(point, "before")
+            result = original(*args, **kwargs)
+            if point == "claim":
+                orders.arrive(getattr(result, "number", None), getattr(result, "attempt", None))
+            orders.obey(point, "after")
+            return result
+
+        return call
+
+    return wrapper
+
+
+def follow_claims(original: Callable[..., Any]) -> Callable[..., Any]:
+    def claim(*args: Any, **kwargs: Any) -> Any:
+        orders.arrive(None, None)
+        result = original(*args, **kwargs)
+        orders.note("claimed")
+        return result
+
+    return claim
+
+
+def follow_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def train_epoch(run: Any, epoch: int) -> Any:
+        orders.Here.epoch = epoch
+        orders.note("training", epoch=epoch)
+        time.sleep(float(os.environ.get("PACE", "0")))
+        return original(run, epoch)
+
+    return train_epoch
+
+
+def follow_reports(original: Callable[..., Any]) -> Callable[..., Any]:
+    def report(self: Any, claim: Any, step: int, value: float, *args: Any) -> Any:
+        result = original(self, claim, step, value, *args)
+        orders.note("reported", epoch=step, value=value.hex())
+        return result
+
+    return report
+
+
+def shift_clock(offset: float) -> None:
+    """Let this process's clock go wrong by so many seconds."""
+    real_time, real = time.time, datetime.datetime
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, real)
+
+    class Shifted(real, metaclass=Kind):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return real.fromtimestamp(time.time(), tz)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return real.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+
+    time.time = lambda: real_time() + offset
+    time.time_ns = lambda: int(time.time() * 1e9)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").split(".")[0] in {"optuna", "storage", "search", "objectives", "datetime"}:
+            for name, value in list(vars(module).items()):
+                if value is real:
+                    setattr(module, name, Shifted)
+
+
+def spare() -> None:
+    """Leave out what costs a trial most and is nothing that a fault could harm: its plots and its exported model."""
+    from objectives.training import run_dir
+    from search.trial_tracking import TrialTracking
+
+    run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
+    TrialTracking._log_model = lambda *_: None  # type: ignore[method-assign]

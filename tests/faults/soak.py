@@ -1,0 +1,157 @@
+"""Random faults, again and again, while a fleet works: `python tests/faults/soak.py --trials 200 --workers 8 --seed 1`.
+
+It starts a stack of its own and prints what was done and what came of it; it fails when anything was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.faults.breakable import Breakable
+from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wait_for, wire
+from tests.faults.invariants import assert_whole
+
+# A fault, and how often it is chosen.
+FAULTS = {"kill": 4, "freeze": 3, "terminate": 2, "cut connections": 2, "kill postgres": 1, "mlflow away": 1}
+
+# A worker that starts while a service is away says so and leaves with 2; whoever started it starts it again.
+CODES = (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM, 1, 2)
+
+
+@dataclass
+class Storm:
+    """Does one of `FAULTS` every `period` seconds."""
+
+    arena: Arena
+    server: Breakable
+    line: Wire
+    seed: int
+    period: float
+    done: Counter[str] = field(default_factory=Counter)
+    later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        self.next = time.monotonic() + self.period
+
+    def __call__(self, running: list[Worker]) -> None:
+        now = time.monotonic()
+        for due in [entry for entry in self.later if entry[0] <= now]:
+            self.later.remove(due)
+            due[1]()
+        if now < self.next:
+            return
+        self.next = now + self.period
+        fault = self.dice.choices(list(FAULTS), list(FAULTS.values()))[0]
+        awake = [w for w in running if not w.ended and state_of(w.pid) not in {"T", "Z", ""}]
+        if awake and self._do(fault, self.dice.choice(awake)):
+            self.done[fault] += 1
+
+    def _do(self, fault: str, worker: Worker) -> bool:
+        if fault == "kill":
+            worker.send(signal.SIGKILL)
+        elif fault == "freeze":
+            worker.send(signal.SIGSTOP)
+            self._after(self.dice.uniform(0.5, 2.0) * LEASE, lambda: worker.send(signal.SIGCONT))
+        elif fault == "terminate":
+            worker.send(signal.SIGTERM)
+        elif fault == "cut connections":
+            self.server.cut()
+        elif fault == "kill postgres":
+            self.server.kill()
+            time.sleep(self.dice.uniform(0.0, 1.0))
+            self.server.start()
+        elif not self.line.mended.is_set():
+            return False
+        else:
+            self.line.cut()
+            self._after(self.dice.uniform(0.2, 1.0), self.line.mend)
+        return True
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        self.later.append((time.monotonic() + seconds, what))
+
+    def calm(self) -> None:
+        """Thaw and mend what was to be thawed and mended later."""
+        for _, what in self.later:
+            what()
+
+
+def soak(
+    arena: Arena,
+    server: Breakable,
+    line: Wire,
+    undisturbed: list[list[float]],
+    *,
+    workers: int,
+    seed: int,
+    period: float,
+) -> str:
+    """Run the study in a storm of faults, assert that nothing was lost, and say what happened."""
+    began = time.monotonic()
+    arena.create(len(undisturbed), [], retries=1000)
+    storm = Storm(arena, server, line, seed, period)
+    try:
+        arena.work(workers, meanwhile=storm, codes=CODES, PACE="0.1")
+    finally:
+        storm.calm()
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in arena.workers), "the last workers to leave")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
+    assert {t.state for t in trials} == {"COMPLETE"}
+    ends = Counter(outcome for t in trials for outcome in t.outcomes)
+    faults = ", ".join(f"{name} {count}" for name, count in sorted(storm.done.items()))
+    return (
+        f"seed {seed}: {sum(storm.done.values())} faults ({faults}) in {time.monotonic() - began:.0f} s; "
+        f"{len(arena.workers) - 1} workers started; {len(trials)} trials in {sum(ends.values())} attempts "
+        f"({', '.join(f'{name} {count}' for name, count in ends.most_common())}); lost: 0, doubled: 0, "
+        "every value as undisturbed"
+    )
+
+
+def main() -> None:
+    """Soak by hand."""
+    from storage import stack
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--period", type=float, default=1.0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hpsearch-soak-") as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o755)
+        zygote = Zygote(folder / "zygote.log")
+        info = stack.up(folder / "stack")
+        server = Breakable.started(folder / "postgres")
+        try:
+            path = folder / "undisturbed.json"
+            values = zygote.undisturbed(given.trials, path)
+            for seed in given.seed:
+                with wire(info.tracking_uri) as (line, uri):
+                    (folder / str(seed)).mkdir()
+                    arena = Arena(zygote, f"soak-{seed}", folder / str(seed), server.url, uri)
+                    try:
+                        print(soak(arena, server, line, values, workers=given.workers, seed=seed, period=given.period))
+                    finally:
+                        arena.close()
+        finally:
+            zygote.close()
+            server.server.stop()
+            stack.down(folder / "stack")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Checkpoints whose disk is full, or that are torn on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.harness import Arena, wait_for
+from tests.faults.invariants import assert_whole
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+
+def test_a_full_disk_costs_checkpoints_and_no_trial(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Trial 0 never has room again; trial 1 has in its third epoch, and is killed in its fourth."""
+    orders = [
+        Order("save", "fill the disk", trial=0, epoch=1),
+        Order("publish", "free the disk", trial=0),
+        Order("save", "fill the disk", trial=1, epoch=0),
+        Order("save", "free the disk", trial=1, epoch=2),
+        Order("training", "kill", trial=1, epoch=3),
+        Order("save", "fill the disk", trial=2, epoch=1),
+        Order("training", "kill", trial=2, epoch=3),
+    ]
+    arena.create(3, orders)
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"], ["lost", "complete"]]
+    again = {(e["trial"], e["epoch"]) for e in arena.events("training") if e["attempt"] == 2}
+    assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each goes on after its last whole checkpoint"
+    log = "".join(worker.log.read_text() for worker in arena.workers)
+    assert log.count("File too large; the trial goes on") == 3, "each says so once"
+
+
+@pytest.mark.parametrize("how", ["torn", "gone"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], how: str
+) -> None:
+    arena.create(1, [Order("training", "kill", trial=0, epoch=3)])
+
+    first = arena.start()
+    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    next((arena.home / "runs").glob("*/0000-1/last.pt")).unlink()
+    newest = next((arena.home / "checkpoints").glob("*/0000/0002-1.pt"))
+    if how == "torn":
+        newest.write_bytes(newest.read_bytes()[:-100])
+    else:
+        newest.unlink()
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trials[0].outcomes == ["lost", "complete"]
+    assert [e["epoch"] for e in arena.events("training")] == [0, 1, 2, 3, 2, 3]
+    for w in arena.workers:
+        print(w.log.read_text()[-300:])

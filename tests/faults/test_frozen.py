@@ -1,0 +1,90 @@
+"""Workers that are frozen past their lease and wake up when somebody else has their trial."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.harness import Arena, Worker, wait_for
+from tests.faults.invariants import assert_whole
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+# Where a worker freezes: what it does first when it wakes up is what must not get through.
+POINTS = [
+    ("training", "before", 1),
+    ("write", "after", 1),
+    ("put", "before", 2),
+    ("put", "after", 2),
+    ("report", "before", 1),
+    ("publish", "before", None),
+    ("settle", "before", None),
+]
+
+
+def test_the_frozen_can_change_nothing_when_they_wake_up(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Some wake up while the trial's next attempt is in mid-run, the others when the study is over."""
+    early = len(POINTS)
+    orders = [
+        Order(point, "freeze", trial=number, when=when, epoch=epoch)
+        for number, (point, when, epoch) in enumerate(POINTS)
+    ]
+    orders += [
+        Order("report", "freeze", trial=early, epoch=1),
+        Order("training", "hang", trial=early, attempt=2, epoch=2),
+    ]
+    n_trials = early + 1
+    arena.create(n_trials, orders)
+
+    def replace(running: list[Worker]) -> None:
+        for worker in arena.frozen():
+            if worker in running:
+                running.remove(worker)
+                running.append(arena.start())
+        if arena.obeyed(len(orders) - 1) and not (arena.orders / "open").exists():
+            first = next(w for w in arena.frozen() if str(w.pid) == (arena.orders / f"obeyed-{early}").read_text())
+            first.send(signal.SIGCONT)
+            wait_for(lambda: "letting go" in first.log.read_text(), "the frozen worker to let go of its trial")
+            (arena.orders / "open").touch()
+
+    arena.work(2, meanwhile=replace)
+    late = arena.frozen()
+    assert len(late) == len(POINTS)
+    for worker in late:
+        worker.send(signal.SIGCONT)
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in late), "the frozen workers to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    assert all("letting go" in worker.log.read_text() for worker in late)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
+
+
+def test_a_lease_is_kept_while_an_epoch_takes_longer_than_it(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena.create(2, [Order("training", "sleep", trial=0, epoch=1)])
+    arena.work(2)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert [t.outcomes for t in trials] == [["complete"]] * 2
+    assert (trials[0].attempts[0].ended - trials[0].attempts[0].started).total_seconds() > 3.0
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_workers_clock_may_be_wrong(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], hours: int
+) -> None:
+    """Leases, and the times of attempts, are the database's: a clock that is off takes no trial from anybody."""
+    arena.create(4, [Order("training", "sleep", trial=0, epoch=1), Order("training", "sleep", trial=1, epoch=1)])
+    wrong = arena.start(CLOCK_OFFSET=str(3600 * hours))
+    arena.work(1)
+    wait_for(lambda: arena.reap() or wrong.ended, "the worker to leave")
+    assert wrong.exit_code == 0, wrong.log.read_text()
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+    assert [t.outcomes for t in trials] == [["complete"]] * 4
+    times = [time for t in trials for time in (t.attempts[0].started, t.attempts[0].ended)]
+    assert (max(times) - min(times)).total_seconds() < 600

@@ -1,0 +1,74 @@
+"""Workers that are killed between any two steps: each trial is taken up again, and nothing of it is lost or doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.harness import Arena
+from tests.faults.invariants import Trial, assert_tracked, assert_whole
+from tests.faults.orders import Order
+
+# Where the worker of each trial is killed: point, before or after, epoch, and what is to come of the trial.
+POINTS: list[tuple[str, str, int | None, list[str]]] = [
+    ("claim", "after", None, ["lost", "complete"]),
+    ("create run", "after", None, ["lost", "complete"]),
+    ("suggest", "before", None, ["lost", "complete"]),
+    ("log params", "before", None, ["lost", "complete"]),
+    ("training", "before", 0, ["lost", "complete"]),
+    ("training", "before", 2, ["lost", "complete"]),
+    ("write", "after", 1, ["lost", "complete"]),
+    ("put", "before", 1, ["lost", "complete"]),
+    ("put", "after", 1, ["lost", "complete"]),
+    ("report", "before", 0, ["lost", "complete"]),
+    ("report", "after", 1, ["lost", "complete"]),
+    ("committed", "after", 2, ["lost", "complete"]),
+    ("report", "after", 3, ["lost", "complete"]),
+    ("publish", "before", None, ["lost", "complete"]),
+    ("upload", "before", None, ["lost", "complete"]),
+    ("upload", "after", None, ["lost", "complete"]),
+    ("model", "after", None, ["lost", "complete"]),
+    ("settle", "before", None, ["lost", "complete"]),
+    ("in settle", "after", None, ["lost", "complete"]),
+    ("settle", "after", None, ["complete"]),
+    ("finish", "after", None, ["complete"]),
+    ("forget", "after", None, ["complete"]),
+    ("drop pointers", "before", None, ["complete"]),
+]
+TWICE = [("bring", "after"), ("restore", "after"), ("epoch", "before")]
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+
+def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+    orders = [
+        Order(point, "kill", trial=number, when=when, epoch=epoch)
+        for number, (point, when, epoch, _) in enumerate(POINTS)
+    ]
+    # Then the worker that takes the trial up is killed as well, at its first steps.
+    for extra, (point, when) in enumerate(TWICE):
+        orders.append(Order("training", "kill", trial=len(POINTS) + extra, epoch=2))
+        orders.append(Order(point, "kill", trial=len(POINTS) + extra, attempt=2, when=when))
+    n_trials = len(POINTS) + len(TWICE)
+    arena.create(n_trials, orders)
+    arena.work(2)
+    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    assert not missed, f"nobody was killed at {missed}"
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    assert {t.state for t in trials} == {"COMPLETE"}
+    outcomes = [outcomes for *_, outcomes in POINTS] + [["lost", "lost", "complete"]] * len(TWICE)
+    assert [t.outcomes for t in trials] == outcomes
+    assert_resumed(arena, trials)
+    assert_tracked(arena.tracking_uri, arena.name, trials)
+
+
+def assert_resumed(arena: Arena, trials: list[Trial]) -> None:
+    """A committed epoch is never trained again."""
+    committed = {(e["trial"], e["epoch"]): e["at"] for e in reversed(arena.events("reported"))}
+    again = [
+        (e["trial"], e["attempt"], e["epoch"])
+        for e in arena.events("training")
+        if committed.get((e["trial"], e["epoch"]), e["at"]) < e["at"]
+    ]
+    assert again == []

@@ -1,0 +1,94 @@
+"""Services that go away under a running search: it waits for its database, and never for MLflow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import optuna
+import pytest
+
+from tests.faults.breakable import Breakable
+from tests.faults.harness import LEASE, Arena, Worker, wait_for, wire
+from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+
+def test_postgres_is_killed_and_away_for_longer_than_a_lease(
+    broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """One worker is in mid-epoch, one about to settle; no attempt is lost over it."""
+    arena = broken_arena
+    arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("settle", "hang", trial=1)])
+    workers = [arena.start() for _ in range(2)]
+    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to be in the middle")
+    breakable.kill()
+    try:
+        (arena.orders / "open").touch()
+        back = time.monotonic() + 1.5 * LEASE
+        told = "the database is away"
+        wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
+        wait_for(lambda: time.monotonic() > back, "leases to run out")
+    finally:
+        breakable.start()
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
+    assert [worker.exit_code for worker in workers] == [0, 0], arena.tell("they did not wait")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
+    assert [t.outcomes for t in trials] == [["complete"]] * 4
+
+
+def test_connections_that_are_cut_again_and_again_lose_nothing(
+    broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena, cut = broken_arena, 0
+    arena.create(8, [])
+    pause = time.monotonic()
+
+    def meanwhile(running: list[Worker]) -> None:
+        nonlocal cut, pause
+        joined = all("joins study" in worker.log.read_text() for worker in running)
+        if joined and time.monotonic() > pause:
+            cut += breakable.cut()
+            pause = time.monotonic() + 0.1
+
+    arena.work(2, meanwhile=meanwhile, PACE="0.1")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
+    assert [t.outcomes for t in trials] == [["complete"]] * 8
+    assert cut > 16, "two for each trial, at the least"
+
+
+def test_mlflow_goes_away_and_comes_back(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+    """In mid-trial; the trial goes on at once, and once it is back nothing is missing there."""
+    with wire(arena.tracking_uri) as (line, uri):
+        arena.tracking_uri, direct = uri, arena.tracking_uri
+        orders = [Order("training", "hang", trial=0, epoch=1), Order("publish", "hang until mended", trial=0)]
+        arena.create(2, orders)
+        worker = arena.start()
+        wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+        line.cut()
+        (arena.orders / "open").touch()
+        wait_for(lambda: arena.obeyed(1), "the trial to be trained without MLflow")
+        line.mend()
+        (arena.orders / "mended").touch()
+        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, worker.log.read_text()
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert_tracked(direct, arena.name, trials)
+
+
+def test_a_trial_that_ends_while_mlflow_is_away_says_what_is_missing(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    with wire(arena.tracking_uri) as (line, arena.tracking_uri):
+        arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
+        worker = arena.start()
+        wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+        line.cut()
+        (arena.orders / "open").touch()
+        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, worker.log.read_text()
+    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    trial = optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0]
+    assert trial.user_attrs["hpsearch:tracking"].startswith("incomplete")

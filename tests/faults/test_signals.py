@@ -1,0 +1,63 @@
+"""Workers that are told to leave, in time or not, and user code that fails in every way it can."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.harness import Arena, wait_for
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+
+def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Trial 0's worker has the time to end its epoch, trial 1's is killed before it is over."""
+    arena.create(2, [Order("training", "hang", trial=number, epoch=1) for number in range(2)])
+    workers = []
+    for number in range(2):
+        workers.append(arena.start())
+        wait_for(lambda: arena.obeyed(number), "the worker to be in mid-epoch")  # noqa: B023 called at once
+    for worker in workers:
+        worker.send(signal.SIGTERM)
+        wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023
+    workers[1].send(signal.SIGKILL)
+    wait_for(lambda: arena.reap() or workers[1].ended, "the worker to be killed")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or workers[0].ended, "the worker to leave")
+    assert workers[0].exit_code == 128 + 15
+    given_back, orphan = read_trials(arena.storage_url, arena.name)
+    assert (given_back.state, sorted(given_back.values)) == ("WAITING", [0, 1]), "the epoch was ended"
+    assert sorted(orphan.values) == [0]
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert [t.outcomes for t in trials] == [["released", "complete"], ["lost", "complete"]]
+
+
+def test_what_user_code_does_ends_its_trial_and_no_other(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    actions = [("raise", "FAIL"), ("exit", "FAIL"), ("allocate", "PRUNED"), ("input/output error", "FAIL")]
+    orders = [Order("training", action, trial=2 * n + 1, epoch=1) for n, (action, _) in enumerate(actions)]
+    n_trials = 2 * len(actions) + 1
+    arena.create(n_trials, orders)
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
+    assert [t.state for t in trials[1::2]] == [state for _, state in actions]
+    assert {t.state for t in trials[::2]} == {"COMPLETE"}
+    assert all(len(t.attempts) == 1 for t in trials)
+
+
+def test_a_trial_that_kills_every_worker_is_failed_and_costs_no_other(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    arena.create(3, [Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
+    arena.work(2)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    assert [t.state for t in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert trials[1].outcomes == ["lost"] * 3

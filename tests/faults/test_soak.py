@@ -1,0 +1,20 @@
+"""A small storm in every run of the tests; the large ones are made by hand with soak.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.breakable import Breakable
+from tests.faults.harness import Arena, wire
+from tests.faults.soak import soak
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+
+def test_a_fleet_in_a_storm_loses_nothing(
+    broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    with wire(broken_arena.tracking_uri) as (line, broken_arena.tracking_uri):
+        print(soak(broken_arena, breakable, line, undisturbed(20), workers=3, seed=1, period=0.4))

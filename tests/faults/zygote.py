@@ -1,0 +1,108 @@
+"""A process that has imported everything and forks workers: a worker costs milliseconds, not seconds, to start.
+
+Told by lines of JSON on its input: `{"start": [arguments], "environment": {}, "log": PATH}` is answered by the process
+id, `{"reap": true}` by the exit statuses of those that ended meanwhile. When its input closes, it kills what is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def leave(code: int) -> None:
+    """End a forked child as an interpreter ends, but for taking every imported module apart: that costs seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve() -> None:
+    """Answer until the input closes."""
+    children: set[int] = set()
+    for line in sys.stdin:
+        told = json.loads(line)
+        answer: Any
+        if "start" in told:
+            if (pid := os.fork()) == 0:
+                try:
+                    code = become(told)
+                except BaseException:
+                    traceback.print_exc()
+                    code = 70
+                leave(code)
+            children.add(pid)
+            answer = pid
+        else:
+            answer = {}
+            while children:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                children.discard(pid)
+                answer[pid] = os.waitstatus_to_exitcode(status)
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def become(told: dict[str, Any]) -> int:
+    os.setsid()
+    os.environ.update(told["environment"])
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+    if "undisturbed" in told["start"]:
+        return undisturbed(int(told["start"][1]), Path(told["start"][2]))
+    from tests.faults import puppet
+
+    return puppet.main(told["start"])
+
+
+def undisturbed(n_trials: int, path: Path) -> int:
+    """Train the trials of a study one after another, without any service, and write their values."""
+    import optuna
+
+    from objectives.training import Trainer
+    from search.samplers import derive_seed, make_sampler
+    from search.spec import Random
+    from tests.faults.scripted import EPOCHS, Scripted
+
+    values = []
+    study = optuna.create_study()
+    for number in range(n_trials):
+        study.sampler = make_sampler(Random(), study_seed=0, trial_number=number)
+        objective = Scripted()
+        config = objective.configure(study.ask())
+        seed = derive_seed(0, "trial", number)
+        result = Trainer(objective, config, epochs=EPOCHS, seed=seed, split_seed=0, device="cpu").fit()
+        values.append([record.metrics["val_loss"].hex() for record in result.history])
+    path.write_text(json.dumps(values))
+    return 0
+
+
+# What workers import, some of it late: the deterministic switch alone takes torch's compiler, 2.7 s of imports.
+MODULES = (
+    *("mlflow.pytorch", "optuna_dashboard", "sklearn.datasets", "torch._inductor", "torchmetrics", "psycopg2"),
+    *("fsspec.implementations.local", "search.closing", "search.join", "search.run", "search.cli"),
+)
+
+if __name__ == "__main__":
+    for name in MODULES:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a fork of a process with threads is not to be trusted"
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    serve()

@@ -1,0 +1,121 @@
+"""A decision says why, and on what grounds, in a line that a person can read."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import optuna
+import pytest
+from optuna.trial import create_trial
+
+from search.pruning import Decision, Judge
+from search.spec import StudySpec, parse_spec
+
+
+def spec_of(direction: str = "maximize", epochs: int = 20, **pruner: object) -> StudySpec:
+    return parse_spec(
+        {
+            "name": "s",
+            "objective": "digits",
+            "metric": "accuracy",
+            "direction": direction,
+            "n_trials": 9,
+            "epochs": epochs,
+            "pruner": pruner,
+        }
+    )
+
+
+def decide(spec: StudySpec, finished: list[list[float]], curve: list[float]) -> Decision:
+    """Return the decision after the last value of `curve`."""
+    study = optuna.create_study(direction=spec.direction)
+    for history in finished:
+        study.add_trial(create_trial(value=0.0, intermediate_values=dict(enumerate(history))))
+    trial = study.ask()
+    for step, value in enumerate(curve):
+        trial.report(value, step)
+    return Judge(spec, study._storage, study._study_id)(study._storage.get_trial(trial._trial_id))
+
+
+FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]
+
+
+@pytest.mark.parametrize(
+    ("pruner", "direction", "curve", "reason"),
+    [
+        (
+            {"name": "median", "n_warmup_steps": 1},
+            "maximize",
+            [0.7, 0.2],
+            "median pruner at epoch 2 of 20: best accuracy 0.7 is below 0.9, the median of 3 finished trials "
+            "at that epoch",
+        ),
+        (
+            {"name": "percentile", "n_warmup_steps": 1, "percentile": 50},
+            "minimize",
+            [1.5, 0.95],
+            "percentile pruner at epoch 2 of 20: best accuracy 0.95 is above 0.9, which the best 50 % of 3 finished "
+            "trials at that epoch reach",
+        ),
+        (
+            {"name": "median", "n_warmup_steps": 0},
+            "maximize",
+            [math.nan],
+            "median pruner at epoch 1 of 20: no accuracy so far is a number",
+        ),
+        (
+            {"name": "threshold", "lower": 0.25},
+            "maximize",
+            [0.125],
+            "threshold pruner at epoch 1 of 20: accuracy 0.125 is below the threshold 0.25",
+        ),
+        (
+            {"name": "threshold", "upper": 2.0},
+            "minimize",
+            [3.0],
+            "threshold pruner at epoch 1 of 20: accuracy 3 is above the threshold 2",
+        ),
+        (
+            {"name": "threshold", "upper": 2.0},
+            "minimize",
+            [math.nan],
+            "threshold pruner at epoch 1 of 20: accuracy is not a number",
+        ),
+        (
+            {"name": "successive_halving"},
+            "maximize",
+            [0.5, math.nan],
+            "successive_halving pruner at epoch 2 of 20: accuracy is not a number",
+        ),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_the_reason(pruner, direction, curve, reason) -> None:
+    decision = decide(spec_of(direction, **pruner), FINISHED, curve)
+    assert decision.prune
+    assert decision.reason == reason
+    json.loads(json.dumps(decision.record()), parse_constant=pytest.fail)
+
+
+def test_the_grounds_are_kept_apart_from_the_sentence() -> None:
+    decision = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.2])
+    assert decision.record() == {"pruner": "median", "epoch": 1, "value": 0.7, "cutoff": 0.9, "peers": 3}
+    going_on = decide(spec_of(name="median", n_warmup_steps=1), FINISHED, [0.7, 0.95])
+    assert (going_on.prune, going_on.reason, going_on.value, going_on.cutoff) == (False, "", 0.95, 0.9)
+
+
+def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
+    spec = spec_of(name="median", n_startup_trials=5, n_warmup_steps=0)
+    assert not decide(spec, FINISHED[:4], [0.1]).prune
+    assert decide(spec, FINISHED, [0.1]).prune
+
+
+@pytest.mark.parametrize(
+    "pruner",
+    [{"name": "median", "n_warmup_steps": 3}, {"name": "percentile", "n_warmup_steps": 1, "interval_steps": 7}],
+    ids=lambda pruner: pruner["name"],
+)
+def test_nothing_is_read_at_an_epoch_at_which_nobody_is_judged(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judge, "_finished", lambda self: pytest.fail("it read the finished trials"))
+    assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune

@@ -1,0 +1,391 @@
+"""Trials of one's own: fenced writes, reads without the database, writes together; statements of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from storage.errors import ClaimLostError
+from storage.studies import open_storage
+from storage.study_storage import PostgresStorage
+
+X, KIND = FloatDistribution(0, 1), CategoricalDistribution(("a", "b"))
+
+
+@pytest.fixture
+def storage(database_url: str) -> Iterator[PostgresStorage]:
+    opened = open_storage(database_url, application_name="test", patience=5)
+    yield opened
+    opened.engine.dispose()
+
+
+@pytest.fixture
+def other(database_url: str) -> Iterator[PostgresStorage]:
+    opened = open_storage(database_url, application_name="other", patience=5)
+    yield opened
+    opened.engine.dispose()
+
+
+@pytest.fixture
+def study_id(storage: PostgresStorage) -> int:
+    return storage.create_new_study([StudyDirection.MAXIMIZE], "s")
+
+
+def begin_attempt(storage: PostgresStorage, trial_id: int, attempt: int) -> None:
+    """End the live attempt at a trial, if there is one, and begin another."""
+    with storage.engine.begin() as connection:
+        connection.execute(
+            sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'lost' WHERE ended_at IS NULL")
+        )
+        connection.execute(
+            sa.text(
+                "INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at)"
+                "VALUES (:trial_id, :attempt, gen_random_uuid(), 'w', 'p', now())"
+            ),
+            {"trial_id": trial_id, "attempt": attempt},
+        )
+
+
+@pytest.fixture
+def owned(storage: PostgresStorage, study_id: int) -> int:
+    """The id of a trial that `storage` owns by attempt 1."""
+    trial_id = storage.create_new_trial(study_id)
+    begin_attempt(storage, trial_id, 1)
+    storage.own(storage.get_trial(trial_id), 1)
+    return trial_id
+
+
+@contextmanager
+def statements(storage: PostgresStorage) -> Iterator[list[str]]:
+    """What is sent to the database, each element a round trip."""
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        sent.append(statement)
+
+    sa.event.listen(storage.engine, "before_cursor_execute", note)
+    try:
+        yield sent
+    finally:
+        sa.event.remove(storage.engine, "before_cursor_execute", note)
+
+
+def write_everything(storage: PostgresStorage, trial_id: int) -> None:
+    storage.set_trial_param(trial_id, "x", 0.5, X)
+    storage.set_trial_param(trial_id, "kind", 1, KIND)
+    storage.set_trial_user_attr(trial_id, "u", {"deep": [1]})
+    storage.set_trial_system_attr(trial_id, "s", None)
+    storage.set_trial_intermediate_value(trial_id, 0, float("inf"))
+    storage.set_trial_intermediate_value(trial_id, 0, 0.25)
+    storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1])
+
+
+def test_the_mirror_is_what_the_database_has(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
+    with statements(storage) as sent:
+        write_everything(storage, owned)
+        writes = len(sent)
+        mirror = storage.get_trial(owned)
+        assert storage.get_trial_system_attrs(owned) == {"s": None}
+        assert storage.get_trial_user_attrs(owned) == {"u": {"deep": [1]}}
+    assert len(sent) == writes, "reads of an owned trial ask the database"
+    assert mirror == other.get_trial(owned)
+    assert mirror.params == {"x": 0.5, "kind": "b"}
+    assert mirror.duration is not None
+    assert mirror.duration.total_seconds() >= 0
+
+
+def test_the_mirror_is_handed_out_as_copies(storage: PostgresStorage, owned: int) -> None:
+    storage.set_trial_user_attr(owned, "u", {"deep": [1]})
+    before = storage.get_trial(owned)
+    before.user_attrs["u"]["deep"].append(2)
+    before.params["x"] = 7
+    storage.set_trial_intermediate_value(owned, 1, 1.0)
+    assert storage.get_trial(owned).user_attrs == {"u": {"deep": [1]}}
+    assert storage.get_trial(owned).params == {}
+    assert before.intermediate_values == {}
+
+
+WRITES = {
+    "param": lambda s, t: s.set_trial_param(t, "y", 0.5, X),
+    "user_attr": lambda s, t: s.set_trial_user_attr(t, "y", 1),
+    "system_attr": lambda s, t: s.set_trial_system_attr(t, "y", 1),
+    "step": lambda s, t: s.set_trial_intermediate_value(t, 7, 1.0),
+    "complete": lambda s, t: s.set_trial_state_values(t, TrialState.COMPLETE, [1.0]),
+    "waiting": lambda s, t: s.set_trial_state_values(t, TrialState.WAITING),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_write_gets_past_a_later_attempt(
+    storage: PostgresStorage, other: PostgresStorage, owned: int, write: str
+) -> None:
+    begin_attempt(other, owned, 2)
+    before = other.read_trial(owned)
+    with pytest.raises(ClaimLostError, match="trial 0 was taken over: it is at attempt 2, not 1"):
+        WRITES[write](storage, owned)
+    assert other.read_trial(owned) == before, "something was written"
+    storage.disown(owned)
+    other.own(before, 2)
+    WRITES[write](other, owned)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_write_gets_past_an_end_from_outside(
+    storage: PostgresStorage, other: PostgresStorage, owned: int, write: str
+) -> None:
+    other.set_trial_state_values(owned, TrialState.FAIL)
+    before = other.read_trial(owned)
+    assert storage.get_trial(owned).state == TrialState.RUNNING, "noticed at the next write"
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+        WRITES[write](storage, owned)
+    assert other.read_trial(owned) == before
+
+
+def test_an_attempt_that_never_was_or_has_ended_writes_nothing(storage: PostgresStorage, owned: int) -> None:
+    storage.own(storage.get_trial(owned), 5)
+    with pytest.raises(ClaimLostError, match=r"attempt 5 at trial 0 has ended \(never made\)"):
+        storage.set_trial_user_attr(owned, "a", 1)
+    storage.own(storage.get_trial(owned), 1)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'gave back'"))
+    with pytest.raises(ClaimLostError, match=r"attempt 1 at trial 0 has ended \(gave back\)"):
+        storage.set_trial_user_attr(owned, "a", 1)
+
+
+def test_the_fence_holds_against_a_takeover_at_the_same_moment(
+    storage: PostgresStorage, other: PostgresStorage, owned: int
+) -> None:
+    """A takeover that is not committed yet holds the write up, and then refuses it."""
+    with ThreadPoolExecutor(1) as pool:
+        with other.engine.begin() as connection:
+            connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'lost'"))
+            write = pool.submit(storage.set_trial_intermediate_value, owned, 0, 1.0)
+            while not _somebody_waits(other):
+                assert not write.done()
+        with pytest.raises(ClaimLostError):
+            write.result(timeout=30)
+    assert other.read_trial(owned).intermediate_values == {}
+
+
+def _somebody_waits(storage: PostgresStorage) -> bool:
+    query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'test' AND wait_event_type = 'Lock'"
+    with storage.engine.connect() as connection:
+        return bool(connection.execute(sa.text(query)).scalar())
+
+
+def test_writes_together_are_one_statement_and_seen_here_before(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
+) -> None:
+    storage.set_trial_param(owned, "x", 0.25, X)
+    with statements(storage) as sent:
+        with storage.together(owned):
+            storage.set_trial_param(owned, "kind", 1, KIND)
+            storage.set_trial_param(owned, "x", 0.75, X)  # is set: the first value stays
+            storage.set_trial_user_attr(owned, "u", 1)
+            storage.set_trial_user_attr(owned, "u", 2)
+            storage.set_trial_system_attr(owned, "s", 1)
+            assert storage.get_trial(owned).params == {"x": 0.25, "kind": "b"}
+            assert storage.get_trial_system_attrs(owned) == {"s": 1}
+            lookups = len(sent)
+            (listed,) = storage.get_all_trials(study_id)
+            assert listed.params == {"x": 0.25, "kind": "b"}
+            assert other.read_trial(owned).params == {"x": 0.25}
+            sent.clear()
+        assert len(sent) == 1
+    assert lookups == 1, "whether the study has the parameter `kind` is asked once"
+    assert storage.get_trial(owned) == other.read_trial(owned)
+    assert other.read_trial(owned).user_attrs == {"u": 2}
+
+
+def test_writes_together_of_a_trial_that_nobody_owns(storage: PostgresStorage, study_id: int) -> None:
+    trial_id = storage.create_new_trial(study_id)
+    with storage.together(trial_id):
+        storage.set_trial_param(trial_id, "x", 0.5, X)
+        assert storage.get_trial(trial_id).params == {"x": 0.5}
+        assert storage.read_trial(trial_id).params == {}
+    assert storage.read_trial(trial_id).params == {"x": 0.5}
+
+
+def test_what_is_discarded_was_never_set(storage: PostgresStorage, owned: int) -> None:
+    with storage.together(owned) as held:
+        storage.set_trial_param(owned, "x", 0.5, X)
+        storage.set_trial_user_attr(owned, "u", 1)
+        held.discard()
+        assert storage.get_trial(owned).params == {}
+        storage.set_trial_param(owned, "x", 0.75, X)
+    assert storage.read_trial(owned).params == {"x": 0.75}
+    assert storage.read_trial(owned).user_attrs == {}
+
+
+def test_an_exception_discards(storage: PostgresStorage, owned: int) -> None:
+    with pytest.raises(KeyError), storage.together(owned):  # noqa: PT012  the first line is the point
+        storage.set_trial_param(owned, "x", 0.5, X)
+        storage.get_study_id_from_name("none such")
+    assert storage.get_trial(owned) == storage.read_trial(owned)
+    assert storage.read_trial(owned).params == {}
+    storage.set_trial_param(owned, "x", 0.25, X)
+    assert storage.read_trial(owned).params == {"x": 0.25}
+
+
+def test_a_fence_holds_for_writes_together(storage: PostgresStorage, other: PostgresStorage, owned: int) -> None:
+    with pytest.raises(ClaimLostError), storage.together(owned):  # noqa: PT012  raised at its exit
+        storage.set_trial_param(owned, "x", 0.5, X)
+        begin_attempt(other, owned, 2)
+    assert other.read_trial(owned).params == {}
+    assert storage.get_trial(owned).params == {}
+
+
+def test_an_incompatible_distribution_is_refused_at_once(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
+) -> None:
+    first = other.create_new_trial(study_id)
+    other.set_trial_param(first, "x", 0.5, X)
+    with pytest.raises(ValueError, match="different distribution kind"), storage.together(owned):
+        storage.set_trial_param(owned, "x", 1, KIND)
+    with storage.together(owned):
+        storage.set_trial_param(owned, "kind", 1, KIND)
+    with pytest.raises(ValueError, match="dynamic value space"):
+        storage.set_trial_param(owned, "kind", 0, CategoricalDistribution(("b", "a")))
+    with pytest.raises(ValueError, match="different distribution kind"):
+        storage.import_trials(study_id, [create_trial(value=1, params={"x": "a"}, distributions={"x": KIND})])
+    other.set_trial_state_values(first, TrialState.COMPLETE, [1.0])
+    with pytest.raises(UpdateFinishedTrialError):
+        other.set_trial_param(first, "x", 1, KIND)
+
+
+def test_the_statements_of_each_call(storage: PostgresStorage, study_id: int) -> None:
+    def sent_by(*calls: object) -> list[int]:
+        counts = []
+        for call in calls:
+            with statements(storage) as sent:
+                call()  # type: ignore[operator]
+            counts.append(len(sent))
+        return counts
+
+    storage.import_trials(study_id, [create_trial(value=1, params={"x": 1}, distributions={"x": X})] * 3)
+    complete = (TrialState.COMPLETE,)
+    trial_id = storage.create_new_trial(study_id)
+    calls = {
+        "create": lambda: storage.create_new_trial(study_id),
+        "create from a template": lambda: storage.create_new_trial(study_id, create_trial(value=1.0)),
+        "import": lambda: storage.import_trials(study_id, [create_trial(value=1.0)] * 900),
+        "param": lambda: storage.set_trial_param(trial_id, "x", 0.5, X),
+        "attr": lambda: storage.set_trial_user_attr(trial_id, "a", 1),
+        "step": lambda: storage.set_trial_intermediate_value(trial_id, 0, 1.0),
+        "unfinished": lambda: storage.get_trial(trial_id),
+        "waiting": lambda: storage.get_all_trials(study_id, states=(TrialState.WAITING,)),
+        "complete, with news": lambda: storage.get_all_trials(study_id, states=complete),
+        "complete, without": lambda: storage.get_all_trials(study_id, states=complete),
+        "all": lambda: storage.get_all_trials(study_id),
+        "state": lambda: storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.0]),
+        "study attr": lambda: storage.set_study_user_attr(study_id, "a", 1),
+        "study attrs": lambda: storage.get_study_user_attrs(study_id),
+        "studies": storage.get_all_studies,
+    }
+    storage.get_all_trials(study_id)
+    counts = {name: sent_by(call)[0] for name, call in calls.items()}
+    assert counts == dict.fromkeys(calls, 1) | {"complete, with news": 2}
+
+
+def test_a_look_at_finished_trials_reads_no_running_one(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int
+) -> None:
+    running = [create_trial(state=TrialState.RUNNING, user_attrs={"a": n}) for n in range(20)]
+    ids = other.import_trials(study_id, running)
+    complete = (TrialState.COMPLETE,)
+    assert storage.get_all_trials(study_id, states=complete) == []
+    fetched = []
+
+    def note(_c: object, cursor: object, *_: object) -> None:
+        fetched.append(cursor.rowcount)  # type: ignore[attr-defined]
+
+    sa.event.listen(storage.engine, "after_cursor_execute", note)
+    for trial_id in ids[:2]:
+        other.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.0])
+    assert len(storage.get_all_trials(study_id, states=complete)) == 2
+    assert len(storage.get_all_trials(study_id, states=complete)) == 2
+    assert fetched == [2, 2, 1]  # which have finished, these, nothing new
+
+
+def test_a_trial_takes_few_statements_through_the_public_interface(storage: PostgresStorage, study_id: int) -> None:
+    storage.import_trials(
+        study_id, [create_trial(value=n, params={"x": n / 50}, distributions={"x": X}) for n in range(50)]
+    )
+    study = optuna.load_study(study_name="s", storage=storage, pruner=optuna.pruners.MedianPruner())
+
+    def run() -> None:
+        trial = study.ask()
+        trial.suggest_float("x", 0, 1)
+        for step in range(10):
+            trial.report(1.0, step)
+            trial.should_prune()
+        study.tell(trial, 1.0)
+
+    run()
+    with statements(storage) as sent:
+        run()
+    # ask 3, the sampler's two looks and its attribute, the parameter, 10 x (report, look), tell 2; and the trial
+    # before, which this process finished, is read
+    assert len(sent) <= 3 + 2 + 1 + 1 + 20 + 2 + 1
+
+
+def test_all_of_an_import_or_nothing(storage: PostgresStorage, other: PostgresStorage, study_id: int) -> None:
+    good = create_trial(value=1.0, intermediate_values={0: 1.0})
+    bad = create_trial(value=1.0, user_attrs={"k" * 600: 1})  # longer than the column
+    with pytest.raises(sa.exc.DBAPIError):
+        storage.import_trials(study_id, [*[good] * 1500, bad])
+    assert other.get_all_trials(study_id) == []
+    ids = storage.import_trials(study_id, [good] * 1500)
+    got = other.get_all_trials(study_id)
+    assert ([t._trial_id for t in got], [t.number for t in got]) == (ids, list(range(1500)))
+    assert got[-1].intermediate_values == {0: 1.0}
+    with pytest.raises(KeyError):
+        storage.import_trials(study_id + 1, [good])
+    assert storage.import_trials(study_id, []) == []
+
+
+def test_a_study_that_was_read_cold_is_the_one_read_piece_by_piece(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int
+) -> None:
+    def one(number: int) -> FrozenTrial:
+        state = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING)[number % 4]
+        return create_trial(
+            state=state,
+            value=float("inf") if state == TrialState.COMPLETE else None,
+            params={"kind": "a", "x": 0.1},
+            distributions={"x": X, "kind": KIND},
+            user_attrs={"u": [number]},
+            system_attrs={"s": {"n": number}},
+            intermediate_values={2: float("-inf"), 0: 0.1},
+        )
+
+    storage.get_all_trials(study_id)
+    for number in range(8):
+        storage.create_new_trial(study_id, one(number))
+        storage.get_all_trials(study_id)
+    cold = other.get_all_trials(study_id)
+    assert cold == storage.get_all_trials(study_id)
+    assert list(cold[0].params) == ["kind", "x"]
+
+
+def test_finished_trials_may_be_a_little_old_but_never_without_ones_own(
+    storage: PostgresStorage, other: PostgresStorage, study_id: int, owned: int
+) -> None:
+    def known() -> list[int]:
+        return [t.number for t in storage.finished_trials(study_id, (TrialState.COMPLETE,), max_age=3600.0)]
+
+    assert known() == []
+    other.create_new_trial(study_id, create_trial(value=1.0))
+    assert known() == []
+    storage.set_trial_state_values(owned, TrialState.COMPLETE, [0.5])
+    storage.disown(owned)
+    assert known() == [0, 1]
