@@ -1,5 +1,7 @@
 """The built-in objectives: their data, their search spaces, their models."""
 
+import re
+
 import optuna
 import pytest
 import torch
@@ -165,3 +167,12 @@ def test_a_model_is_initialised_on_purpose_and_keeps_its_loss_outside(name, kind
     assert float(weights[-1].std()) == pytest.approx(0.01, rel=0.3)
     assert float(model(train.x[:64]).detach().softmax(-1).std()) < 0.2
     assert not any(isinstance(module, torch.nn.modules.loss._Loss) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_documents_its_shapes(name):
+    objective = load_objective(name)
+    train = objective.data(0).train
+    said = re.search(r"\[n, ([\d, ]+)\] .*-> .*\[n, (\d+)\]", type(objective).model.__doc__)
+    assert [int(size) for size in said[1].split(", ")] == list(train.x.shape[1:])
+    assert [int(said[2])] == list(objective.model(objective.default_config(), train)(train.x[:2]).shape[1:])

@@ -98,7 +98,7 @@ def test_where_compiling_fails_the_run_goes_on_and_says_why(wine, monkeypatch, t
     same_result(result, _fit(wine, TrainConfig(), epochs=2))
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("precision", ["highest", "high", "medium", None])
 def test_the_precision_of_products_is_set_for_the_run_alone(objective_with, precision):
     seen = []
 
@@ -108,8 +108,9 @@ def test_the_precision_of_products_is_set_for_the_run_alone(objective_with, prec
         return net
 
     before = torch.get_float32_matmul_precision()
-    _fit(objective_with(model=model), TrainConfig(matmul_precision=precision), epochs=1)
-    assert set(seen) == {precision}
+    config = TrainConfig() if precision is None else TrainConfig(matmul_precision=precision)
+    _fit(objective_with(model=model), config, epochs=1)
+    assert set(seen) == {precision or "high"}
     assert torch.get_float32_matmul_precision() == before
 
 

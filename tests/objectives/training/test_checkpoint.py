@@ -194,3 +194,12 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", renamed)
     checkpoint.write(tmp_path / "a.pt", STATE)
     assert done == ["file", "whole renamed", "folder"]
+
+
+def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
+    session = LocalSession(tmp_path)
+    session.save(_state(1), best=True)
+    for name in (".last.pt.4711.tmp", ".best.pt.4712.tmp", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    assert session.restore()["seed"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "notes.tmp"]

@@ -6,7 +6,7 @@ import pytest
 from objectives import ObjectiveError
 from objectives.training import TrainConfig, Trainer
 from objectives.training.instruments import Instruments
-from tests.objectives.training.support import same_result
+from tests.objectives.training.support import Memory, same_result
 
 CONFIG = TrainConfig(lr=0.02, batch_size=16)
 
@@ -25,6 +25,14 @@ def test_some_steps_are_profiled_and_nothing_else_changes(wine, tmp_path):
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep") for name in names) == 3
     assert any("aten::addmm" in name or "aten::linear" in name for name in names)
+
+
+def test_the_trace_is_handed_to_the_session(wine, tmp_path):
+    session = Memory()
+    Trainer(
+        wine, CONFIG, epochs=1, seed=0, run_dir=tmp_path, session=session, instruments=Instruments(profile_steps=2)
+    ).fit()
+    assert tmp_path / "trace.json.gz" in session.logged
 
 
 def test_a_run_that_is_resumed_is_not_profiled_again(wine, tmp_path):

@@ -14,8 +14,8 @@ SOURCES = sorted((Path(__file__).parents[3] / "objectives").rglob("*.py"))
 
 # fit on validation data: test_trainer::test_the_model_sees_training_data_alone
 # evaluate without eval(): test_metrics::test_a_loss_is_the_mean_over_samples_whatever_the_batches
-# swallow a NaN: test_step::test_a_non_finite_step_ends_the_epoch_before_the_optimizer
-# step the schedule unconditionally: test_step::test_a_step_that_loss_scaling_skips_moves_nothing
+# swallow a NaN: test_guards::test_a_non_finite_step_ends_the_epoch_before_the_optimizer
+# step the schedule unconditionally: test_precision::test_a_step_that_loss_scaling_skips_moves_nothing
 FORBIDDEN = {
     "DataParallel": "one process drives one device",
     "cuda.amp": "deprecated: torch.amp",

@@ -226,3 +226,17 @@ def test_resuming_with_other_threads_is_told(tmp_path):
     result = _trainer(CONFIGS["sgd"], run_dir=tmp_path).fit()
     assert result.resume_note == "not exact after epoch 0: threads 1 -> 2"
     assert "threads 1 -> 2" in (tmp_path / "train.log").read_text()
+
+
+def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
+    """Also where the run died in the midst of what it wrote: a step is there once, by its own number."""
+    config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
+    _trainer(config, run_dir=tmp_path / "whole").fit()
+    with pytest.raises(DiedError):
+        _trainer(config, session=Dying(tmp_path / "died", 1, "unsaved", _die)).fit()
+    with (tmp_path / "died" / "steps.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "st')
+    _trainer(config, run_dir=tmp_path / "died").fit()
+    whole, died = ((tmp_path / name / "steps.jsonl").read_text() for name in ("whole", "died"))
+    assert died == whole
+    assert len(whole.splitlines()) == 10 + 6, "48 steps"
