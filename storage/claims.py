@@ -157,7 +157,7 @@ class Claims:
             return Claim(new.trial_id, row.total, 1)
         return Nothing(row.running)
 
-    def _recover(self, connection: sa.Connection, *, retries: int) -> Lost | None:
+    def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
         rows = connection.execute(sql.LIVE, {"study": self._study_id, "lease": self.lease}).all()
         for row in rows:
@@ -167,21 +167,23 @@ class Claims:
                 settling.end_attempt(connection, row.trial_id, row.attempt, "cancelled")
             elif (failures := row.failures + 1) <= retries:
                 settling.settle(connection, row.trial_id, row.attempt, "WAITING", "lost")
-            else:
+            elif fail:
                 reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
                 settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
                 return Lost(row.trial_id, row.number, reason)
         return None
 
     def sweep(self) -> None:
-        """Put back the trials of workers that died, so that whoever claims next finds them."""
+        """Put back the trials of workers that died, so that whoever claims next finds them.
+
+        A trial that is out of retries stays for a claim, which says so and ends its run.
+        """
         with self._engine.begin() as connection:
             study = connection.execute(
                 sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
             ).one_or_none()
             if study is not None:
-                # A trial that is out of retries stays for a claim, which says so and ends its run.
-                self._recover(connection, retries=2**31)
+                self._recover(connection, retries=study.retries, fail=False)
 
     def renew(self, claim: Claim) -> bool:
         """Extend the lease; return whether the attempt is still live."""
