@@ -102,9 +102,19 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
     if risen > 0.1 * abs(last["val_loss"]):
         lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
-    if risen == 0.0 and len(result.history) == run.epochs > 1:
+    if risen == 0.0 and len(result.history) == run.epochs > 1 and _falling(result):
         lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
     return lines
+
+
+def _falling(result: FitResult) -> bool:
+    """Whether the last fifth of the run lowered the validation loss by at least a quarter of its even share.
+
+    A loss that has come to rest falls by less and less.
+    """
+    losses = [record.metrics["val_loss"] for record in result.history]
+    tail = max(len(losses) // 5, 1)
+    return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
 
 
 def _share(train: dict[str, float], objective: Objective) -> float:

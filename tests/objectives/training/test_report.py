@@ -74,6 +74,15 @@ def test_underfitting_is_called_so(wine, tmp_path):
     assert "more epochs may do better (underfit)" in text
 
 
+def test_a_loss_that_has_come_to_rest_is_not_called_underfit(wine, tmp_path):
+    """A rate that fades out lowers the loss to the last epoch, by less and less."""
+    config = TrainConfig(optimizer="sgd", lr=0.1, batch_size=16, schedule="exponential", warmup_fraction=0.0)
+    result, text = _report(wine, tmp_path, config, epochs=15)
+    losses = [record.metrics["val_loss"] for record in result.history]
+    assert losses[-1] == min(losses)
+    assert "underfit" not in text
+
+
 def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
     wine = objective_with()
 
