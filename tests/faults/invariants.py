@@ -68,7 +68,9 @@ _TRIALS = """
 """
 
 
-def assert_whole(url: str, study: str, home: Path, undisturbed: list[list[float]], n_trials: int) -> list[Trial]:
+def assert_whole(
+    url: str, study: str, home: Path, undisturbed: list[list[float]], n_trials: int, *, store: Path | None = None
+) -> list[Trial]:
     """Assert that a study ended as if nobody had touched it, and return its trials.
 
     Args:
@@ -77,6 +79,7 @@ def assert_whole(url: str, study: str, home: Path, undisturbed: list[list[float]
         home: where its checkpoints and run directories are.
         undisturbed: the values of each trial, an epoch each, when it is trained alone and without any service.
         n_trials: its budget.
+        store: where its checkpoints are, when not in the home.
     """
     trials = read_trials(url, study)
     assert [t.number for t in trials] == list(range(n_trials)), "exactly the budget, without gap or double"
@@ -88,7 +91,7 @@ def assert_whole(url: str, study: str, home: Path, undisturbed: list[list[float]
             assert trial.values == dict(enumerate(expected)), f"trial {trial.number} gave other values"
             assert trial.value == min(expected)
             assert len(expected) == EPOCHS
-    assert_files(home, trials)
+    assert_files(home, store or home / "checkpoints", trials)
     return trials
 
 
@@ -103,11 +106,10 @@ def assert_attempts(trial: Trial) -> None:
     assert all(a.outcome in {"lost", "released", "failed"} for a in attempts[:-1])
 
 
-def assert_files(home: Path, trials: list[Trial]) -> None:
+def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     """No checkpoint is left that nobody would resume from, and no temporary file."""
     kept = {path for trial in trials for path in trial.pointers}
     assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
-    store = home / "checkpoints"
     found = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
     assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
     failed = {trial.number for trial in trials if trial.state == "FAIL"}

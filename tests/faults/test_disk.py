@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import mlflow
+import optuna
 import pytest
 
+from objectives.training import checkpoint
 from tests.faults.harness import Arena, wait_for
 from tests.faults.invariants import assert_whole
 from tests.faults.orders import Order
@@ -34,6 +38,32 @@ def test_a_full_disk_costs_checkpoints_and_no_trial(
     assert again == {(1, 3), (2, 1), (2, 2), (2, 3)}, "each goes on after its last whole checkpoint"
     log = "".join(worker.log.read_text() for worker in arena.workers)
     assert log.count("File too large; the trial goes on") == 3, "each says so once"
+
+
+def test_a_trial_goes_on_on_another_machine(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], tmp_path: Path
+) -> None:
+    """Another home, with nothing in common but the URL that the study names; with the study, its checkpoints go."""
+    shared = arena.folder / "shared"
+    arena.create(1, [Order("training", "kill", trial=0, epoch=3)], settings=f"--checkpoint-url {shared}")
+    first = arena.start()
+    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    kept = [path.name for path in shared.glob("*/0000/*")]
+    assert sorted(kept) == ["0001-1.pt", "0002-1.pt"]
+    other = arena.folder / "other"
+    other.mkdir()
+    arena.work(1, HPSEARCH_HOME=str(other))
+    assert [e["epoch"] for e in arena.events("training") if e["attempt"] == 2] == [3], "no epoch is trained again"
+    values = undisturbed(1)
+    trials = assert_whole(arena.storage_url, arena.name, other, values, 1, store=shared)
+    client = mlflow.MlflowClient(arena.tracking_uri)
+    study = optuna.load_study(study_name=arena.name, storage=arena.storage_url)
+    run_id = study.trials[0].user_attrs["hpsearch:mlflow_run_id"]
+    best = checkpoint.read(Path(client.download_artifacts(run_id, "checkpoints/best.pt", str(tmp_path))))
+    assert best["value"] == min(values[0]) == trials[0].value
+    (shared / "left").touch()
+    arena.run("delete", arena.name, "--yes")
+    assert [path.name for path in shared.iterdir()] == ["left"]
 
 
 @pytest.mark.parametrize("how", ["torn", "gone"])
