@@ -16,6 +16,7 @@ from search.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec import StudySpec
 from search.study import RUN_ID, RUN_URL, STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
+from storage.claims import running_now
 from storage.locks import study_lock
 from storage.studies import engine_of, open_storage
 from storage.tracking import Tracking
@@ -33,7 +34,8 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     tracking = services.open_tracking()
     with study_lock(engine_of(storage), handle.study_id):
         ensure_parent_run(handle, tracking)
-        handle.set_attr(STARTED_AT, time.time())
+        if STARTED_AT not in handle.attrs or not running_now(engine_of(storage), handle.study_id):
+            handle.set_attr(STARTED_AT, time.time())
     return handle, created
 
 

@@ -61,11 +61,11 @@ def run_search(
         handle, created = prepare_study(services, settings, objective)
         if checkpoint_url is not None:
             note_checkpoints(handle, checkpoint_url)
+        spec = handle.spec
+        if why := handle.attrs.get(STOPPED):
+            raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
         tell("overfitting one batch")
         smoke_warning = smoke_test(handle, objective, services.open_tracking())
-    spec = handle.spec
-    if why := handle.attrs.get(STOPPED):
-        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
@@ -126,7 +126,7 @@ def _drive(
     try:
         fleet.start()
         with keeper as kept, LiveView(console, handle.spec, fleet) as view:
-            while fleet.poll(progress.finished, away=away):
+            while fleet.poll(progress.with_result, away=away):
                 progress, away = look()
                 view.update(progress, away=away)
                 if kept is not None and kept.is_set():

@@ -223,7 +223,11 @@ def _first_line(error: ValidationError) -> str:
         )
     if kind.startswith("model_"):
         return f"{where} is {value!r}: give its name, or a table with its name and options"
+    if where.startswith("retry_on"):
+        setting, kinds = "retry_on", ", ".join(repr(k) for k in ("lost", "error", "memory"))
+        return f'{setting}: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{setting} is {value!r}: it must be {message}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -102,6 +103,9 @@ class Worker:
                     return EXIT_DRAINED
                 if isinstance(got, Lost):
                     log.error("trial %d: FAIL, %s", got.number, got.reason)
+                    self._failures, self._last_failure = self._failures + 1, got.reason
+                    if self._hopeless():
+                        return self._give_up()
                     attrs = self._handle.storage.get_trial_user_attrs(got.trial_id)
                     end_lost_run(self._tracking, got, attrs.get(RUN_ID))
                 elif isinstance(got, Nothing):
@@ -111,9 +115,12 @@ class Worker:
                 else:
                     self._idle = 0
                     self._run(got)
-                    if self._failures >= FAILURES_IN_A_ROW and not self._any_finished():
+                    if self._hopeless():
                         return self._give_up()
         return EXIT_DRAINED
+
+    def _hopeless(self) -> bool:
+        return self._failures >= FAILURES_IN_A_ROW and not self._any_finished()
 
     def _give_up(self) -> int:
         log.error(
@@ -241,8 +248,9 @@ class Worker:
         reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
-            (run_dir / "error.txt").write_text(traceback.format_exc())
-            tracked.log_file(run_dir / "error.txt")
+            with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
+                (run_dir / "error.txt").write_text(traceback.format_exc())
+                tracked.log_file(run_dir / "error.txt")
         if not self._again(claim, tracked, "error", reason):
             self._failures += 1
             self._end(claim, "FAIL", "failed", reason)

@@ -225,7 +225,7 @@ def test_resuming_with_other_threads_is_told(tmp_path):
     torch.set_num_threads(2)
     _trainer(CONFIGS["sgd"], session=Recording(tmp_path, {1: Verdict.STOP})).fit()
     result = _trainer(CONFIGS["sgd"], run_dir=tmp_path).fit()
-    assert result.resume_note == "not exact after epoch 0: threads 1 -> 2"
+    assert result.resume_note == "not exact after epoch 1: threads 1 -> 2"
     assert "threads 1 -> 2" in (tmp_path / "train.log").read_text()
 
 
