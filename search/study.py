@@ -153,10 +153,15 @@ def create_or_join(
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            optuna.load_study(study_name=wanted.name, storage=storage).set_metric_names([wanted.metric])
+        name_metric(storage, wanted)
         return StudyHandle(wanted, storage, study_id), True
+
+
+def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
+    """Tell the dashboard what the values of a study are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
 
 
 def load_study(storage: PostgresStorage, name: str) -> StudyHandle:
