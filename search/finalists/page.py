@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from rich.table import Table
 
 from search.finalists.table import FinalistRow, Finalists, current_set, tabulate
@@ -82,8 +84,9 @@ def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
-    over = [o for r in found.rows if r.whole and (o := optimism(handle, r)) is not None]
-    lines.append(f"the search over-stated its top {len(over)} by {sum(over) / len(over):+.4f} on average")
+    over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(handle, r)) is not None)
+    said = "over-stated" if over > 0 else "under-stated"
+    lines.append(f"the search {said} its finalists by {abs(over):.4f} on average")
     return lines
 
 
