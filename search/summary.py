@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.finalists.page import confirmation_lines
 from search.study import RUN_URL, TRACKING, StudyHandle
 from search.worker import INFEASIBLE
 from storage.claims import REASON
@@ -101,6 +102,7 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
     else:
         lines.append("best: none, no trial has run to its end")
         lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(handle)[-1:]]
+    lines += confirmation_lines(handle)
     if summary.epochs_saved:
         lines.append(
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "

@@ -18,7 +18,7 @@ from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed
+from search.samplers import training_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
@@ -186,7 +186,7 @@ class Worker:
                 self._objective,
                 config,
                 epochs=self._spec.epochs,
-                seed=derive_seed(self._spec.seed, "trial", claim.number),
+                seed=training_seed(self._spec, claim.number),
                 split_seed=self._spec.seed,
                 session=session,
                 run_dir=run_dir,
@@ -223,7 +223,8 @@ class Worker:
         self._failures = 0
         state: State
         decision = session.decision if result.status == "pruned" else None
-        tracked.publish(result, session.files, with_model=decision is None)
+        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
+        tracked.publish(result, session.files, with_model=decision is None and self._spec.finalists_of is None)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)

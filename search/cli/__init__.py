@@ -10,10 +10,12 @@ import typer
 from search.cli import (
     delete,
     extend,
+    finalists,
     init,
     lr_range,
     migrate,
     objective,
+    open_test,
     report,
     retry,
     run,
@@ -41,6 +43,7 @@ app = typer.Typer(
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
     *(stop, start, extend, retry),
+    *(finalists, open_test),
     *(train, smoke, lr_range, objective),
     *(stack, migrate, serve, secrets),
 )

@@ -36,7 +36,8 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
         at = read_progress(engine_of(storage), frozen._study_id, spec.direction)
         best = "" if at.best_value is None else f"{spec.metric} {at.best_value:.4f} (trial {at.best_number})"
         counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
-        name = f"{spec.name} (stopped)" if frozen.user_attrs.get(STOPPED) else spec.name
+        name = f"{spec.name} (finalists)" if spec.finalists_of else spec.name
+        name += " (stopped)" if frozen.user_attrs.get(STOPPED) else ""
         table.add_row(name, spec.objective, *map(str, counts), best)
     if table.row_count:
         PlainConsole().print(table)
