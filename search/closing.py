@@ -8,6 +8,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import save_note
 
+from search.promotions import promotion_lines
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
 from search.worker import INFEASIBLE
@@ -42,8 +43,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         step=summary.finished,
         finished=summary.finished >= handle.budget,
     )
-    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
-    save_note(study, study_note(handle, summary))
+    write_note(handle, summary)
 
 
 def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
@@ -86,6 +86,12 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
         tracking.schedule(str(run_id))
 
 
+def write_note(handle: StudyHandle, summary: Summary) -> None:
+    """Write the study's note in the dashboard."""
+    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
+    save_note(study, study_note(handle, summary))
+
+
 def study_note(handle: StudyHandle, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = handle.spec
@@ -100,4 +106,6 @@ def study_note(handle: StudyHandle, summary: Summary) -> str:
         name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
         lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
+    promoted = [line for line in promotion_lines(handle) if line]
+    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)

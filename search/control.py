@@ -30,7 +30,7 @@ def stop_study(handle: StudyHandle) -> str | None:
     """
     if why := handle.attrs.get(STOPPED):
         return str(why)
-    handle.set_attr(STOPPED, f"by {_user()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    handle.set_attr(STOPPED, f"by {who()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
 
@@ -47,7 +47,8 @@ def running_trials(handle: StudyHandle) -> int:
     return running_now(engine_of(handle.storage), handle.study_id)
 
 
-def _user() -> str:
+def who() -> str:
+    """Return who this is, for a person to read: ``user@host``."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry

@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
 from search.samplers import derive_seed
@@ -217,6 +218,8 @@ class Worker:
         state: State
         decision = session.decision if result.status == "pruned" else None
         tracked.publish(result, session.files, with_model=decision is None)
+        if tracked.run is not None:
+            list_artifacts(self._handle.storage, claim, tracked.run.run_id, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)

@@ -10,15 +10,18 @@ import typer
 from search.cli import (
     delete,
     extend,
+    gc,
     init,
     lr_range,
     migrate,
     objective,
+    promote,
     report,
     retry,
     run,
     secrets,
     serve,
+    serve_check,
     show,
     smoke,
     stack,
@@ -41,6 +44,7 @@ app = typer.Typer(
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
     *(stop, start, extend, retry),
+    *(promote, serve_check, gc),
     *(train, smoke, lr_range, objective),
     *(stack, migrate, serve, secrets),
 )
