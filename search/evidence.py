@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from optuna.trial import FrozenTrial
 
-from search.finalists import Finalists, read_finalists
+from search.finalists import read_finalists
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from storage.claims import ATTEMPT, REASON
 from storage.run_artifacts import read_artifact
@@ -98,18 +98,22 @@ def gather_evidence(handle: StudyHandle, trial: FrozenTrial, client: MlflowClien
         data_sha256=ran.get("split_hash"),
         finalists=None if finalists is None else asdict(finalists),
         test=_opening(opening) if for_it else None,
-        unconfirmed=why_unconfirmed(handle.spec.name, trial.number, finalists, opening),
+        unconfirmed=why_unconfirmed(handle, trial.number),
     )
 
 
-def why_unconfirmed(study: str, trial: int, finalists: Finalists | None, opening: Opening | None) -> str:
+def why_unconfirmed(handle: StudyHandle, trial: int) -> str:
     """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
 
     Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened for
     it: the best of many trials over-states itself.
     """
+    if (of := handle.spec.finalists_of) is not None:
+        return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
+    finalists = read_finalists(handle)
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
     if finalists is None:
-        return f"no finalists were trained: hpsearch finalists {study}"
+        return "no finalists were trained"
     if finalists.winner is None:
         waiting = f"{finalists.pending} of their trials have not ended" if finalists.pending else "none has all seeds"
         return f"the finalists have no winner: {waiting}"
@@ -119,6 +123,8 @@ def why_unconfirmed(study: str, trial: int, finalists: Finalists | None, opening
         return "the test set was not opened for it"
     if opening.trial_number != trial:
         return f"the test set was opened for trial {opening.trial_number}"
+    if opening.finalists is None:
+        return "the test set was opened for it without finalists"
     return "" if opening.scores is not None else "the test set was opened and has no scores"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.control import find_trial, who
+from search.control import find_trial, whoami
 from search.errors import SearchError
 from search.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
 from search.finalists import read_finalists
@@ -20,7 +20,6 @@ from storage.locks import registry_lock
 from storage.promotions import Promotion, TrialOfRun, record_promotion
 from storage.registry import CHAMPION, PROMOTED_BY, Registry, Version, check_alias, check_model_name, previous_alias
 from storage.studies import engine_of
-from storage.test_set import read_opening
 from storage.tracking import Tracking
 
 
@@ -89,7 +88,7 @@ def promote(
     with registry_lock(engine_of(handle.storage)) as connection:
         held = registry.version_by_alias(name, alias)
         version = registry.register(name, model_id, run_id)
-        write_evidence(registry, version, evidence, by=who())
+        write_evidence(registry, version, evidence, by=whoami())
         replaced = held if held is not None and held.number != version.number else None
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))
@@ -100,7 +99,7 @@ def promote(
             model=name,
             version=version.number,
             alias=alias,
-            by=who(),
+            by=whoami(),
             evidence=evidence.as_record(),
         )
     return Promoted(
@@ -142,10 +141,7 @@ def refresh_evidence(handle: StudyHandle, tracking: Tracking) -> None:
 
 
 def _has_changed(handle: StudyHandle, promotion: Promotion) -> bool:
-    finalists = read_finalists(handle)
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
-    now = why_unconfirmed(handle.spec.name, promotion.trial_number, finalists, opening)
-    return now != promotion.evidence.get("unconfirmed")
+    return why_unconfirmed(handle, promotion.trial_number) != promotion.evidence.get("unconfirmed")
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence, *, by: str | None = None) -> None:

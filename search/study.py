@@ -12,6 +12,7 @@ import optuna
 
 from objectives import Objective
 from objectives.loading import source_hash
+from search.console import command
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
@@ -55,6 +56,13 @@ class StudyHandle:
         """The name of the study's folders, for run directories and checkpoints; no other study has it."""
         # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
+
+    @property
+    def go_on(self) -> str:
+        """The command that runs what is left of the study."""
+        if (of := self.spec.finalists_of) is not None:
+            return command("finalists", of.study)
+        return command("run", self.spec.objective, "--name", self.spec.name)
 
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
@@ -126,6 +134,11 @@ def create_or_join(
             study_id = storage.create_new_study([direction], wanted.name)
         stored = storage.get_study_user_attrs(study_id).get(SPEC)
         if stored is not None:
+            if (of := parse_spec(stored).finalists_of) is not None:
+                raise SearchError(
+                    f"study {wanted.name!r} holds the finalists of {of.study!r}: run them with "
+                    f"{command('finalists', of.study)}, or choose another --name"
+                )
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             if lines := differences(stored, spec.model_dump()):
                 more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.finalists.page import confirmation_lines
 from search.study import RUN_URL, TRACKING, StudyHandle
 from search.worker import INFEASIBLE
 
@@ -95,6 +96,7 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         lines.append("best: none, no trial has run to its end")
+    lines += confirmation_lines(handle)
     if summary.epochs_saved:
         lines.append(
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "

@@ -18,7 +18,7 @@ from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Tr
 from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed
+from search.samplers import training_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
@@ -180,7 +180,7 @@ class Worker:
                 self._objective,
                 config,
                 epochs=self._spec.epochs,
-                seed=derive_seed(self._spec.seed, "trial", claim.number),
+                seed=training_seed(self._spec, claim.number),
                 split_seed=self._spec.seed,
                 session=session,
                 run_dir=run_dir,
@@ -217,7 +217,8 @@ class Worker:
         self._failures = 0
         state: State
         decision = session.decision if result.status == "pruned" else None
-        tracked.publish(result, session.files, with_model=decision is None)
+        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
+        tracked.publish(result, session.files, with_model=decision is None and self._spec.finalists_of is None)
         if tracked.run is not None:
             list_artifacts(self._handle.storage, claim, tracked.run.run_id, session.files)
         if decision is not None:

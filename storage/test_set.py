@@ -7,6 +7,7 @@ twice, with whatever program. Only the scores are filled in later, once.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -75,7 +76,7 @@ def read_opening(engine: sa.Engine, study_id: int) -> Opening | None:
     def once() -> Opening | None:
         with engine.connect() as connection:
             row = connection.execute(_READ, {"study": study_id}).one_or_none()
-        return None if row is None else Opening(**row._mapping)
+        return None if row is None else Opening(**{**row._mapping, "scores": _from_json(row.scores)})
 
     return retrying()(once)
 
@@ -132,7 +133,7 @@ def write_scores(engine: sa.Engine, study_id: int, opening: Opening, scores: Map
         "study": study_id,
         "trial": opening.trial_number,
         "sha256": opening.model_sha256,
-        "scores": json.dumps(dict(scores)),
+        "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
 
     def once() -> bool:
@@ -146,3 +147,10 @@ def write_scores(engine: sa.Engine, study_id: int, opening: Opening, scores: Map
     if not filled:
         raise AlreadyOpenError(found)
     return found
+
+
+def _from_json(scores: dict[str, float | None] | None) -> dict[str, float] | None:
+    """JSON has no NaN: a score that is not finite, such as that of a class nobody has, is kept as null."""
+    if scores is None:
+        return None
+    return {name: math.nan if value is None else value for name, value in scores.items()}

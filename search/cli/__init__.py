@@ -10,12 +10,14 @@ import typer
 from search.cli import (
     delete,
     extend,
+    finalists,
     gc,
     init,
     lr_range,
     migrate,
     objective,
     promote,
+    open_test,
     report,
     retry,
     run,
@@ -44,6 +46,7 @@ app = typer.Typer(
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
     *(stop, start, extend, retry),
+    *(finalists, open_test),
     *(promote, serve_check, gc),
     *(train, smoke, lr_range, objective),
     *(stack, migrate, serve, secrets),

@@ -37,6 +37,8 @@ def report(
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)
+    if (of := handle.spec.finalists_of) is not None:
+        raise SearchError(f"study {study!r} holds finalists: they are in the report of {of.study!r}")
     notice_promotions(services, storage, handle)
     path = output or report_path(services, handle)
     try:

@@ -38,7 +38,8 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
         at = read_progress(engine_of(storage), frozen._study_id, spec.direction)
         best = "" if at.best_value is None else f"{spec.metric} {at.best_value:.4f} (trial {at.best_number})"
         counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
-        name = f"{spec.name} (stopped)" if frozen.user_attrs.get(STOPPED) else spec.name
+        name = f"{spec.name} (finalists)" if spec.finalists_of else spec.name
+        name += " (stopped)" if frozen.user_attrs.get(STOPPED) else ""
         held = promotions_of(engine_of(storage), frozen._study_id)
         promoted = ", ".join(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held if p.ended_at is None)
         table.add_row(name, spec.objective, *map(str, counts), best, promoted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -62,6 +63,14 @@ class Finalists:
     study: str = ""
     pending: int = 0
     error: float | None = None
+
+    def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "confirmed", "incomplete"]:
+        """Return what became of a finalist: without a value for every seed it cannot win."""
+        if row.trial == self.winner:
+            return "winner"
+        if row.trial in self.tie:
+            return "tie"
+        return "confirmed" if row.whole else "incomplete"
 
     def row(self, trial: int) -> FinalistRow:
         """Return the row of a finalist."""
