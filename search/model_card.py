@@ -12,23 +12,23 @@ from storage.registry import DESCRIPTION_LIMIT
 HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's
 
 
-def describe(evidence: Evidence, *, model: str, written: str = "") -> str:
+def describe(evidence: Evidence, *, address: str, written: str = "") -> str:
     """Return the description of a version.
 
     Args:
         evidence: of its trial.
-        model: name of the registered model.
+        address: of the version: ``models:/digits/3``.
         written: the description as it is; what a person wrote above our heading stays.
     """
     own = written.partition(HEADING)[0].rstrip()
     room = DESCRIPTION_LIMIT - len(own) - 2
-    card = "\n".join(_card(evidence, model))
+    card = "\n".join(_card(evidence, address))
     if len(card) > room:  # what comes last, the parameters, is in the tags as well
         card = card[: max(room - 4, 0)].rpartition("\n")[0] + "\n..."
     return f"{own}\n\n{card}".lstrip()[:DESCRIPTION_LIMIT]
 
 
-def _card(evidence: Evidence, model: str) -> list[str]:
+def _card(evidence: Evidence, address: str) -> list[str]:
     trial = f"trial {evidence.trial}"
     lines = [
         HEADING,
@@ -41,7 +41,7 @@ def _card(evidence: Evidence, model: str) -> list[str]:
     ]
     if evidence.finalists is not None:
         lines += ["", *_finalists(evidence.finalists, evidence.metric)]
-    lines += ["", f'Load it with `mlflow.pytorch.load_model("models:/{model}/VERSION")`.', ""]
+    lines += ["", f'Load it with `mlflow.pytorch.load_model("{address}")`.', ""]
     lines += _table(("parameter", "value"), [(key, format_value(value)) for key, value in evidence.params.items()])
     return lines
 

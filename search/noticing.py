@@ -164,7 +164,7 @@ def _differences(aliases: Aliases, recorded: dict[tuple[str, str], Promotion]) -
 class Watch:
     """Notices promotions every few seconds, in a thread, for as long as the block lasts.
 
-    MLflow or the database being away is logged once; it is tried again.
+    MLflow or the database being away is no news here: it is tried again.
 
     Args:
         storage: of the studies.
@@ -189,17 +189,15 @@ class Watch:
 
     def _run(self) -> None:
         known: Aliases | None = None
-        told = ""
+        told = False
         while not self._end.is_set():
             try:
                 known = notice(self._storage, self._tracking(), known=known)
-                told = ""
+                told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
-                if not told:
-                    log.warning("promotions are not noticed for now: %s", " ".join(str(error).split())[:300])
-                told = str(error)
-            except Exception:  # a bug in here must not end the noticing for good
+                log.info("promotions are not noticed for now: %s", " ".join(str(error).split())[:300])
+            except Exception:  # whatever it is, it must not end the noticing for good
                 if not told:
                     log.exception("promotions are not noticed for now")
-                told = "bug"
+                told = True
             self._end.wait(self._every)

@@ -147,7 +147,7 @@ def _has_changed(handle: StudyHandle, promotion: Promotion) -> bool:
 def write_evidence(registry: Registry, version: Version, evidence: Evidence, *, by: str | None = None) -> None:
     """Write the evidence of a trial as the tags and the description of a version of its model."""
     tags = version_tags(evidence) | ({PROMOTED_BY: by} if by else {})
-    text = describe(evidence, model=version.model, written=version.description)
+    text = describe(evidence, address=version.address, written=version.description)
     registry.describe(version, tags=tags, description=text)
 
 

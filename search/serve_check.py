@@ -137,9 +137,8 @@ def _predict(
     empty.mkdir()
     _write_inputs(splits, inputs)
     ours = {"search", "objectives", "storage", type(objective).__module__.partition(".")[0]}
-    uri = f"models:/{version.model}/{version.number}"
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
-    command = [sys.executable, "-I", predict_alone.__file__, uri, str(inputs), str(outputs), *sorted(ours)]
+    command = [sys.executable, "-I", predict_alone.__file__, version.address, str(inputs), str(outputs), *sorted(ours)]
     settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
     try:
         done = subprocess.run(

@@ -48,6 +48,11 @@ class Version:
     tags: Mapping[str, str]
     description: str
 
+    @property
+    def address(self) -> str:
+        """How the version is loaded: ``models:/digits/3``."""
+        return f"models:/{self.model}/{self.number}"
+
 
 def previous_alias(alias: str) -> str:
     """Return the alias that a replaced version gets: ``previous`` for ``champion``, ``previous-x`` for ``x``."""
