@@ -87,8 +87,9 @@ def promote(
     evidence = gather_evidence(handle, chosen, tracking.client)
     with registry_lock(engine_of(handle.storage)) as connection:
         held = registry.version_by_alias(name, alias)
-        version = registry.register(name, model_id, run_id)
-        write_evidence(registry, version, evidence, by=whoami())
+        tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
+        version = registry.register(name, model_id, run_id, tags=tags)
+        write_evidence(registry, version, evidence)
         replaced = held if held is not None and held.number != version.number else None
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))
@@ -144,11 +145,10 @@ def _has_changed(handle: StudyHandle, promotion: Promotion) -> bool:
     return why_unconfirmed(handle, promotion.trial_number) != promotion.evidence.get("unconfirmed")
 
 
-def write_evidence(registry: Registry, version: Version, evidence: Evidence, *, by: str | None = None) -> None:
+def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
     """Write the evidence of a trial as the tags and the description of a version of its model."""
-    tags = version_tags(evidence) | ({PROMOTED_BY: by} if by else {})
     text = describe(evidence, address=version.address, written=version.description)
-    registry.describe(version, tags=tags, description=text)
+    registry.describe(version, tags=version_tags(evidence), description=text)
 
 
 def _default_trial(handle: StudyHandle) -> int:

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search.study import RUN_ID, TRACKING, StudyHandle, load_study
 from search.study_checkpoints import StudyCheckpoints, open_checkpoints
 from search.summary import summarise
-from search.worker import runs_folder
+from search.worker import INFEASIBLE, runs_folder
 from storage.claims import ATTEMPT
 from storage.errors import StorageError
 from storage.finalists import finalist_studies
@@ -173,7 +173,7 @@ def _run_dirs(handle: StudyHandle, runs: Path) -> list[Garbage]:
             continue
         if int(match[2]) < int(trial.user_attrs.get(ATTEMPT, 1)):
             abandoned.setdefault(trial.number, []).append(path)
-        # What did not reach MLflow is nowhere else; a failed trial may be tried again, and goes on with its logs.
+        # What did not reach MLflow is nowhere else; a failed or infeasible trial may go on with its logs.
         elif over and trial.state != TrialState.FAIL and _is_tracked(trial):
             done.setdefault(trial.number, []).append(path)
     kinds = (("run directories, which MLflow has", done), ("directories of attempts that were given up", abandoned))
@@ -181,7 +181,7 @@ def _run_dirs(handle: StudyHandle, runs: Path) -> list[Garbage]:
 
 
 def _is_tracked(trial: FrozenTrial) -> bool:
-    return RUN_ID in trial.user_attrs and TRACKING not in trial.user_attrs
+    return not trial.user_attrs.get(INFEASIBLE) and RUN_ID in trial.user_attrs and TRACKING not in trial.user_attrs
 
 
 def _folders(handle: StudyHandle, what: str, folders: dict[int, list[Path]]) -> Garbage:

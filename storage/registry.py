@@ -160,13 +160,14 @@ class Registry:
         with _telling(f"look up run {run_id}"):
             return _unless_missing(self._client.get_run, run_id) is not None
 
-    def register(self, model: str, model_id: str, run_id: str) -> Version:
+    def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
         """Return the version of a registered model that a logged model is, made unless it is there.
 
         Args:
             model: name of the registered model, made unless it is there.
             model_id: the logged model.
             run_id: the run that it is of.
+            tags: of a new version.
         """
         for version in self.versions_of_runs([run_id]):
             if version.model == model and version.model_id == model_id:
@@ -174,7 +175,12 @@ class Registry:
         with _telling(f"register {model!r}"):
             _unless_there(self._client.create_registered_model, model)
             made = self._client.create_model_version(
-                model, source=f"models:/{model_id}", run_id=run_id, model_id=model_id, await_creation_for=60
+                model,
+                source=f"models:/{model_id}",
+                run_id=run_id,
+                model_id=model_id,
+                tags={key: value[:TAG_LIMIT] for key, value in tags.items()},
+                await_creation_for=60,
             )
         return _version(made)
 
