@@ -12,7 +12,6 @@ import optuna
 
 from objectives import Objective
 from objectives.loading import source_hash
-from objectives.training.metrics import DIRECTIONS
 from search.console import command
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
@@ -94,6 +93,8 @@ class StudyHandle:
 
 def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
+    from objectives.training.metrics import DIRECTIONS
+
     metric = settings.get("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     defaults = {
