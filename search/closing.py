@@ -11,6 +11,7 @@ from optuna_dashboard import save_note
 from search.finalists.companion import parent_of
 from search.finalists.page import confirmation_lines
 from search.finalists.telling import tell_confirmation
+from search.promotions import promotion_lines
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
 from search.worker import INFEASIBLE
@@ -46,8 +47,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         step=summary.finished,
         finished=summary.finished >= handle.budget,
     )
-    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
-    save_note(study, study_note(handle, summary))
+    write_note(handle, summary)
 
 
 def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
@@ -99,6 +99,12 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
         tracking.schedule(str(run_id))
 
 
+def write_note(handle: StudyHandle, summary: Summary) -> None:
+    """Write the study's note in the dashboard."""
+    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
+    save_note(study, study_note(handle, summary))
+
+
 def study_note(handle: StudyHandle, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = handle.spec
@@ -115,4 +121,6 @@ def study_note(handle: StudyHandle, summary: Summary) -> str:
         lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
     for line in confirmation_lines(handle):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
+    promoted = [line for line in promotion_lines(handle) if line]
+    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)

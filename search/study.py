@@ -12,7 +12,6 @@ import optuna
 
 from objectives import Objective
 from objectives.loading import source_hash
-from objectives.training.metrics import DIRECTIONS
 from search.console import command
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
@@ -94,6 +93,8 @@ class StudyHandle:
 
 def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
+    from objectives.training.metrics import DIRECTIONS
+
     metric = settings.get("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     defaults = {
@@ -153,10 +154,15 @@ def create_or_join(
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            optuna.load_study(study_name=wanted.name, storage=storage).set_metric_names([wanted.metric])
+        name_metric(storage, wanted)
         return StudyHandle(wanted, storage, study_id), True
+
+
+def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
+    """Tell the dashboard what the values of a study are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
 
 
 def load_study(storage: PostgresStorage, name: str) -> StudyHandle:

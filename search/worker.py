@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
 from search.samplers import training_seed
@@ -218,6 +219,8 @@ class Worker:
         decision = session.decision if result.status == "pruned" else None
         # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
         tracked.publish(result, session.files, with_model=decision is None and self._spec.finalists_of is None)
+        if tracked.run is not None:
+            list_artifacts(self._handle.storage, claim, tracked.run.run_id, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)

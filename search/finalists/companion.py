@@ -32,6 +32,7 @@ from search.study import (
     TRACKING_URI,
     StudyHandle,
     load_study,
+    name_metric,
 )
 from search.summary import summarise
 from storage.claims import SPEC, STOPPED
@@ -179,9 +180,8 @@ def _create(handle: StudyHandle, chosen: list[FrozenTrial], *, top: int, seeds: 
             )
         except DuplicatedStudyError:
             continue  # an earlier set, or somebody's study of that name
-        held = StudyHandle(spec, handle.storage, made)
-        held.open().set_metric_names([spec.metric])
-        return held
+        name_metric(handle.storage, spec)
+        return StudyHandle(spec, handle.storage, made)
     raise AssertionError("names do not run out")
 
 
