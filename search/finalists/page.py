@@ -9,7 +9,7 @@ from search.study import StudyHandle
 from storage.studies import engine_of
 from storage.test_set import Opening, read_opening
 
-_SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
+SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
 
 
 def confirmation_lines(handle: StudyHandle) -> list[str]:
@@ -56,7 +56,7 @@ def finalist_table(handle: StudyHandle, found: Finalists) -> Table:
             "unknown" if row.spread is None else f"{row.spread:.4f}",
             "-" if over is None else f"{over:+.4f}",
             "  ".join(values),
-            _SHOWN[found.verdict(row)] if not found.pending else "",
+            SHOWN[found.verdict(row)] if not found.pending else "",
         )
     return table
 
@@ -83,7 +83,9 @@ def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
     over = [o for r in found.rows if r.whole and (o := optimism(handle, r)) is not None]
-    lines.append(f"the search over-stated its top {len(over)} by {sum(over) / len(over):+.4f} on average")
+    mean = sum(over) / len(over)
+    how = "over" if mean >= 0 else "under"
+    lines.append(f"the search {how}-stated its top {len(over)} by {abs(mean):.4f} on average")
     return lines
 
 
