@@ -77,12 +77,12 @@ def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
 
 def _best(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
     """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
-    best, title = summary.best, "Parameters of the best trial"
+    best, title = summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
         best, title = handle.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
         return None
-    return {"title": f"{title}, {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
+    return {"title": f"{title}, trial {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
 
 
 def _promotion(promotion: Promotion) -> dict[str, str]:
