@@ -8,10 +8,12 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import save_note
 
+from search.launch import open_parent_run
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
 from search.worker import INFEASIBLE
 from storage.claims import REASON
+from storage.shipping import one_line
 from storage.tracking import State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
@@ -34,9 +36,10 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    parent = open_parent_run(handle, tracking)
     end_open_runs(handle, tracking)
     tracking.end_study_run(
-        str(handle.attrs[RUN_ID]),
+        parent,
         tags=tags,
         metrics=metrics,
         step=summary.finished,
@@ -48,7 +51,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
 
 def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
     """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
-    left = tracking.open_trial_runs(str(handle.attrs[RUN_ID]))
+    left = tracking.open_trial_runs(handle.spec.name, str(handle.attrs[RUN_ID]))
     for trial in handle.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
             state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
@@ -70,12 +73,12 @@ def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
     try:
         close_study(handle, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
+        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, one_line(error))
 
 
 def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
     """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
-    tracking.reopen(str(handle.attrs[RUN_ID]))
+    tracking.reopen(open_parent_run(handle, tracking))
     close_study(handle, summarise(handle), tracking)
 
 

@@ -81,6 +81,18 @@ class StudyCheckpoints:
         except (CheckpointStoreError, OSError) as error:
             log.warning("checkpoints of trials that have ended stay for now: %s", error)
 
+    def forget_trial(self, number: int) -> None:
+        """Remove the checkpoints of a COMPLETE or PRUNED trial that MLflow has all of.
+
+        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        """
+        try:
+            self.files.remove_folder(f"{self.folder}/{number:04d}")
+        except CheckpointStoreError as error:
+            log.warning("trial %d: its checkpoints stay for now: %s", number, error)
+            return
+        retrying()(drop_pointers, self.engine, self.study_id, number=number)
+
     def forget(self) -> None:
         """Remove all files of the study, which is being deleted.
 

@@ -25,6 +25,7 @@ from search.cli import (
     start,
     stop,
     studies,
+    sync,
     train,
     worker,
 )
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
-    *(stop, start, extend, retry),
+    *(stop, start, extend, retry, sync),
     *(train, smoke, lr_range, objective),
     *(stack, migrate, serve, secrets),
 )

@@ -28,6 +28,7 @@ def delete(
     from search.study import load_study
     from search.study_checkpoints import open_checkpoints
     from search.summary import summarise
+    from search.tracker import outbox_folder
     from search.worker import runs_folder
     from storage.claims import running_now
     from storage.studies import engine_of
@@ -39,9 +40,10 @@ def delete(
         raise SearchError(f"study {study!r} has {alive} running trials: stop it first: hpsearch stop {study}")
     if not yes:
         typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
-    runs = runs_folder(services.home / "runs", handle)
+    runs, outbox = runs_folder(services.home / "runs", handle), outbox_folder(services.home, handle)
     checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
     storage.delete_study(handle.study_id)
     checkpoints.forget()
-    shutil.rmtree(runs, ignore_errors=True)
+    for folder in (runs, outbox):
+        shutil.rmtree(folder, ignore_errors=True)
     typer.echo(f"deleted {study}; its runs in MLflow stay")

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -40,6 +41,16 @@ class Order:
     epoch: int | None = None
     when: str = "before"
     nth: int = 1
+
+
+class _Sending(threading.local):
+    """What the sender's thread is at; the attempt at a trial whose journal it ships."""
+
+    trial: int | None = None
+    attempt: int | None = None
+
+
+Sending = _Sending()
 
 
 class Here:
@@ -74,12 +85,13 @@ def arrive(trial: int | None, attempt: int | None) -> None:
 
 def obey(point: str, when: str = "before") -> None:
     """Do what is ordered for this point, if anything is."""
+    at = Sending if Sending.trial is not None else Here
     for index, order in enumerate(read()):
-        if (order.point, order.when) != (point, when) or Here.trial is None:
+        if (order.point, order.when) != (point, when) or at.trial is None:
             continue
-        if order.trial != Here.trial or order.attempt not in {0, Here.attempt}:
+        if order.trial != at.trial or order.attempt not in {0, at.attempt}:
             continue
-        if order.epoch not in {None, Here.epoch}:
+        if at is Here and order.epoch not in {None, Here.epoch}:
             continue
         Here.passed[index] = Here.passed.get(index, 0) + 1
         if Here.passed[index] == order.nth:

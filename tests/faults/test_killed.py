@@ -27,13 +27,19 @@ POINTS: list[tuple[str, str, int | None, list[str]]] = [
     ("committed", "after", 2, ["lost", "complete"]),
     ("report", "after", 3, ["lost", "complete"]),
     ("publish", "before", None, ["lost", "complete"]),
-    ("upload", "before", None, ["lost", "complete"]),
-    ("upload", "after", None, ["lost", "complete"]),
     ("model", "after", None, ["lost", "complete"]),
     ("settle", "before", None, ["lost", "complete"]),
     ("settle", "after", None, ["complete"]),
     ("finish", "after", None, ["complete"]),
     ("forget", "after", None, ["complete"]),
+    ("create run", "before", None, ["lost", "complete"]),
+    ("note run", "after", None, ["lost", "complete"]),  # not committed yet
+    ("send", "before", None, ["lost", "complete"]),
+    ("send", "after", None, ["lost", "complete"]),
+    ("upload", "after", None, ["complete"]),
+    ("end run", "before", None, ["complete"]),
+    ("end run", "after", None, ["complete"]),
+    ("delivered", "after", None, ["complete"]),
     ("drop pointers", "before", None, ["complete"]),
 ]
 TWICE = [("bring", "after"), ("restore", "after"), ("epoch", "before")]
