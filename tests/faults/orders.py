@@ -97,7 +97,7 @@ def obey(point: str, when: str = "before") -> None:
         if Here.passed[index] == order.nth:
             where = folder()
             assert where is not None
-            if order.attempt and (where / f"obeyed-{index}").exists():
+            if (order.attempt or at is Sending) and (where / f"obeyed-{index}").exists():
                 continue  # a claim that was never committed is made again
             (where / f"obeyed-{index}").write_text(str(os.getpid()))
             ACTIONS[order.action](where)
