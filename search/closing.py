@@ -13,9 +13,8 @@ from search.finalists.page import confirmation_lines
 from search.finalists.telling import tell_confirmation
 from search.launch import open_parent_run
 from search.promotions import promotion_lines
-from search.study import RUN_ID, RUN_URL, StudyHandle
+from search.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
-from search.worker import INFEASIBLE
 from storage.claims import REASON
 from storage.shipping import one_line
 from storage.tracking import State, Tracking, TrialRun

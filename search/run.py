@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -37,7 +36,7 @@ from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
 from storage.shipping import one_line
 from storage.studies import engine_of
-from storage.tracking import Tracking, TrackingAwayError
+from storage.tracking import TrackingAwayError
 
 _POLL = 0.5  # seconds
 _GRACE = 10.0  # seconds for MLflow after Ctrl-C
@@ -198,13 +197,9 @@ def _finish(
         ) from None
     report: Path | None = None
     try:
-        tracking = services.open_tracking()
-        with steps(console) as tell:
-            left = empty_outbox(services, handle, tracking, tell, patience=_GRACE if interrupted else math.inf)
-        if left:
-            again = command("sync", handle.spec.name)
-            console.print(f"MLflow has not been told all of {left} trials; send the rest with: {again}", style="yellow")
+        tell_outbox(console, services, handle, interrupted=interrupted)
         summary = summarise(handle)
+        tracking = services.open_tracking()
         close_study(handle, summary, tracking)
         report = report_path(services, handle)
         write_report(handle, report, dashboard_url=services.dashboard_url)
@@ -242,18 +237,18 @@ def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
     return failed
 
 
-def empty_outbox(
-    services: Services,
-    handle: StudyHandle,
-    tracking: Tracking,
-    tell: Callable[[str], None],
-    *,
-    patience: float = math.inf,
-    checkpoint_url: str | None = None,
-) -> int:
-    """Send MLflow what of the study waits on this machine; return how many trials it still waits for."""
-    checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
-    return Tracker(handle, tracking, checkpoints, services.home).deliver(tell, patience=patience)
+def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, interrupted: bool) -> None:
+    """Send MLflow what of the study waits on this machine, and print what is left."""
+    checkpoints = open_checkpoints(handle, services.home, None)
+    tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
+    with steps(console) as tell:
+        left = tracker.deliver(tell, patience=_GRACE if interrupted else math.inf)
+    if left:
+        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
+        again = command("sync", handle.spec.name)
+        console.print(
+            f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
+        )
 
 
 def report_path(services: Services, handle: StudyHandle) -> Path:

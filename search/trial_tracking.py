@@ -61,11 +61,6 @@ class TrialTracking:
             since = started.timestamp() if started else time.time()
             self._tracker.system_metrics.start(self._journal, since=since)
 
-    @property
-    def run_id(self) -> str | None:
-        """The trial's run, where the server has given one by now."""
-        return self.journal.position.run
-
     def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
         self.journal.append("params", values=self._params())
@@ -104,15 +99,15 @@ class TrialTracking:
         best["best_epoch"] = float(result.best_epoch)
         journal.append("metrics", step=last.epoch, at=last.timestamp, values=best)
         self._log_data(result)
-        whole = result.status == "completed"
+        # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
+        whole = result.status == "completed" and self._spec.finalists_of is None
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
             journal.append("problem", text=f"{PENDING}: there was no room on disk for its files and its model")
-            return True
-        wanted = self._spec.models == "all" or (whole and self._spec.models == "complete")
-        if wanted:
+            return whole
+        if self._spec.models == "all" or (whole and self._spec.models == "complete"):
             self._log_model(result)
-        return wanted
+        return whole
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
         """Keep the run's files and its best checkpoint; return whether there was room for all of it."""

@@ -16,17 +16,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
-from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
 from search.samplers import training_seed
 from search.session import TrialSession
-from search.study import PRUNING, STARTED_AT, TRACKING, StudyHandle
+from search.study import INFEASIBLE, PRUNING, STARTED_AT, TRACKING, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
 from search.suggesting import suggest
 from search.tracker import Tracker
 from search.trial_tracking import TrialTracking
-from storage import run_book
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.errors import CheckpointStoreError
 from storage.lease import LeaseKeeper
@@ -35,8 +33,6 @@ from storage.studies import engine_of
 from storage.tracking import State
 
 log = logging.getLogger(__name__)
-
-INFEASIBLE = run_book.INFEASIBLE
 
 # Exit codes of a worker beside 0 (nothing left), 1 (an error of ours or of a service) and 2 (a mistake of the user's).
 EXIT_GAVE_UP = 3
@@ -225,8 +221,6 @@ class Worker:
         state: State
         decision = session.decision if result.status == "pruned" else None
         kept = tracked.publish(result, session.files)
-        if (run := tracked.run_id) is not None:
-            list_artifacts(self._handle.storage, claim, run, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)

@@ -7,7 +7,7 @@ known, or arrive whole, long after its trial has ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -110,10 +110,17 @@ class Page:
         value = self._connection.execute(_READ, {"trial": self._trial_id, "key": key}).scalar()
         return None if value is None else str(json.loads(value))
 
-    def note(self, attrs: dict[str, Any]) -> None:
+    def note(self, attrs: Mapping[str, Any]) -> None:
         """Set attributes of the trial, whatever its state."""
+        self._write(_NOTE, attrs)
+
+    def note_system(self, attrs: Mapping[str, Any]) -> None:
+        """Set system attributes of the trial, whatever its state, such as those by which the dashboard lists files."""
+        self._write(_NOTE_SYSTEM, attrs)
+
+    def _write(self, statement: sa.TextClause, attrs: Mapping[str, Any]) -> None:
         values = [json.dumps(value) for value in attrs.values()]
-        self._connection.execute(_NOTE, {"trial": self._trial_id, "keys": list(attrs), "values": values})
+        self._connection.execute(statement, {"trial": self._trial_id, "keys": list(attrs), "values": values})
 
 
 _LIMIT = sa.text("SELECT set_config(:name, :value, true)")
@@ -122,12 +129,14 @@ _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
 _LATER = sa.text("SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt)")
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
 _FORGET = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
-_NOTE = sa.text("""
-    INSERT INTO trial_user_attributes (trial_id, key, value_json)
+_SET = """
+    INSERT INTO {table} (trial_id, key, value_json)
     SELECT :trial, key, value_json FROM unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
      WHERE EXISTS (SELECT FROM trials WHERE trial_id = :trial)
     ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-""")
+"""
+_NOTE = sa.text(_SET.format(table="trial_user_attributes"))
+_NOTE_SYSTEM = sa.text(_SET.format(table="trial_system_attributes"))
 _ENDED = sa.text("""
     SELECT t.state, reason.value_json::jsonb #>> '{}' AS reason, infeasible.value_json = 'true' AS infeasible
       FROM trials t

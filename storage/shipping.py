@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage import models
 from storage.outbox import Entry, Journal
+from storage.run_artifacts import artifact_attrs
 from storage.run_book import MODEL, PENDING, RUN_ID, RUN_URL, Ended, RunBook, TrialGoneError
 from storage.tracking import MODEL_ID, State, Tracking, allowed_name, epoch_metrics, is_away
 
@@ -229,8 +230,12 @@ class Shipper:
         self._tracking.client.log_inputs(self._run(journal), [DatasetInput(dataset, tags)])
 
     def _files(self, journal: Journal, _record: dict[str, Any]) -> None:
-        if journal.files.is_dir():
-            self._tracking.client.log_artifacts(self._run(journal), str(journal.files))
+        if not journal.files.is_dir():
+            return
+        run = self._run(journal)
+        self._tracking.client.log_artifacts(run, str(journal.files))
+        with self._book.opening(journal.head["trial"]) as page:
+            page.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
 
     def _model(self, journal: Journal, record: dict[str, Any]) -> None:
         client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(journal)

@@ -13,10 +13,10 @@ from search.finalists.companion import create_or_join
 from search.finalists.page import finalist_lines, finalist_table
 from search.finalists.table import Finalists, tabulate
 from search.fleet import Fleet
-from search.run import drive, empty_outbox, open_run, tell_failed
+from search.run import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
-from search.study import RUN_URL, StudyHandle, load_study
+from search.study import RUN_URL, TRACKING_URI, StudyHandle, load_study
 from search.study_checkpoints import note_checkpoints
 from search.summary import summarise
 from storage.checkpoints import Checkpoints
@@ -52,6 +52,7 @@ def run_finalists(
         if (of := handle.spec.finalists_of) is not None:
             raise SearchError(f"study {study!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}")
         held, created = create_or_join(handle, top=top, seeds=seeds, new_set=new_set)
+        held.set_attr(TRACKING_URI, services.open_tracking().uri)
         away = open_run(services, held, required=False)
         if checkpoint_url is not None:
             note_checkpoints(held, checkpoint_url)
@@ -91,9 +92,10 @@ def _finish(
     asked: bool,
 ) -> int:
     """Print the table, tell MLflow and the dashboard, and return the exit code."""
+    tell_outbox(console, services, held, interrupted=interrupted)
     found = tabulate(handle, held)
     if not found.pending:
-        _tell(console, services, handle, held)
+        _tell(console, services, handle)
     console.print()
     console.print(finalist_table(handle, found))
     for line in finalist_lines(handle, found):
@@ -114,12 +116,9 @@ def _code(found: Finalists, *, interrupted: bool, asked: bool) -> int:
     return 0 if found.winner is not None else 1
 
 
-def _tell(console: Console, services: Services, handle: StudyHandle, held: StudyHandle) -> None:
+def _tell(console: Console, services: Services, handle: StudyHandle) -> None:
     try:
-        tracking = services.open_tracking()
-        with steps(console) as tell:
-            empty_outbox(services, held, tracking, tell)
-        close_study(handle, summarise(handle), tracking)
+        close_study(handle, summarise(handle), services.open_tracking())
     except Exception as error:  # the values are in the database: a server that is away must not hide them
         reason = " ".join(str(error).split())[:200]
         again = command("finalists", handle.spec.name)
