@@ -65,13 +65,14 @@ class Laps:
             with self(label):
                 return inner(*args, **kwargs)
 
+        timed.watched = True
         setattr(owner, name, timed)
 
     def watch_all(self, owner: type, label: str) -> None:
-        """Count every call of a public method of `owner` under `label`."""
+        """Count every call of a public method of `owner` under `label`, but for those that are watched already."""
         for name, method in list(vars(owner).items()):
             plain = inspect.isfunction(method) and not inspect.isgeneratorfunction(inspect.unwrap(method))
-            if plain and not name.startswith("_"):
+            if plain and not name.startswith("_") and not hasattr(method, "watched"):
                 self.watch(owner, name, label)
 
     def write_at_exit(self, folder: str) -> None:
@@ -82,10 +83,15 @@ class Laps:
         self._turn()
         times = os.times()
         found = {
-            "started": psutil.Process().create_time(),
+            "started": psutil.Process().create_time() + _boot_error(),
             "first": self.first,
             "ended": time.time(),
             "cpu": times.user + times.system + times.children_user + times.children_system,
             "seconds": self.seconds,
         }
         path.write_text(json.dumps(found))
+
+
+def _boot_error() -> float:
+    """Seconds by which psutil, which reads when the system was started in whole seconds, is early."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()

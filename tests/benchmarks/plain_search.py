@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import mlflow.pytorch
 import optuna
 import torch
 from laps import FOLDER, REST, Laps

@@ -28,16 +28,6 @@ class Digits(_Digits):
 def watched() -> Laps:
     """Watch what `hpsearch worker` does; whatever stands under no other label is the worker's own code."""
     laps = Laps()
-    for owner, label in (
-        (Claims, "study database"),
-        (PostgresStorage, "study database"),
-        (TrialTracking, "tracking"),
-        (TrialRun, "tracking"),
-        (TrialCheckpoints, "checkpoints"),
-        (StudyCheckpoints, "checkpoints"),
-        (RunDir, "run files"),
-    ):
-        laps.watch_all(owner, label)
     for owner, name, label in (
         (RunDir, "finish", "plots and report"),
         (Judge, "__call__", "pruner"),
@@ -50,6 +40,16 @@ def watched() -> Laps:
         (search.join, "close_if_spent", "closing the study"),
     ):
         laps.watch(owner, name, label)
+    for owner, label in (
+        (Claims, "study database"),
+        (PostgresStorage, "study database"),
+        (TrialTracking, "tracking"),
+        (TrialRun, "tracking"),
+        (TrialCheckpoints, "checkpoints"),
+        (StudyCheckpoints, "checkpoints"),
+        (RunDir, "run files"),
+    ):
+        laps.watch_all(owner, label)
     work = search.worker.Worker.work
 
     def begin(worker: search.worker.Worker) -> int:
