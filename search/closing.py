@@ -8,6 +8,10 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import save_note
 
+from search.finalists.companion import parent_of
+from search.finalists.page import confirmation_lines
+from search.finalists.telling import tell_confirmation
+from search.promotions import promotion_lines
 from search.study import RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
 from search.worker import INFEASIBLE
@@ -35,6 +39,7 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
     end_open_runs(handle, tracking)
+    tell_confirmation(handle, tracking)
     tracking.end_study_run(
         str(handle.attrs[RUN_ID]),
         tags=tags,
@@ -42,13 +47,12 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         step=summary.finished,
         finished=summary.finished >= handle.budget,
     )
-    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
-    save_note(study, study_note(handle, summary))
+    write_note(handle, summary)
 
 
 def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
     """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
-    left = tracking.open_trial_runs(str(handle.attrs[RUN_ID]))
+    left = tracking.open_trial_runs(handle.spec.name, str(handle.attrs[RUN_ID]))
     for trial in handle.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
             state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
@@ -63,11 +67,18 @@ _STATES: dict[TrialState, State] = {
 
 
 def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
-    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it."""
+    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it.
+
+    Finalists have no run of their own: when they are done, the study that they are of has more to tell.
+    """
     summary = summarise(handle)
     if summary.finished < handle.budget:
         return
     try:
+        if handle.spec.finalists_of is not None:
+            end_open_runs(handle, tracking)
+            handle = parent_of(handle)
+            summary = summarise(handle)
         close_study(handle, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
         log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
@@ -75,6 +86,8 @@ def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
 
 def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
     """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    if handle.spec.finalists_of is not None:
+        return  # the run is that of the search, which is over
     tracking.reopen(str(handle.attrs[RUN_ID]))
     close_study(handle, summarise(handle), tracking)
 
@@ -84,6 +97,12 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
         tracking.schedule(str(run_id))
+
+
+def write_note(handle: StudyHandle, summary: Summary) -> None:
+    """Write the study's note in the dashboard."""
+    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
+    save_note(study, study_note(handle, summary))
 
 
 def study_note(handle: StudyHandle, summary: Summary) -> str:
@@ -100,4 +119,8 @@ def study_note(handle: StudyHandle, summary: Summary) -> str:
         name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
         lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
+    for line in confirmation_lines(handle):
+        lines += ["", f"{line[:1].upper()}{line[1:]}."]
+    promoted = [line for line in promotion_lines(handle) if line]
+    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.console import command
 from search.errors import SearchError
 from search.spec import parse_spec
 from search.study import StudyHandle
@@ -30,7 +31,7 @@ def stop_study(handle: StudyHandle) -> str | None:
     """
     if why := handle.attrs.get(STOPPED):
         return str(why)
-    handle.set_attr(STOPPED, f"by {_user()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    handle.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
 
@@ -47,7 +48,8 @@ def running_trials(handle: StudyHandle) -> int:
     return running_now(engine_of(handle.storage), handle.study_id)
 
 
-def _user() -> str:
+def whoami() -> str:
+    """Return user and host, for a person to read."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
@@ -72,8 +74,13 @@ def extend_study(handle: StudyHandle, trials: str) -> Extended:
         trials: ``+50`` for fifty more, or the new budget as a number.
 
     Raises:
-        SearchError: that is no such number, too large, or no more than was started already.
+        SearchError: that is no such number, too large, or no more than was started already; or they are finalists.
     """
+    if (of := handle.spec.finalists_of) is not None:
+        raise SearchError(
+            f"study {handle.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
+            f"with {command('finalists', of.study, '--new-set')}"
+        )
     if not re.fullmatch(r"\+?[0-9]{1,12}", trials):
         raise SearchError(f"--trials {trials!r}: give +N for N more trials, or the new budget as a number")
     changed: list[Extended] = []

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from search.closing import close_study
 from search.console import PlainConsole, command
 from search.errors import SearchError
-from search.fleet import Fleet, visible_gpus
+from search.fleet import Fleet, Slot, visible_gpus
 from search.keeper import kept_up
 from search.launch import load_for_search, prepare_study
 from search.live import LiveView
@@ -61,11 +61,11 @@ def run_search(
         handle, created = prepare_study(services, settings, objective)
         if checkpoint_url is not None:
             note_checkpoints(handle, checkpoint_url)
+        spec = handle.spec
+        if why := handle.attrs.get(STOPPED):
+            raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
         tell("overfitting one batch")
         smoke_warning = smoke_test(handle, objective, services.open_tracking())
-    spec = handle.spec
-    if why := handle.attrs.get(STOPPED):
-        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
@@ -78,7 +78,7 @@ def run_search(
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
     if begin.finished < spec.n_trials:
-        interrupted, fleet = _drive(console, services, handle, workers, checkpoint_url)
+        interrupted, fleet = drive(console, services, handle, workers, checkpoint_url)
     else:
         more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
         console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
@@ -86,7 +86,7 @@ def run_search(
     return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
 
 
-def _drive(
+def drive(
     console: Console, services: Services, handle: StudyHandle, workers: int, checkpoint_url: str | None
 ) -> tuple[bool, Fleet]:
     """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
@@ -126,7 +126,7 @@ def _drive(
     try:
         fleet.start()
         with keeper as kept, LiveView(console, handle.spec, fleet) as view:
-            while fleet.poll(progress.finished, away=away):
+            while fleet.poll(progress.with_result, away=away):
                 progress, away = look()
                 view.update(progress, away=away)
                 if kept is not None and kept.is_set():
@@ -172,14 +172,9 @@ def _finish(
         console.print(line)
     if report is not None:
         console.print(f"report:             {report}")
-    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
-    for slot in failed:
-        console.print(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
-        )
+    failed = tell_failed(console, fleet)
     if interrupted:
-        again = command("run", handle.spec.objective, "--name", handle.spec.name)
-        console.print(f"interrupted; go on with: {again}")
+        console.print(f"interrupted; go on with: {handle.go_on}")
         return 130
     if why := handle.attrs.get(STOPPED):
         console.print(f"stopped {why}; go on with: {command('start', handle.spec.name)}, then run it again")
@@ -189,6 +184,16 @@ def _finish(
         console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")
         spent = True
     return 0 if spent and summary.best is not None else 1
+
+
+def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
+    """Print which workers gave up, and why, and return their places."""
+    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
+    for slot in failed:
+        console.print(
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
+        )
+    return failed
 
 
 def report_path(services: Services, handle: StudyHandle) -> Path:

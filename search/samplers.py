@@ -7,13 +7,20 @@ import warnings
 
 import optuna
 
-from search.spec import PrunerSpec, SamplerSpec
+from search.spec import PrunerSpec, SamplerSpec, StudySpec
 
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed below 2**31 from `parts` by SHA-256: the same everywhere, unrelated for related parts."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+
+def training_seed(spec: StudySpec, number: int) -> int:
+    """Return the seed of a trial's training: its own in a search, the common fresh one among finalists."""
+    if spec.finalists_of is not None:
+        return spec.finalists_of.assignment(number)[1]
+    return derive_seed(spec.seed, "trial", number)
 
 
 def make_sampler(

@@ -72,19 +72,18 @@ class TrialSession(LocalSession):
         if self._run is not None:
             # Sent again after a crash: its batch may have been on its way, and MLflow keeps one copy.
             self._run.log_epoch(record.epoch, record.timestamp, record.metrics)
+        stopped = stopped or self._stopping()
         if record.epoch < max(self._values):
-            return Verdict.CONTINUE  # decided before the restart
+            return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
         if record.epoch < self._last_epoch:
             self.decision = self._judge(self._frozen())
             if self.decision.prune:
                 return Verdict.PRUNE
-        return Verdict.STOP if stopped or self._stopping() else Verdict.CONTINUE
+        return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _report(self, epoch: int, value: float) -> bool:
         pending = self.kept.pending
-        if epoch in self._values and pending is None:
-            return False
         stopped = self._claims.report(self._claim, epoch, value, pending.stored if pending else None)
         self.kept.committed()
         self._values.setdefault(epoch, value)

@@ -131,6 +131,32 @@ SAMPLERS = ("tpe", "random", "qmc", "gp")
 PRUNERS = ("median", "percentile", "successive_halving", "hyperband", "threshold", "none")
 
 
+class FinalistsOf(_Model):
+    """Makes a study the finalists of another: each of its best trials, trained anew on each of some fresh seeds.
+
+    Attributes:
+        study: the other study's name.
+        study_id: its number in the database: a study deleted and made again under its name is another.
+        top: how many finalists were asked for; there may be fewer trials.
+        trials: numbers of the finalists in the other study, the best one first.
+        seeds: of the training, the same for all finalists; none is a seed of the search.
+    """
+
+    study: str
+    study_id: int
+    top: int = Field(ge=1)
+    trials: list[int] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+
+    def assignment(self, number: int) -> tuple[int, int]:
+        """Return whose configuration trial `number` trains, and on which seed.
+
+        All finalists come once before any comes twice, so that a table that is not yet whole compares like with like.
+        """
+        seed, finalist = divmod(number, len(self.trials))
+        return self.trials[finalist], self.seeds[seed]
+
+
 class StudySpec(_Model):
     """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags."""
 
@@ -148,6 +174,7 @@ class StudySpec(_Model):
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
+    finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 
     @model_validator(mode="before")
     @classmethod
@@ -223,7 +250,11 @@ def _first_line(error: ValidationError) -> str:
         )
     if kind.startswith("model_"):
         return f"{where} is {value!r}: give its name, or a table with its name and options"
+    if where.startswith("retry_on"):
+        setting, kinds = "retry_on", ", ".join(repr(k) for k in ("lost", "error", "memory"))
+        return f'{setting}: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{setting} is {value!r}: it must be {message}"
 
 

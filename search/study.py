@@ -12,7 +12,7 @@ import optuna
 
 from objectives import Objective
 from objectives.loading import source_hash
-from objectives.training.metrics import DIRECTIONS
+from search.console import command
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
@@ -57,6 +57,13 @@ class StudyHandle:
         # The number is the database's: a study deleted and made again must not find the old one's checkpoints.
         return str(self.attrs.get(FOLDER, f"{self.spec.name}-{self.study_id}"))
 
+    @property
+    def go_on(self) -> str:
+        """The command that runs what is left of the study."""
+        if (of := self.spec.finalists_of) is not None:
+            return command("finalists", of.study)
+        return command("run", self.spec.objective, "--name", self.spec.name)
+
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
@@ -86,6 +93,8 @@ class StudyHandle:
 
 def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
+    from objectives.training.metrics import DIRECTIONS
+
     metric = settings.get("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     defaults = {
@@ -125,6 +134,11 @@ def create_or_join(
             study_id = storage.create_new_study([direction], wanted.name)
         stored = storage.get_study_user_attrs(study_id).get(SPEC)
         if stored is not None:
+            if (of := parse_spec(stored).finalists_of) is not None:
+                raise SearchError(
+                    f"study {wanted.name!r} holds the finalists of {of.study!r}: run them with "
+                    f"{command('finalists', of.study)}, or choose another --name"
+                )
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             if lines := differences(stored, spec.model_dump()):
                 more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
@@ -140,10 +154,15 @@ def create_or_join(
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            optuna.load_study(study_name=wanted.name, storage=storage).set_metric_names([wanted.metric])
+        name_metric(storage, wanted)
         return StudyHandle(wanted, storage, study_id), True
+
+
+def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
+    """Tell the dashboard what the values of a study are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
 
 
 def load_study(storage: PostgresStorage, name: str) -> StudyHandle:

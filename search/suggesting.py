@@ -18,7 +18,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.trial import FrozenTrial
 
-from objectives import Objective
+from objectives import Objective, ObjectiveError
 from objectives.training import TrainConfig
 from search.samplers import derive_seed, make_sampler
 from search.spec import StudySpec
@@ -66,6 +66,8 @@ def suggest(objective: Objective, study: optuna.Study, claim: Claim, spec: Study
         ):
             config = objective.configure(optuna.Trial(study, claim.trial_id))
             made = storage.get_trial(claim.trial_id)
+            if spec.finalists_of is not None:
+                _require_same(made, spec.finalists_of.assignment(claim.number)[0])
             if given.params or _is_free(made):
                 return config
             take_turn()
@@ -83,6 +85,15 @@ def _sampler(spec: StudySpec, trial_number: int, tried: int) -> BaseSampler:
     if tried < SAMPLER_TRIES:
         return make_sampler(spec.sampler, study_seed=spec.seed, trial_number=trial_number, again=tried)
     return _Untried(derive_seed(spec.seed, "sampler", trial_number, tried))
+
+
+def _require_same(trial: FrozenTrial, finalist: int) -> None:
+    fixed = trial.system_attrs.get("fixed_params", {})
+    if differ := sorted(name for name in fixed | trial.params if fixed.get(name) != trial.params.get(name)):
+        raise ObjectiveError(
+            f"this is not the configuration of trial {finalist} any more ({', '.join(differ)}): the objective's code "
+            "was changed since; put it back, and try the trial again"
+        )
 
 
 def _is_free(trial: FrozenTrial) -> bool:

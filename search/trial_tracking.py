@@ -12,7 +12,7 @@ from search.study import RUN_ID, RUN_URL, TRACKING
 from storage import models
 from storage.claims import Claim, Lost
 from storage.study_storage import PostgresStorage
-from storage.tracking import MODEL_ID, State, Tracking, TrialRun
+from storage.tracking import FINALIST_OF, MODEL_ID, SEED, State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,11 @@ class TrialTracking:
             with self._storage.together(self._claim.trial_id):
                 self._note(RUN_ID, self.run.run_id)
                 self._note(RUN_URL, self.run.url)
-        self.run.set_tags({"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)})
+        tags = {"hpsearch.objective": self._spec.objective, "hpsearch.attempt": str(self._claim.attempt)}
+        if self._spec.finalists_of is not None:
+            trial, seed = self._spec.finalists_of.assignment(self._claim.number)
+            tags |= {FINALIST_OF: str(trial), SEED: str(seed)}
+        self.run.set_tags(tags)
 
     def _note(self, key: str, value: str) -> None:
         self._storage.set_trial_user_attr(self._claim.trial_id, key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,9 +16,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
-from search.samplers import derive_seed
+from search.samplers import training_seed
 from search.session import TrialSession
 from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
@@ -102,6 +104,9 @@ class Worker:
                     return EXIT_DRAINED
                 if isinstance(got, Lost):
                     log.error("trial %d: FAIL, %s", got.number, got.reason)
+                    self._failures, self._last_failure = self._failures + 1, got.reason
+                    if self._hopeless():
+                        return self._give_up()
                     attrs = self._handle.storage.get_trial_user_attrs(got.trial_id)
                     end_lost_run(self._tracking, got, attrs.get(RUN_ID))
                 elif isinstance(got, Nothing):
@@ -111,9 +116,12 @@ class Worker:
                 else:
                     self._idle = 0
                     self._run(got)
-                    if self._failures >= FAILURES_IN_A_ROW and not self._any_finished():
+                    if self._hopeless():
                         return self._give_up()
         return EXIT_DRAINED
+
+    def _hopeless(self) -> bool:
+        return self._failures >= FAILURES_IN_A_ROW and not self._any_finished()
 
     def _give_up(self) -> int:
         log.error(
@@ -179,7 +187,7 @@ class Worker:
                 self._objective,
                 config,
                 epochs=self._spec.epochs,
-                seed=derive_seed(self._spec.seed, "trial", claim.number),
+                seed=training_seed(self._spec, claim.number),
                 split_seed=self._spec.seed,
                 session=session,
                 run_dir=run_dir,
@@ -216,7 +224,10 @@ class Worker:
         self._failures = 0
         state: State
         decision = session.decision if result.status == "pruned" else None
-        tracked.publish(result, session.files, with_model=decision is None)
+        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
+        tracked.publish(result, session.files, with_model=decision is None and self._spec.finalists_of is None)
+        if tracked.run is not None:
+            list_artifacts(self._handle.storage, claim, tracked.run.run_id, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)
@@ -241,8 +252,9 @@ class Worker:
         reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
-            (run_dir / "error.txt").write_text(traceback.format_exc())
-            tracked.log_file(run_dir / "error.txt")
+            with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
+                (run_dir / "error.txt").write_text(traceback.format_exc())
+                tracked.log_file(run_dir / "error.txt")
         if not self._again(claim, tracked, "error", reason):
             self._failures += 1
             self._end(claim, "FAIL", "failed", reason)

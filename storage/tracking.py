@@ -31,6 +31,7 @@ EXPERIMENT = "hpsearch"
 STUDY, TRIAL, STATE, REASON = "hpsearch.study", "hpsearch.trial", "hpsearch.state", "hpsearch.reason"
 STUDY_ID = "hpsearch.study_id"
 MODEL_ID = "hpsearch.model_id"
+FINALIST_OF, SEED = "hpsearch.finalist_of", "hpsearch.seed"  # of a finalist's run: the trial it repeats, on which seed
 
 # MLflow knows no PRUNED: KILLED tells it from FINISHED in lists, the state tag tells it from a run that was killed.
 STATUS_OF = {
@@ -47,6 +48,7 @@ _CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
@@ -155,16 +157,19 @@ class Tracking:
             search: look for a run of the trial before making one (it was started before and has none noted).
         """
         if known is None and search:
-            known = self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{TRIAL}` = '{number}'", child=True)
+            # By the study's name too: its finalists, whose trials are numbered anew, have the same parent.
+            mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
+            known = self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
         if known is not None and self._exists(known):
             self.client.update_run(known, status="RUNNING")
             return TrialRun(self, known)
         tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent}
         return TrialRun(self, self._create(f"{study_name}-{number:04d}", tags))
 
-    def open_trial_runs(self, parent: str) -> dict[int, str]:
-        """Return the runs under a study's run that nobody has ended: trial number to run id."""
-        query = f"attributes.status = 'RUNNING' AND tags.`mlflow.parentRunId` = '{parent}'"
+    def open_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
+        """Return the runs of a study's trials that nobody has ended: trial number to run id."""
+        under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
+        query = f"attributes.status = 'RUNNING' AND {under}"
         runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
         return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
 
@@ -192,6 +197,23 @@ class Tracking:
         )
         if finished:
             self.client.set_terminated(run_id, status="FINISHED", end_time=now)
+
+    def annotate(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:
+        """Add tags and metrics to a run that has ended; said again with the same time, a metric is there once.
+
+        Args:
+            run_id: the run, which keeps its status.
+            tags: to set.
+            metrics: to log, at step 0.
+            at: unix seconds.
+        """
+        from mlflow.entities import Metric, RunTag
+
+        self.client.log_batch(
+            run_id,
+            metrics=[Metric(key, value, int(at * 1000), 0) for key, value in metrics.items()],
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
 
     def log_file(self, run_id: str, path: Path) -> None:
         """Upload a file to a run."""

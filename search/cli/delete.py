@@ -22,26 +22,37 @@ def delete(
     checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Delete a study with its trials, checkpoints and files on this machine; its runs and models in MLflow stay."""
+    """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
     from search.cli.read import open_for_reading
+    from search.console import command
     from search.errors import SearchError
     from search.study import load_study
     from search.study_checkpoints import open_checkpoints
     from search.summary import summarise
     from search.worker import runs_folder
     from storage.claims import running_now
+    from storage.finalists import finalist_studies
     from storage.studies import engine_of
+    from storage.test_set import read_opening
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
-    summary = summarise(handle)
-    if alive := running_now(engine_of(storage), handle.study_id):
-        raise SearchError(f"study {study!r} has {alive} running trials: stop it first: hpsearch stop {study}")
+    held = [load_study(storage, name) for name in finalist_studies(engine_of(storage), handle.study_id)]
+    for each in (handle, *held):
+        if alive := running_now(engine_of(storage), each.study_id):
+            name = each.spec.name
+            raise SearchError(f"study {name!r} has {alive} running trials: stop it first: {command('stop', name)}")
     if not yes:
-        typer.confirm(f"delete study {study} with {summary.finished} finished trials?", abort=True)
-    runs = runs_folder(services.home / "runs", handle)
-    checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
-    storage.delete_study(handle.study_id)
-    checkpoints.forget()
-    shutil.rmtree(runs, ignore_errors=True)
-    typer.echo(f"deleted {study}; its runs in MLflow stay")
+        what = f"study {study} with {summarise(handle).finished} finished trials"
+        what += ", its finalists" if held else ""
+        what += (
+            ", and the record that its test set was opened" if read_opening(engine_of(storage), handle.study_id) else ""
+        )
+        typer.confirm(f"delete {what}?", abort=True)
+    for each in (*held, handle):  # the search last: without it nobody would know whose finalists the others are
+        runs = runs_folder(services.home / "runs", each)
+        checkpoints = open_checkpoints(each, services.home, checkpoint_url)
+        storage.delete_study(each.study_id)
+        checkpoints.forget()
+        shutil.rmtree(runs, ignore_errors=True)
+        typer.echo(f"deleted {each.spec.name}; its runs in MLflow stay")

@@ -27,7 +27,6 @@ def extend(
     from search.cli.mlflow import tell_mlflow
     from search.cli.read import open_for_reading
     from search.closing import reopen_study
-    from search.console import command
     from search.control import extend_study
     from search.study import load_study
 
@@ -39,4 +38,4 @@ def extend(
         return
     typer.echo(f"{study}: {done.before} -> {done.after} trials, {done.started} of them are started")
     tell_mlflow(services, handle, lambda tracking: reopen_study(load_study(storage, study), tracking))
-    typer.echo(f"workers that run take it up; else: {command('run', handle.spec.objective, '--name', study)}")
+    typer.echo(f"workers that run take it up; else: {handle.go_on}")

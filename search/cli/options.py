@@ -74,7 +74,7 @@ PrunerOption = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the data split and of every trial  [default: 0]")]
 Retries = Annotated[
     int | None,
-    typer.Option("--retries", help="How many workers may die on one trial before it fails  [default: 2]"),
+    typer.Option("--retries", help="How many attempts at a trial may come to nothing before it fails  [default: 2]"),
 ]
 Timeout = Annotated[
     float | None,

@@ -32,7 +32,6 @@ def retry(
     from search.cli.mlflow import tell_mlflow
     from search.cli.read import open_for_reading
     from search.closing import reopen_study, reopen_trial_run
-    from search.console import command
     from search.control import retry_trial
     from search.study import load_study
 
@@ -51,4 +50,4 @@ def retry(
         reopen_study(handle, tracking)
 
     tell_mlflow(services, handle, tell)
-    typer.echo(f"workers that run take it up; else: {command('run', handle.spec.objective, '--name', study)}")
+    typer.echo(f"workers that run take it up; else: {handle.go_on}")

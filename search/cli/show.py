@@ -30,13 +30,14 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
-    from search.cli.read import open_for_reading
+    from search.cli.read import notice_promotions, open_for_reading
     from search.console import PlainConsole
     from search.study import load_study
     from search.trial_page import print_trial
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
+    notice_promotions(services, storage, handle)
     if trial is None:
         _show_study(PlainConsole(), handle, services.dashboard_url, every=every)
     else:
@@ -46,10 +47,15 @@ def show(
 def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None, *, every: bool) -> None:
     from rich.table import Table
 
+    from search.finalists import read_finalists
+    from search.finalists.page import finalist_table
+    from search.promotions import promotion_lines
     from search.summary import format_value, summarise, summary_lines
     from storage.claims import REASON, STOPPED, WORKER
 
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
+        if key == "finalists_of" and value is None:
+            continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         console.print(f"{key:>10}  {shown}")
     console.print()
@@ -73,7 +79,12 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
         console.print(f"the last 20 of {len(trials)} trials; all of them with --all")
     console.print(table)
     console.print()
+    if (found := read_finalists(handle)) is not None:
+        console.print(finalist_table(handle, found))
+        console.print()
     for line in summary_lines(handle, summarise(handle), dashboard_url=dashboard_url):
+        console.print(line)
+    for line in promotion_lines(handle):
         console.print(line)
     if why := handle.attrs.get(STOPPED):
         console.print(f"stopped {why}")

@@ -23,5 +23,5 @@ def start(study: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = N
     handle = load_study(storage, study)
     why = start_study(handle)
     typer.echo(f"started {study}, which was stopped {why}" if why else f"{study} was not stopped")
-    typer.echo(f"run it with: {command('run', handle.spec.objective, '--name', study)}")
+    typer.echo(f"run it with: {handle.go_on}")
     typer.echo(f"or join it:  {command('worker', '--study', study)}")

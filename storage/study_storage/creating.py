@@ -111,22 +111,36 @@ def insert(database: Database, study_id: int, trials: Sequence[FrozenTrial]) -> 
     Raises:
         KeyError: There is no such study.
     """
-    batches = [_columns(trials[first : first + _AT_ONCE]) for first in range(0, len(trials), _AT_ONCE)]
+    batches = _batches(trials)
     sent: list[tuple[int, int]] = []
 
     def run(connection: sa.Connection, repeated: bool) -> list[tuple[int, int]]:
         # When the connection broke at the commit, it may have been made.
         if repeated and sent and _exists(connection, study_id, sent[-1][0]):
             return sent
-        sent.clear()
-        for columns in batches:
-            rows = connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all()
-            if not rows:
-                raise KeyError(f"there is no study with id {study_id}")
-            sent.extend((row.trial_id, row.number) for row in rows)
+        sent[:] = _insert(connection, study_id, batches)
         return sent
 
     return database.transaction(run) if trials else []
+
+
+def insert_by(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> None:
+    """Insert trials as `insert` does, in the connection's transaction."""
+    _insert(connection, study_id, _batches(trials))
+
+
+def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
+    return [_columns(trials[first : first + _AT_ONCE]) for first in range(0, len(trials), _AT_ONCE)]
+
+
+def _insert(connection: sa.Connection, study_id: int, batches: Iterable[dict[str, list[Any]]]) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    for columns in batches:
+        rows = connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all()
+        if not rows:
+            raise KeyError(f"there is no study with id {study_id}")
+        made.extend((row.trial_id, row.number) for row in rows)
+    return made
 
 
 def _exists(connection: sa.Connection, study_id: int, trial_id: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,32 @@ class PostgresStorage(BaseStorage):
         study_id = studies.create(self._database, name, directions)
         self._names[study_id], self._directions[study_id] = name, list(directions)
         return study_id
+
+    def create_filled_study(
+        self,
+        directions: Sequence[StudyDirection],
+        study_name: str,
+        *,
+        user_attrs: Mapping[str, Any],
+        trials: Sequence[FrozenTrial],
+    ) -> int:
+        """Create a study with attributes and trials, in one transaction: nobody sees it before it is whole.
+
+        Args:
+            directions: Of its objectives.
+            study_name: Its name.
+            user_attrs: Its user attributes.
+            trials: As they are, numbered from 0; their distributions are not compared.
+
+        Raises:
+            DuplicatedStudyError: There is one of that name.
+        """
+
+        def fill(connection: sa.Connection, study_id: int) -> None:
+            studies.set_attrs_by(connection, study_id, user_attrs)
+            creating.insert_by(connection, study_id, trials)
+
+        return studies.create(self._database, study_name, directions, fill=fill)
 
     def delete_study(self, study_id: int) -> None:  # noqa: D102
         self._forget(study_id)

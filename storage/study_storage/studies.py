@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import sqlalchemy as sa
@@ -66,8 +66,24 @@ def unknown(study: int | str) -> KeyError:
     return KeyError(f"there is no study {study!r}" if isinstance(study, str) else f"there is no study with id {study}")
 
 
-def create(database: Database, name: str, directions: Sequence[StudyDirection]) -> int:
+def _nothing(_connection: sa.Connection, _study_id: int) -> None:
+    pass
+
+
+def create(
+    database: Database,
+    name: str,
+    directions: Sequence[StudyDirection],
+    *,
+    fill: Callable[[sa.Connection, int], None] = _nothing,
+) -> int:
     """Create a study and return its id.
+
+    Args:
+        database: Where.
+        name: Its name.
+        directions: Of its objectives.
+        fill: Is given the connection and the new id, and adds to the study before anybody sees it.
 
     Raises:
         DuplicatedStudyError: There is one of that name.
@@ -81,6 +97,7 @@ def create(database: Database, name: str, directions: Sequence[StudyDirection]) 
         made[:] = [
             connection.execute(text(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
         ]
+        fill(connection, made[0])
         return made[0]
 
     try:
@@ -132,6 +149,13 @@ def set_attr(database: Database, kind: Kind, study_id: int, key: str, value: Any
     parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
     if not database.rows(_SET_ATTR.format(kind=kind), parameters):
         raise unknown(study_id)
+
+
+def set_attrs_by(connection: sa.Connection, study_id: int, user_attrs: Mapping[str, Any]) -> None:
+    """Set user attributes of a study in the connection's transaction."""
+    for key, value in user_attrs.items():
+        parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
+        connection.execute(text(_SET_ATTR.format(kind="user")), parameters)
 
 
 def attrs_of(database: Database, kind: Kind, study_id: int) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+OUTSIDE = -1  # no trial: what a command does beside them
+
 
 @dataclass(frozen=True)
 class Order:
@@ -27,7 +29,7 @@ class Order:
     Attributes:
         point: where, as in `tests.faults.puppet.POINTS`, or `training` for the objective's own code.
         action: a key of `ACTIONS`.
-        trial, attempt: in which attempt at which trial; 0 is any.
+        trial, attempt: in which attempt at which trial, `OUTSIDE` all of them; attempt 0 is any.
         epoch: in which epoch; None is any.
         when: `before` or `after` the point.
         nth: at which passing of the point, counted from 1 in each attempt.
@@ -75,9 +77,9 @@ def arrive(trial: int | None, attempt: int | None) -> None:
 def obey(point: str, when: str = "before") -> None:
     """Do what is ordered for this point, if anything is."""
     for index, order in enumerate(read()):
-        if (order.point, order.when) != (point, when) or Here.trial is None:
+        if (order.point, order.when) != (point, when):
             continue
-        if order.trial != Here.trial or order.attempt not in {0, Here.attempt}:
+        if order.trial != (OUTSIDE if Here.trial is None else Here.trial) or order.attempt not in {0, Here.attempt}:
             continue
         if order.epoch not in {None, Here.epoch}:
             continue

@@ -37,6 +37,7 @@ POINTS = {
     "settle": ("storage.claims", "Claims.settle"),
     "finish": ("search.trial_tracking", "TrialTracking.finish"),
     "forget": ("search.checkpointing", "TrialCheckpoints.forget"),
+    "score test": ("objectives.training.held_out", "Restored.test"),
     "drop pointers": ("search.checkpointing", "drop_pointers"),
 }
 

@@ -19,8 +19,7 @@ _SEAL = """
             END IF;
             RETURN OLD;
         END IF;
-        IF OLD.scores IS NOT NULL OR (NEW.study_id, NEW.trial_number, NEW.model_sha256, NEW.opened_at, NEW.opened_by)
-           IS DISTINCT FROM (OLD.study_id, OLD.trial_number, OLD.model_sha256, OLD.opened_at, OLD.opened_by) THEN
+        IF OLD.scores IS NOT NULL OR to_jsonb(NEW) - 'scores' IS DISTINCT FROM to_jsonb(OLD) - 'scores' THEN
             RAISE EXCEPTION 'the test set of study % was opened at %', OLD.study_id, OLD.opened_at;
         END IF;
         RETURN NEW;
@@ -35,6 +34,7 @@ def upgrade() -> None:
         sa.Column("study_id", sa.Integer, sa.ForeignKey("studies.study_id", ondelete="CASCADE"), primary_key=True),
         sa.Column("trial_number", sa.Integer, nullable=False),
         sa.Column("model_sha256", sa.String(64), nullable=False),
+        sa.Column("finalists", sa.Text),
         sa.Column("opened_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now()),
         sa.Column("opened_by", sa.Text, nullable=False),
         sa.Column("scores", JSONB),

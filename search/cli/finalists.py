@@ -1,0 +1,50 @@
+"""``hpsearch finalists``: the best trials of a search are trained anew on fresh seeds, and one of them wins."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(finalists)
+
+
+def finalists(
+    study: o.StudyName,
+    *,
+    top: Annotated[
+        int | None, typer.Option("--top", min=1, help="How many of the best configurations  [default: 5]")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="How many fresh seeds, the same for all  [default: 2]")
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", min=0, max=512, help="Worker processes on this machine; 0 chooses and shows, and trains none."
+        ),
+    ] = 2,
+    new_set: Annotated[
+        bool, typer.Option("--new-set", help="Choose anew, by the search as it is now, on other seeds.")
+    ] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
+    home: o.Home = None,
+) -> int:
+    """Train the best trials of a finished search again, from scratch, on fresh seeds that are the same for all.
+
+    The best of many over-states itself: the winner is chosen on the fresh seeds alone. Called again it goes on where
+    it stopped, and shows the table when all is done. Other machines join with 'worker --study STUDY.finalists'.
+    """
+    from search.finalists.run import run_finalists
+
+    return run_finalists(
+        study, top=top, seeds=seeds, new_set=new_set, workers=workers, storage_url=storage_url,
+        tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""``hpsearch open-test``: the sealed test set of a study is opened, once, for the winner."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command("open-test")(open_test)
+
+
+def open_test(
+    study: o.StudyName,
+    *,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, help="Number of the trial, with --unconfirmed  [default: the winner]"),
+    ] = None,
+    unconfirmed: Annotated[
+        bool,
+        typer.Option("--unconfirmed", help="Open it for a trial that did not win among finalists; it is marked so."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
+    from search.cli.mlflow import tell_mlflow
+    from search.cli.read import open_for_reading
+    from search.closing import close_study
+    from search.console import command
+    from search.errors import SearchError
+    from search.finalists.page import confirmation_lines
+    from search.study import TRACKING_URI, load_study
+    from search.summary import summarise
+    from search.test_set import choose_candidate, open_for
+    from storage.test_set import AlreadyOpenError
+    from storage.tracking import check_server
+
+    services, storage = open_for_reading(storage_url, tracking_uri, home)
+    handle = load_study(storage, study)
+    if (of := handle.spec.finalists_of) is not None:
+        raise SearchError(f"study {study!r} holds finalists: open the test set of {of.study!r}")
+    try:
+        candidate = choose_candidate(handle, trial=trial, unconfirmed=unconfirmed)
+        number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
+        if not yes:
+            typer.confirm(f"open the test set of {study} for trial {number}{mark}? It opens once.", abort=True)
+        uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
+        if uri is None:
+            raise SearchError(f"study {study!r} names no tracking server: give --tracking-uri")
+        check_server(uri)
+        opening = open_for(handle, candidate, services.open_tracking(uri))
+    except AlreadyOpenError as error:
+        raise SearchError(f"study {study!r}: {error}; see it with: {command('show', study)}") from None
+    for name, value in (opening.scores or {}).items():
+        typer.echo(f"test {name} {value:.6g}")
+    for line in confirmation_lines(handle):
+        typer.echo(line)
+    tell_mlflow(services, handle, lambda tracking: close_study(handle, summarise(handle), tracking))

@@ -1,0 +1,126 @@
+"""The table of a study's finalists: what the search said of each, and what fresh seeds say."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Literal
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.finalists.choice import choose
+from search.study import StudyHandle, load_study
+from search.worker import INFEASIBLE
+from storage.finalists import finalist_studies
+from storage.studies import engine_of
+
+
+@dataclass(frozen=True)
+class FinalistRow:
+    """One finalist.
+
+    Attributes:
+        trial: its number in the search.
+        search_value: what it scored there, chosen as one of the best of many: too good by that choice.
+        values: what it scored on each of the fresh seeds; None where it has not ended, failed or diverged.
+        mean: of the values there are; None without any.
+        spread: sample standard deviation (n - 1) of the values there are; None of fewer than two.
+        reasons: why a value is missing, for each of the seeds; None where it is there.
+    """
+
+    trial: int
+    search_value: float
+    values: tuple[float | None, ...]
+    mean: float | None
+    spread: float | None
+    reasons: tuple[str | None, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has a value for every seed: none wins without."""
+        return None not in self.values
+
+
+@dataclass(frozen=True)
+class Finalists:
+    """The finalists of a study.
+
+    Attributes:
+        winner: number, in the search, of the best trial on the fresh seeds; None until all have ended, and where none
+            has a value for every seed.
+        tie: the trials that fresh seeds cannot tell from the winner, which is not among them; the better one first.
+        seeds: on which all of them were trained.
+        rows: in the order of the search.
+        study: name of the study that they are trained in.
+        pending: how many of its trials have not ended.
+        error: standard error of the difference of two means; None where nothing can be said of it.
+    """
+
+    winner: int | None
+    tie: tuple[int, ...]
+    seeds: tuple[int, ...]
+    rows: tuple[FinalistRow, ...]
+    study: str = ""
+    pending: int = 0
+    error: float | None = None
+
+    def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "confirmed", "incomplete"]:
+        """Return what became of a finalist: without a value for every seed it cannot win."""
+        if row.trial == self.winner:
+            return "winner"
+        if row.trial in self.tie:
+            return "tie"
+        return "confirmed" if row.whole else "incomplete"
+
+    def row(self, trial: int) -> FinalistRow:
+        """Return the row of a finalist."""
+        return next(row for row in self.rows if row.trial == trial)
+
+
+def current_set(handle: StudyHandle) -> StudyHandle | None:
+    """Return the study that holds the finalists of a study, the one made last; None without any."""
+    names = finalist_studies(engine_of(handle.storage), handle.study_id)
+    return load_study(handle.storage, names[-1]) if names else None
+
+
+def read_finalists(handle: StudyHandle) -> Finalists | None:
+    """Return the finalists of a study as they stand, or None when none were chosen yet."""
+    held = current_set(handle)
+    return None if held is None else tabulate(handle, held)
+
+
+def tabulate(handle: StudyHandle, held: StudyHandle) -> Finalists:
+    """Return the table of the finalists of `handle` that the study `held` holds."""
+    of = held.spec.finalists_of
+    assert of is not None
+    searched = {trial.number: trial.value for trial in handle.trials()}
+    ran = {of.assignment(trial.number): trial for trial in held.trials() if trial.number < held.spec.n_trials}
+    rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
+    pending = held.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
+    whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
+    choice = choose({} if pending else whole, maximize=handle.spec.direction == "maximize")
+    return Finalists(choice.winner, choice.tie, tuple(of.seeds), rows, held.spec.name, pending, choice.error)
+
+
+def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:
+    assert searched is not None
+    values = tuple(t.value if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
+    there = [value for value in values if value is not None]
+    return FinalistRow(
+        trial=number,
+        search_value=searched,
+        values=values,
+        mean=statistics.fmean(there) if there else None,
+        spread=statistics.stdev(there) if len(there) > 1 else None,
+        reasons=tuple(_why_missing(trial) for trial in trials),
+    )
+
+
+def _why_missing(trial: FrozenTrial | None) -> str | None:
+    if trial is None or trial.state == TrialState.WAITING:
+        return "waiting"
+    if trial.state == TrialState.COMPLETE:
+        return None
+    if trial.state == TrialState.RUNNING:
+        return "running"
+    return "diverged" if trial.user_attrs.get(INFEASIBLE) else "failed"

@@ -1,0 +1,194 @@
+"""Finalists and the sealed test set on real services: what a person types after a search, with a worker that dies."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlflow
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+
+from search.finalists import Finalists, read_finalists
+from search.study import StudyHandle, load_study
+from storage.studies import open_storage
+from storage.test_set import read_opening
+from tests.faults.harness import Arena
+from tests.faults.orders import OUTSIDE, Order, write
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+NAME, HELD, EPOCHS = "digits", "digits.finalists", 3
+CHOICE = ("finalists", NAME, "--top", "3", "--seeds", "2")
+
+
+@pytest.fixture
+def handle(arena: Arena) -> Iterator[StudyHandle]:
+    """A search of five trials of digits, by two workers."""
+    arena.name = NAME
+    write(arena.orders, [])
+    arena.home.mkdir()
+    arena.home.chmod(0o755)
+    few = ("--trials", "5", "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none")
+    arena.run("run", "digits", "--workers", "0", *few)
+    arena.work(2)
+    storage = open_storage(arena.storage_url, application_name="test")
+    yield load_study(storage, NAME)
+    storage.engine.dispose()
+
+
+def table(handle: StudyHandle) -> Finalists:
+    found = read_finalists(handle)
+    assert found is not None
+    return found
+
+
+def outcomes(handle: StudyHandle) -> list[str]:
+    query = sa.text("""
+        SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
+         WHERE s.study_name = :name
+    """)
+    with handle.storage.engine.connect() as connection:
+        return sorted(connection.execute(query, {"name": HELD}).scalars())
+
+
+def train(arena: Arena, *orders: Order) -> None:
+    """Choose the finalists and train them by two workers, which join by the study's name."""
+    write(arena.orders, list(orders))
+    said = arena.run(*CHOICE, "--workers", "0")
+    assert f"hpsearch worker --study {HELD}" in said
+    arena.name = HELD
+    arena.work(2)
+
+
+def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once(
+    arena: Arena, handle: StudyHandle
+) -> None:
+    killed = Order("epoch", "kill", trial=2, epoch=1)
+    train(arena, killed)
+    assert arena.obeyed(0)
+    assert outcomes(handle) == ["complete"] * 6 + ["lost"]
+    found = table(handle)
+    assert_chosen(handle, found)
+    assert_printed(arena, found)
+    assert_tracked(arena, handle, found)
+
+    arena.run("delete", HELD, "--yes")
+    train(arena)
+    assert outcomes(handle) == ["complete"] * 6
+    assert table(handle) == found, "the same finalists on the same seeds, to the last bit"
+
+    assert_opened_once(arena, handle, found)
+
+
+def assert_chosen(handle: StudyHandle, found: Finalists) -> None:
+    best = sorted(handle.trials(), key=lambda t: (-(t.value or 0), t.number))[:3]
+    assert [(row.trial, row.search_value) for row in found.rows] == [(t.number, t.value) for t in best]
+    assert any(value != row.search_value for row in found.rows for value in row.values)
+    assert found.winner == max(found.rows, key=lambda row: (row.mean, -row.trial)).trial
+
+
+def assert_printed(arena: Arena, found: Finalists) -> None:
+    said = arena.run(*CHOICE)
+    assert found.winner is not None
+    row = found.row(found.winner)
+    assert f"winner: trial {row.trial}, val accuracy {row.mean:.4f} on 2 fresh seeds" in said
+    assert re.search(rf"^ +1 +{row.trial} +{row.search_value:.4f} .* winner", said, re.MULTILINE)
+    assert "worker logs" not in said, "there is nothing left to train"
+
+
+def assert_tracked(arena: Arena, handle: StudyHandle, found: Finalists) -> None:
+    client = mlflow.MlflowClient(arena.tracking_uri)
+    parent = client.get_run(handle.attrs["hpsearch:mlflow_run_id"])
+    assert (parent.info.status, parent.data.tags["hpsearch.trials"]) == ("FINISHED", "5 of 5")
+    assert parent.data.tags["hpsearch.winner"] == str(found.winner)
+    searched = handle.trials()
+    held = load_study(handle.storage, HELD)
+    for trial in held.trials():
+        assert trial.state == TrialState.COMPLETE
+        of, seed = trial.user_attrs["hpsearch:finalist_of"], trial.user_attrs["hpsearch:seed"]
+        run = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"])
+        tags = run.data.tags
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert (tags["hpsearch.finalist_of"], tags["hpsearch.seed"]) == (str(of), str(seed))
+        assert (run.info.status, tags["hpsearch.state"]) == ("FINISHED", "complete")
+        points = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "val_accuracy")]
+        assert sorted(points) == sorted(trial.intermediate_values.items())
+        assert trial.params == searched[of].params
+    query = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    assert len(client.search_runs([parent.info.experiment_id], query)) == 11
+    for row in found.rows:
+        run = client.get_run(searched[row.trial].user_attrs["hpsearch:mlflow_run_id"])
+        assert run.data.metrics["finalist_mean"] == row.mean
+        assert run.data.metrics["finalist_spread"] == row.spread
+        assert run.data.tags["hpsearch.finalist"] == found.verdict(row)
+        assert len(client.get_metric_history(run.info.run_id, "val_accuracy")) == EPOCHS, "it is as it was"
+    path = mlflow.artifacts.download_artifacts(
+        f"runs:/{parent.info.run_id}/finalists.json", tracking_uri=arena.tracking_uri
+    )
+    record = json.loads(Path(path).read_text())
+    assert (record["winner"], record["seeds"]) == (found.winner, list(found.seeds))
+
+
+def assert_opened_once(arena: Arena, handle: StudyHandle, found: Finalists) -> None:
+    said = arena.run("open-test", NAME, "--yes")
+    opening = read_opening(handle.storage.engine, handle.study_id)
+    assert opening is not None
+    assert (opening.trial_number, opening.finalists) == (found.winner, HELD)
+    assert opening.scores is not None
+    assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
+    assert "unconfirmed" not in said
+    again = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
+    assert re.search(rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}, and it opens once", again)
+    run_id = handle.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
+    metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
+    assert {f"test_{name}": value for name, value in opening.scores.items()}.items() <= metrics.items()
+    study = optuna.load_study(study_name=NAME, storage=handle.storage)
+    attrs = study._storage.get_study_system_attrs(study._study_id)
+    note = "".join(value for key, value in sorted(attrs.items()) if key.startswith("dashboard:note_str"))
+    assert f"Winner: trial {found.winner}" in note
+    assert f"Test set: accuracy {opening.scores['accuracy']:.4f}" in note
+
+
+def test_the_verb_trains_with_workers_of_its_own(arena: Arena, handle: StudyHandle) -> None:
+    said = arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "1")
+    found = table(handle)
+    assert (found.pending, len(found.rows)) == (0, 1)
+    assert f"winner: trial {found.winner}, val accuracy" in said
+    assert "with one seed the spread is unknown" in said
+
+
+def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, handle: StudyHandle, tmp_path: Path) -> None:
+    client = mlflow.MlflowClient(arena.tracking_uri)
+    runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in handle.trials()]
+    other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
+    client.log_artifact(runs[0], other, "checkpoints")
+    opening = ("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
+    assert "is of another training (seed" in arena.run(*opening, code=2)
+    Path(other).write_bytes(Path(other).read_bytes()[:-9])
+    client.log_artifact(runs[0], other, "checkpoints")
+    assert "its checksum does not fit; nothing was opened" in arena.run(*opening, code=2)
+    assert read_opening(handle.storage.engine, handle.study_id) is None
+    said = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
+    assert "unconfirmed by finalists" in said
+
+
+def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, handle: StudyHandle) -> None:
+    write(arena.orders, [Order("score test", "kill", trial=OUTSIDE, attempt=0)])
+    arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
+    write(arena.orders, [])
+    opening = read_opening(handle.storage.engine, handle.study_id)
+    assert opening is not None
+    assert opening.scores is None
+    other = next(t.number for t in handle.trials() if t.number != opening.trial_number)
+    assert "was opened" in arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
+    arena.run("open-test", NAME, "--yes")
+    again = read_opening(handle.storage.engine, handle.study_id)
+    assert again is not None
+    assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)
+    assert again.scores is not None
