@@ -95,7 +95,8 @@ class Fleet:
         """Look after the workers once.
 
         Args:
-            settled: how many trials of the study have ended so far.
+            settled: how many trials of the study are COMPLETE or PRUNED so far. FAIL does not count: of an objective
+                that kills its process every trial fails, and the budget would be gone before anybody is told.
             away: whether the database does not answer: workers that end meanwhile are not to blame, and wait for it.
 
         Returns:

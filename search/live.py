@@ -19,6 +19,7 @@ from storage.progress import Progress, Running
 
 _WINDOW = 20.0  # seconds over which the epoch rate is taken
 _PLAIN_EVERY = 10.0  # seconds between lines where there is no terminal
+_PLAIN_UNCHANGED = 60.0  # and while nothing changes
 
 
 class LiveView:
@@ -33,6 +34,7 @@ class LiveView:
         self._first: Progress | None = None
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._printed = (0.0, -1)
+        self._told, self._told_at = "", 0.0
         self._away = False
         self._deaf = False
 
@@ -81,8 +83,11 @@ class LiveView:
             self._plain(progress, now)
 
     def _plain(self, progress: Progress, now: float) -> None:
+        counts = self._counts(progress)
+        if counts != self._told or now - self._told_at > _PLAIN_UNCHANGED:
+            self._told, self._told_at = counts, now
+            self._console.print(f"{counts}  {self._pace(progress)}")
         self._printed = (now, progress.finished)
-        self._console.print(f"{self._counts(progress)}  {self._pace(progress)}")
 
     def _counts(self, progress: Progress) -> str:
         best = ""

@@ -14,7 +14,7 @@ SPEC_VERSION: Literal[1] = 1
 FLAGS = {
     "n_trials": "--trials",
     "objective": "OBJECTIVE",
-    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout")},
+    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout", "models")},
 }
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -174,6 +174,7 @@ class StudySpec(_Model):
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
+    models: Literal["complete", "all", "none"] = "complete"  # which trials leave a registrable model
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 
     @model_validator(mode="before")
@@ -250,7 +251,11 @@ def _first_line(error: ValidationError) -> str:
         )
     if kind.startswith("model_"):
         return f"{where} is {value!r}: give its name, or a table with its name and options"
+    if where.startswith("retry_on"):
+        setting, kinds = "retry_on", ", ".join(repr(k) for k in ("lost", "error", "memory"))
+        return f'{setting}: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{setting} is {value!r}: it must be {message}"
 
 

@@ -69,17 +69,40 @@ class StudyCheckpoints:
             runs: folder of the study's run directories on this machine.
         """
         try:
-            found = self.files.find(self.folder)  # before the database is asked: a trial may be tried again
-            local = [path for name in ("last.pt", "previous.pt") for path in runs.glob(f"*/{name}")]
-            numbers = {_number(path) for path in [*found, *map(str, local)]}
-            over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
-            self.files.remove([path for path in found if path not in over.get(_number(path), {path})])
+            kept, local = self.leftovers(runs)
+            self.files.remove(list(kept))
             for path in local:
-                if _number(str(path)) in over:
-                    path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             retrying()(drop_pointers, self.engine, self.study_id)
         except (CheckpointStoreError, OSError) as error:
             log.warning("checkpoints of trials that have ended stay for now: %s", error)
+
+    def leftovers(self, runs: Path) -> tuple[dict[str, int], dict[Path, int]]:
+        """Return what trials that have ended left: files of the store, and of `runs` here, each with its bytes.
+
+        Raises:
+            CheckpointStoreError: the store does not answer.
+        """
+        found = self.files.sizes(self.folder)  # before the database is asked: a trial may be tried again
+        local = [path for name in ("last.pt", "previous.pt") for path in runs.glob(f"*/{name}")]
+        numbers = {_number(path) for path in [*found, *map(str, local)]}
+        over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
+        return (
+            {path: size for path, size in found.items() if path not in over.get(_number(path), {path})},
+            {path: path.stat().st_size for path in local if _number(str(path)) in over},
+        )
+
+    def forget_trial(self, number: int) -> None:
+        """Remove the checkpoints of a COMPLETE or PRUNED trial that MLflow has all of.
+
+        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        """
+        try:
+            self.files.remove_folder(f"{self.folder}/{number:04d}")
+        except CheckpointStoreError as error:
+            log.warning("trial %d: its checkpoints stay for now: %s", number, error)
+            return
+        retrying()(drop_pointers, self.engine, self.study_id, number=number)
 
     def forget(self) -> None:
         """Remove all files of the study, which is being deleted.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.page import confirmation_lines
-from search.study import RUN_URL, TRACKING, StudyHandle
-from search.worker import INFEASIBLE
+from search.study import INFEASIBLE, RUN_URL, TRACKING, StudyHandle
+from storage.claims import REASON
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ def summarise(handle: StudyHandle) -> Summary:
     )
 
 
+def _failed(handle: StudyHandle) -> list[FrozenTrial]:
+    return [t for t in handle.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+
+
 def _value(trial: FrozenTrial) -> float:
     assert trial.value is not None
     return trial.value
@@ -96,6 +100,7 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         lines.append("best: none, no trial has run to its end")
+        lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(handle)[-1:]]
     lines += confirmation_lines(handle)
     if summary.epochs_saved:
         lines.append(

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from search.control import find_trial
+from search.promotions import promotion_lines
 from search.pruning.judge import halving_of
-from search.study import PRUNING, RUN_URL, TRACKING, StudyHandle
+from search.study import INFEASIBLE, PRUNING, RUN_URL, TRACKING, StudyHandle
 from search.summary import format_seconds, format_value
-from search.worker import INFEASIBLE
 from storage.attempts import Attempt, read_attempts
 from storage.rungs import rung_key
 from storage.settling import REASON
@@ -42,6 +42,7 @@ def _facts(handle: StudyHandle, trial: FrozenTrial) -> list[tuple[str, str]]:
         facts.append(("value", f"{handle.spec.metric} {format_value(trial.value)}"))
     if trial.duration is not None:
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from its first start to its end"))
+    facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(handle, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
     return [(name, str(value)) for name, value in facts if value]
 

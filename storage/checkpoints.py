@@ -151,10 +151,18 @@ class Checkpoints:
         Raises:
             CheckpointStoreError: the store does not answer.
         """
+        return sorted(self.sizes(folder))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the files in `folder` and below: path to bytes.
+
+        Raises:
+            CheckpointStoreError: the store does not answer.
+        """
         with self._telling(f"cannot list {folder}"):
             self._fs.invalidate_cache()  # object stores remember listings
-            found = self._fs.find(self._path(folder))
-        return sorted(str(path).removeprefix(self._root).lstrip("/") for path in found)
+            found = self._fs.find(self._path(folder), detail=True)
+        return {str(path).removeprefix(self._root).lstrip("/"): int(i["size"] or 0) for path, i in found.items()}
 
     def remove(self, paths: list[str]) -> None:
         """Remove files; those that are not there are passed over.

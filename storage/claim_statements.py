@@ -25,8 +25,8 @@ MADE = sa.text("""
 
 # A lease that ran out while the server itself was down says nothing about the worker.
 LIVE = sa.text("""
-    SELECT a.trial_id, a.attempt, a.worker, a.process, t.number, t.state,
-           a.expires_at < now() AND pg_postmaster_start_time() < now() - :lease * interval '1 second' AS expired,
+    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state,
+           a.expires_at < now() AND pg_postmaster_start_time() < now() - a.lease * interval '1 second' AS expired,
            (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = a.trial_id AND b.outcome IN ('lost', 'failed'))
            AS failures
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
@@ -49,8 +49,8 @@ CHOICE = sa.text("""
 
 _LEASED = """
     lease AS (
-        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at)
-        SELECT trial_id, attempt, :claim, :worker, :process, now() + :lease * interval '1 second' FROM mine
+        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, expires_at)
+        SELECT trial_id, attempt, :claim, :worker, :process, :lease, now() + :lease * interval '1 second' FROM mine
     ), noted AS (
         INSERT INTO trial_user_attributes (trial_id, key, value_json)
         SELECT trial_id, key, value_json FROM mine,

@@ -9,6 +9,7 @@ live, so that a worker that was frozen and lost its trial meanwhile can change n
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Lost:
 
     trial_id: int
     number: int
+    attempt: int
     reason: str
 
 
@@ -101,12 +103,20 @@ class Claims:
         self._process = current_process()
         self.lease = lease
         self._patience = patience
+        self._back_at = -math.inf  # when the database last came back after it had been away
+
+    def note_outage(self) -> None:
+        """Take note that the database was away until now: nobody could renew, and each gets its lease anew."""
+        self._back_at = time.monotonic()
 
     def claim(self, *, open_new: bool = True) -> Claim | Lost | Nothing | Stopped:
         """Take a trial.
 
         Args:
             open_new: whether trials that were never started may be taken (no, when the time is up).
+
+        A trial that is settled here as lost, when the answer of the commit was lost as well, is told to nobody: its run
+        in MLflow is ended with the study's.
 
         Raises:
             StorageError: the study was deleted.
@@ -119,6 +129,8 @@ class Claims:
             with self._engine.begin() as connection:
                 # A claim whose commit was answered by silence may be there.
                 again, repeated = repeated, True
+                if again:
+                    self.note_outage()
                 made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none() if again else None
                 if made is not None:
                     return Claim(made.trial_id, made.number, made.attempt)
@@ -159,9 +171,9 @@ class Claims:
 
     def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
-        rows = connection.execute(sql.LIVE, {"study": self._study_id, "lease": self.lease}).all()
-        for row in rows:
-            if not (row.expired or has_ended(row.process)):
+        for row in connection.execute(sql.LIVE, {"study": self._study_id}).all():
+            expired = row.expired and time.monotonic() - self._back_at > row.lease
+            if not (expired or has_ended(row.process)):
                 continue
             if row.state != "RUNNING":  # ended from outside, and then its worker died
                 settling.end_attempt(connection, row.trial_id, row.attempt, "cancelled")
@@ -170,7 +182,7 @@ class Claims:
             elif fail:
                 reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
                 settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
-                return Lost(row.trial_id, row.number, reason)
+                return Lost(row.trial_id, row.number, row.attempt, reason)
         return None
 
     def sweep(self) -> None:
@@ -290,5 +302,5 @@ class Claims:
 def running_now(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
     with engine.connect() as connection:
-        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id, "lease": LEASE}).all()
+        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id}).all()
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

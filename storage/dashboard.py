@@ -5,30 +5,31 @@ The dashboard's own command reads every study anew for each request: 7 s for a p
 
 from __future__ import annotations
 
-import argparse
 import errno
-import os
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from storage.connect import check_database
 from storage.errors import StorageError
 from storage.urls import normalise
 
+if TYPE_CHECKING:
+    from storage.run_artifacts import RunArtifacts
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-def serve_dashboard(url: str, *, host: str, port: int) -> None:
+def serve_dashboard(url: str, *, host: str, port: int, artifacts: RunArtifacts | None = None) -> None:
     """Serve the dashboard of the studies at `url` until the process is ended.
 
     Args:
         url: Postgres URL; a role that may read and write rows is enough.
         host: Address to listen on. The dashboard knows no users: whoever reaches it can delete studies.
         port: Port to listen on.
+        artifacts: What the trials left in MLflow, to be shown beside them.
 
     Raises:
         StorageError: The database cannot be used, or the address cannot be listened on.
@@ -36,7 +37,7 @@ def serve_dashboard(url: str, *, host: str, port: int) -> None:
     import waitress
 
     check_database(url)
-    app = _application(normalise(url))
+    app = _application(normalise(url), artifacts)
     if host in _LOOPBACK:
         app = _local_only(app)
     try:
@@ -48,13 +49,14 @@ def serve_dashboard(url: str, *, host: str, port: int) -> None:
     server.run()
 
 
-def _application(url: str) -> _Wsgi:
+def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     import optuna_dashboard
 
     from storage.studies import open_storage
 
     app: _Wsgi = optuna_dashboard.wsgi(
-        open_storage(url, application_name="hpsearch-dashboard", pool_size=4, patience=10.0)
+        open_storage(url, application_name="hpsearch-dashboard", pool_size=4, patience=10.0),
+        artifact_store=artifacts,
     )
     return app
 
@@ -82,22 +84,3 @@ def _hostname(value: str) -> str | None:
         return urlsplit(value).hostname
     except ValueError:
         return None
-
-
-def main() -> int:
-    """Serve the database of HPSEARCH_STORAGE_URL; the entry of `python -m storage.dashboard`."""
-    parser = argparse.ArgumentParser(prog="python -m storage.dashboard", description=main.__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080)
-    arguments = parser.parse_args()
-    try:
-        url = normalise(os.environ.get("HPSEARCH_STORAGE_URL", ""), setting="HPSEARCH_STORAGE_URL")
-        serve_dashboard(url, host=arguments.host, port=arguments.port)
-    except StorageError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

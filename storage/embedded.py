@@ -120,9 +120,10 @@ class EmbeddedStack:
         migrate(self.info.owner_url, setting="the embedded Postgres")
         if not self.dashboard.find():
             progress("starting the Optuna dashboard")
-        self.dashboard.begin(port)
-        self.dashboard.finish()
+        self.dashboard.begin(port, self.mlflow.record.port)
         self.mlflow.finish()
+        self.dashboard.begin(port, self.mlflow.record.port)  # nothing, unless MLflow had to take another port
+        self.dashboard.finish()
 
     def stop(self) -> list[str]:
         """Stop everything, the users of Postgres first; return what was stopped."""
@@ -174,4 +175,4 @@ class EmbeddedStack:
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         command, env = dashboard_command(host=ports.LOOPBACK, port=port)
-        return command, env | {"HPSEARCH_STORAGE_URL": self.info.storage_url}
+        return command, env | {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}

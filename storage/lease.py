@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -23,6 +24,7 @@ class LeaseKeeper:
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
         self._held: Claim | None = None
+        self._gone: Claim | None = None  # that was told to be gone
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
@@ -47,17 +49,24 @@ class LeaseKeeper:
         beats, away = 0, False
         while not self._end.wait(self._claims.lease / _BEATS):
             beats += 1
+            began = time.monotonic()
             try:
-                self._beat(sweep=beats % _BEATS == 0)
+                self._renew()
             except SQLAlchemyError as error:
                 if not away:
                     log.warning("the lease could not be renewed, trying on: %s", " ".join(str(error).split())[:200])
                 away = True
-            else:
-                away = False
+                continue
+            if away or time.monotonic() - began > self._claims.lease / 2:
+                self._claims.note_outage()
+            away = False
+            if beats % _BEATS == 0:
+                with suppress(SQLAlchemyError):  # the next beat tells
+                    self._claims.sweep()
 
-    def _beat(self, *, sweep: bool) -> None:
-        if (held := self._held) is not None and not self._claims.renew(held) and self._held is held:
-            log.warning("trial %d: the lease is gone; its next report will end it here", held.number)
-        if sweep:
-            self._claims.sweep()
+    def _renew(self) -> None:
+        held = self._held
+        if held is None or held == self._gone or self._claims.renew(held) or self._held is not held:
+            return
+        self._gone = held
+        log.warning("trial %d: the lease is gone; this worker will let go of it", held.number)

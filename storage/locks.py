@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 log = logging.getLogger(__name__)
 
 # The first of the two 32-bit keys of a lock says what is locked, the second which one.
-_STUDY, _TURN, _NAME = 0x68700001, 0x68700002, 0x68700003
+_STUDY, _TURN, _NAME, _REGISTRY = 0x68700001, 0x68700002, 0x68700003, 0x68700005
 
 _LOCK = sa.text("SELECT pg_advisory_xact_lock(:kind, :key)")
 _LOCK_NAME = sa.text("SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
@@ -32,6 +32,14 @@ def name_lock(engine: sa.Engine, name: str) -> Iterator[None]:
     with engine.begin() as connection:
         connection.execute(_LOCK_NAME, {"kind": _NAME, "name": name})
         yield
+
+
+@contextmanager
+def registry_lock(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Hold what the database says of the model registry while the two are brought in line; yield the transaction."""
+    with engine.begin() as connection:
+        connection.execute(_LOCK, {"kind": _REGISTRY, "key": 0})
+        yield connection
 
 
 _PATIENCE = sa.text("SELECT set_config('lock_timeout', :milliseconds, true)")

@@ -38,6 +38,11 @@ class Progress:
         """COMPLETE, PRUNED and FAIL together: what the budget has spent."""
         return self.complete + self.pruned + self.fail
 
+    @property
+    def with_result(self) -> int:
+        """COMPLETE and PRUNED together: trials that came to something."""
+        return self.complete + self.pruned
+
 
 _COUNTS = sa.text("""
     SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes

@@ -1,7 +1,7 @@
 """The commands of the services, the same for the embedded stack and for containers.
 
 No secret stands in a command, where every user of the machine could read it: the MLflow server takes its database from
-MLFLOW_BACKEND_STORE_URI, the dashboard from HPSEARCH_STORAGE_URL.
+MLFLOW_BACKEND_STORE_URI, the dashboard from HPSEARCH_STORAGE_URL; it finds the MLflow server by HPSEARCH_TRACKING_URI.
 """
 
 from __future__ import annotations
@@ -38,4 +38,5 @@ def mlflow_command(
 
 def dashboard_command(*, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command of the Optuna dashboard and the variables to add to its environment."""
-    return [*_PYTHON_M, "storage.dashboard", "--host", host, "--port", str(port)], {}
+    # The whole command of ours: it notices promotions besides, which takes more than this package knows.
+    return [*_PYTHON_M, "search.cli", "serve", "dashboard", "--host", host, "--port", str(port)], {}

@@ -23,11 +23,13 @@ class ServiceRecord:
         port: Where it listens, or listened last.
         process: Its process; None once it was stopped.
         database_port: Where its database was when it was started.
+        tracking_port: Where the MLflow server was, if it uses one.
     """
 
     port: int | None = None
     process: Identity | None = None
     database_port: int | None = None
+    tracking_port: int | None = None
 
 
 def _password() -> str:

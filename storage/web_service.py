@@ -71,15 +71,18 @@ class WebService:
         finally:
             connection.close()
 
-    def begin(self, database_port: int) -> None:
+    def begin(self, database_port: int, tracking_port: int | None = None) -> None:
         """Adopt the running service, or start it; `finish` waits for it.
 
         Args:
             database_port: Where its database is now; a service that was started for another place is started anew.
+            tracking_port: Where the MLflow server is now, if it uses one.
         """
-        if self.find() is not None and self.record.database_port == database_port:
+        then, now = (self.record.database_port, self.record.tracking_port), (database_port, tracking_port)
+        if self.find() is not None and then == now:
             return
-        self._restart(database_port)
+        self.record.database_port, self.record.tracking_port = now
+        self._restart()
 
     def finish(self) -> None:
         """Wait until the service answers.
@@ -89,12 +92,10 @@ class WebService:
         """
         if self._wait(_ADOPT_TIMEOUT if self._is_adopted() else _START_TIMEOUT):
             return
-        database_port = self.record.database_port
-        assert database_port is not None
         for _ in range(2):  # it was adopted and is stuck, or somebody was quicker to take its port
             if self.find() is None and (self.record.port is None or ports.is_free(self.record.port)):
                 break
-            self._restart(database_port)
+            self._restart()
             if self._wait(_START_TIMEOUT):
                 return
         last = redact(process.tail(self.log))
@@ -117,10 +118,10 @@ class WebService:
         marked = process.find_marked(self.marker)
         return [main, *(other for other in marked if other != main)] if main else marked
 
-    def _restart(self, database_port: int) -> None:
+    def _restart(self) -> None:
         # The threads of a killed process may hold its port a moment longer than it is there.
         port = ports.choose(self.record.port, patience=2.0 if self.stop() else 0.0)
-        self.record.port, self.record.database_port = port, database_port
+        self.record.port = port
         self.save()
         command, added = self.command(port)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}

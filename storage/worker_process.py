@@ -24,7 +24,21 @@ def current_process() -> str:
 def has_ended(process: str) -> bool:
     """Whether the process of that name has surely ended; False where this machine cannot tell."""
     machine, pid, start = process.rsplit("/", 2)
-    return machine == _machine() and _start(int(pid)) != start
+    if machine != _machine():
+        return False
+    now = _start(int(pid))
+    return now != start and not (now == "" and _is_hidden(int(pid)))
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process, of another user's, which /proc does not show (its option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
 def _jumps(result: FitResult) -> list[str]:
     losses = [record.metrics["train_loss"] for record in result.history]
     return [
-        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch}: "
+        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
         "nothing was done; lower the rate or warm up longer"
         for epoch in range(1, len(losses))
         if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3

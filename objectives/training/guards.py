@@ -31,7 +31,7 @@ class NonFiniteError(RuntimeError):
         self, what: str, *, epoch: int, step: int, lr: float, grad_norm: float | None, batch: int | None
     ) -> None:
         self.epoch, self.step, self.batch, self.lr, self.grad_norm = epoch, step, batch, lr, grad_norm
-        where = f"epoch {epoch}, step {step}" + ("" if batch is None else f", batch {batch}")
+        where = f"epoch {epoch + 1}, step {step}" + ("" if batch is None else f", batch {batch}")
         norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
         super().__init__(f"{what} at {where}: learning rate {lr:.4g}{norm}")
 

@@ -106,14 +106,14 @@ def _saved(figure: Any, path: Path) -> Path:
 
 def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
     for split, colour in (("train", "#7f7f7f"), ("val", "#1f77b4")):
-        points = [(r.epoch, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics]
+        points = [(r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics]
         if points:
             label = "train" if split == "train" else "validation"
             axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=3)
     if best_epoch is not None:
         value = history[best_epoch].metrics[f"val_{name}"]
-        axes.axvline(best_epoch, color="#d62728", linewidth=1, linestyle="--")
-        axes.plot([best_epoch], [value], "o", color="#d62728", label=f"best epoch {best_epoch}: {value:.4g}")
+        axes.axvline(best_epoch + 1, color="#d62728", linewidth=1, linestyle="--")
+        axes.plot([best_epoch + 1], [value], "o", color="#d62728", label=f"best epoch {best_epoch + 1}: {value:.4g}")
     axes.set_xlabel("epoch")
     axes.set_ylabel(name.replace("_", " "))
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -23,7 +23,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         raise ObjectiveError(f"the checkpoint does not fit the objective's code of today: {detail}") from error
     changed = differences(state["environment"], run.environment)
     if changed:
-        run.notes.append(f"not exact after epoch {run.progress.next_epoch - 1}: {changed}")
+        run.notes.append(f"not exact after epoch {run.progress.next_epoch}: {changed}")
 
 
 def _require_same(then: dict[str, Any], now: dict[str, Any]) -> None:

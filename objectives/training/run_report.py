@@ -46,7 +46,7 @@ def write_report(
 
 def _summary(run: Run, result: FitResult) -> list[str]:
     lines = [
-        f"- best epoch {result.best_epoch} (from 0) of {len(result.history)} trained, {run.epochs} planned",
+        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.epochs} planned",
         f"- seed {run.seed}, split seed {run.identity['split_seed']}, split {result.split_hash[:12]}",
         f"- {run.step} optimizer steps of {run.config.batch_size * run.config.accumulate} samples on {run.device}",
     ]

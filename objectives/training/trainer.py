@@ -119,7 +119,7 @@ class Trainer:
         best = run.progress.add(record, run.weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
-        self.files.log.info("epoch %d%s %s", epoch, " (best)" if best else "", _shown(metrics))
+        self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", _shown(metrics))
         return self._report(record)
 
     def _build(self) -> Run:
@@ -142,7 +142,7 @@ class Trainer:
         state = None if self.session is None else self.session.restore()
         if state is not None:
             restore(run, state)
-            self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch - 1, "; ".join(run.notes))
+            self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch, "; ".join(run.notes))
         resolved = {**run.identity, "environment": run.environment}
         self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
         for record in run.progress.history:
@@ -160,7 +160,7 @@ class Trainer:
         """Hands over the run's files, unless it is to go on later, and the result."""
         result = conclude(run, verdict, self.files)
         best = f"{run.progress.key}={result.best_value:.6g}"
-        self.files.log.info("%s: best epoch %d, %s", result.status, result.best_epoch, best)
+        self.files.log.info("%s: best epoch %d, %s", result.status, result.best_epoch + 1, best)
         if result.status != "stopped":
             for path in self.files.finish(run, result, self.objective):
                 if self.session is not None:

@@ -33,7 +33,7 @@ def configured(objective: Objective, pairs: list[str] | None) -> TrainConfig:
         SearchError: a setting is not KEY=VALUE, or names a model's setting that the default does not have.
         ObjectiveError: a setting is unknown or its value is not valid.
     """
-    from objectives.errors import nearest
+    from objectives.errors import ObjectiveError, nearest
     from objectives.training import TrainConfig
     from search.errors import SearchError
     from search.spec_file import parse_options
@@ -49,7 +49,10 @@ def configured(objective: Objective, pairs: list[str] | None) -> TrainConfig:
             hint = nearest(name, list(known)) if known else "default_config() names none"
             raise SearchError(f"--set {key}: the model of {objective.name} has no setting {name!r}: {hint}")
         known[name] = _number(value)
-    return TrainConfig.from_dict(values)
+    try:
+        return TrainConfig.from_dict(values)
+    except ObjectiveError as error:
+        raise SearchError(f"--set: {error}" if pairs else str(error)) from None
 
 
 def _number(value: Any) -> Any:

@@ -26,7 +26,7 @@ def report(
     home: o.Home = None,
 ) -> None:
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
-    from search.cli.read import open_for_reading
+    from search.cli.read import notice_promotions, open_for_reading
     from search.closing import close_study
     from search.errors import SearchError
     from search.report import write_report
@@ -39,6 +39,7 @@ def report(
     handle = load_study(storage, study)
     if (of := handle.spec.finalists_of) is not None:
         raise SearchError(f"study {study!r} holds finalists: they are in the report of {of.study!r}")
+    notice_promotions(services, storage, handle)
     path = output or report_path(services, handle)
     try:
         write_report(handle, path, dashboard_url=services.dashboard_url)
@@ -46,7 +47,7 @@ def report(
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
     typer.echo(str(path))
     uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
-    if uri is not None and RUN_ID in handle.attrs:
+    if uri is not None:
         check_server(uri)
         tracking = services.open_tracking(uri)
         close_study(handle, summarise(handle), tracking)

@@ -65,11 +65,12 @@ def dashboard(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8080,
     storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
 ) -> None:
-    """Run the Optuna dashboard over a cached storage."""
+    """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
+    from search.dashboard import serve
     from search.errors import SearchError
-    from storage.dashboard import serve_dashboard
 
     if storage_url is None:
         raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")
-    serve_dashboard(storage_url, host=host, port=port)
+    serve(storage_url, tracking_uri, host=host, port=port)

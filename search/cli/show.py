@@ -30,13 +30,14 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
-    from search.cli.read import open_for_reading
+    from search.cli.read import notice_promotions, open_for_reading
     from search.console import PlainConsole
     from search.study import load_study
     from search.trial_page import print_trial
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
+    notice_promotions(services, storage, handle)
     if trial is None:
         _show_study(PlainConsole(), handle, services.dashboard_url, every=every)
     else:
@@ -48,6 +49,7 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
 
     from search.finalists import read_finalists
     from search.finalists.page import finalist_table
+    from search.promotions import promotion_lines
     from search.summary import format_value, summarise, summary_lines
     from storage.claims import REASON, STOPPED, WORKER
 
@@ -81,6 +83,8 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
         console.print(finalist_table(handle, found))
         console.print()
     for line in summary_lines(handle, summarise(handle), dashboard_url=dashboard_url):
+        console.print(line)
+    for line in promotion_lines(handle):
         console.print(line)
     if why := handle.attrs.get(STOPPED):
         console.print(f"stopped {why}")

@@ -16,17 +16,19 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """List the studies and where they stand."""
     from rich.table import Table
 
-    from search.cli.read import open_for_reading
+    from search.cli.read import notice_promotions, open_for_reading
     from search.console import PlainConsole, command
     from search.spec import parse_spec
     from storage.claims import SPEC, STOPPED
     from storage.progress import read_progress
+    from storage.promotions import promotions_of
     from storage.studies import engine_of
 
-    _, storage = open_for_reading(storage_url, None, home)
+    services, storage = open_for_reading(storage_url, None, home)
+    notice_promotions(services, storage)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("study", "objective", "trials", "complete", "pruned", "failed", "running", "best"):
-        table.add_column(column, justify="left" if column in {"study", "objective", "best"} else "right")
+    for column in ("study", "objective", "trials", "complete", "pruned", "failed", "running", "best", "promoted"):
+        table.add_column(column, justify="left" if column in {"study", "objective", "best", "promoted"} else "right")
     for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name):
         stored = frozen.user_attrs.get(SPEC)
         if stored is None:
@@ -38,7 +40,9 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
         counts = (f"{at.finished}/{spec.n_trials}", at.complete, at.pruned, at.fail, len(at.running))
         name = f"{spec.name} (finalists)" if spec.finalists_of else spec.name
         name += " (stopped)" if frozen.user_attrs.get(STOPPED) else ""
-        table.add_row(name, spec.objective, *map(str, counts), best)
+        held = promotions_of(engine_of(storage), frozen._study_id)
+        promoted = ", ".join(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held if p.ended_at is None)
+        table.add_row(name, spec.objective, *map(str, counts), best, promoted)
     if table.row_count:
         PlainConsole().print(table)
     else:

@@ -97,7 +97,7 @@ def _warnings_shown() -> Iterator[None]:
 def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
     names = ["train_loss", "val_loss", *([f"val_{metric}"] if metric != "loss" else []), "lr"]
     shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names)
-    return f"epoch {epoch:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
+    return f"epoch {epoch + 1:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
 
 
 def _conclude(
@@ -105,7 +105,8 @@ def _conclude(
 ) -> None:
     from objectives.training.held_out import score_test
 
-    typer.echo(f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch}; {folder / 'report.md'}")
+    best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
+    typer.echo(f"{best}; {folder / 'report.md'}")
     if result.resume_note:
         typer.echo(result.resume_note)
     if test:

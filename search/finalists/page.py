@@ -11,7 +11,7 @@ from search.study import StudyHandle
 from storage.studies import engine_of
 from storage.test_set import Opening, read_opening
 
-_SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
+SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
 
 
 def confirmation_lines(handle: StudyHandle) -> list[str]:
@@ -58,7 +58,7 @@ def finalist_table(handle: StudyHandle, found: Finalists) -> Table:
             "unknown" if row.spread is None else f"{row.spread:.4f}",
             "-" if over is None else f"{over:+.4f}",
             "  ".join(values),
-            _SHOWN[found.verdict(row)] if not found.pending else "",
+            SHOWN[found.verdict(row)] if not found.pending else "",
         )
     return table
 

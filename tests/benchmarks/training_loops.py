@@ -71,8 +71,8 @@ class Accuracy:
         return self
 
 
-def _recipe(model):
-    optimizer = torch.optim.AdamW(parameter_groups(model, TrainConfig()), lr=1e-3, fused=True)
+def _recipe(model, *, fused=True):
+    optimizer = torch.optim.AdamW(parameter_groups(model, TrainConfig()), lr=1e-3, fused=fused)
     total = EPOCHS * (ROWS // BATCH)
     cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / total)))
     return optimizer, cosine
@@ -134,12 +134,17 @@ class _Samples(Dataset):
 
 
 def tutorial(net, device, settings):
-    """The loop of most tutorials over data in memory: a DataLoader over a TensorDataset, `.item()` at each step."""
+    """The loop of most tutorials over data in memory: a DataLoader over a TensorDataset, torch's default AdamW."""
+    return _by_samples(net, device, lambda train: TensorDataset(train.x, train.y), fused=None)
+
+
+def tutorial_fused(net, device, settings):
+    """The same with the fused AdamW that we use: what of the difference is the feeding and the reading alone."""
     return _by_samples(net, device, lambda train: TensorDataset(train.x, train.y))
 
 
 def tutorial_with_transform(net, device, settings):
-    """The same over a dataset of arrays that are made tensors and normalised one by one."""
+    """The fused one over a dataset of arrays that are made tensors and normalised one by one."""
     return _by_samples(net, device, lambda train: _Samples(train, transform=True))
 
 
@@ -148,11 +153,12 @@ def tutorial_of_arrays(net, device, settings):
     return _by_samples(net, device, lambda train: _Samples(train, transform=False))
 
 
-def _by_samples(net, device, dataset):
+def _by_samples(net, device, dataset, *, fused=True):
+    """Batches that a DataLoader collates from samples, and `.item()` at each step."""
     objective = Synthetic(net)
     train = objective.data(0).train
     model = objective.model(TrainConfig(), train).to(device)
-    optimizer, cosine = _recipe(model)
+    optimizer, cosine = _recipe(model, fused=fused)
     loader = DataLoader(dataset(train), batch_size=BATCH, shuffle=True)
 
     def epoch():
@@ -205,7 +211,7 @@ def main():
     for device in DEVICES:
         for net in ROUNDS:
             ratio(net, bare, device)
-        for other in (tutorial, tutorial_with_transform, tutorial_of_arrays):
+        for other in (tutorial, tutorial_fused, tutorial_with_transform, tutorial_of_arrays):
             ratio("mlp", other, device)
     for net in ROUNDS if "cuda" in DEVICES else ():
         for settings in FASTER:

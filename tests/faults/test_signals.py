@@ -39,6 +39,31 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
     assert [t.outcomes for t in trials] == [["released", "complete"], ["lost", "complete"]]
 
 
+def test_a_worker_that_trains_again_what_was_reported_leaves_when_told(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Its checkpoints are gone: it begins anew, and epochs that the study has already are no reason to stay."""
+    arena.create(
+        1, [Order("training", "kill", trial=0, epoch=3), Order("training", "hang", trial=0, attempt=2, epoch=0)]
+    )
+    dead = arena.start()
+    wait_for(lambda: arena.reap() or dead.ended, "the worker to be killed")
+    for kept in (arena.home / "checkpoints").glob("*/0000/*.pt"):
+        kept.unlink()
+    for left in (arena.home / "runs").glob("*/0000*/*.pt"):
+        left.unlink()
+    again = arena.start()
+    wait_for(lambda: arena.obeyed(1), "the worker to be in its first epoch")
+    again.send(signal.SIGTERM)
+    wait_for(lambda: "ending the epoch" in again.log.read_text(), "the worker to be told")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or again.ended, "the worker to leave")
+    assert [e["epoch"] for e in arena.events("training") if e["attempt"] == 2] == [0]
+    arena.work(1)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["lost", "released", "complete"]
+
+
 def test_what_user_code_does_ends_its_trial_and_no_other(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

@@ -39,7 +39,7 @@ def test_defaults_are_written_down() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_trials": 0}, ["--trials", "0", "greater than or equal to 1"]),
+        ({"n_trials": 0}, ["--trials", "0", "at least 1"]),
         ({"n_trials": "many"}, ["--trials", "'many'", "integer"]),
         ({"epochs": -1}, ["epochs", "-1"]),
         ({"epochs": 2.5}, ["epochs", "2.5", "integer"]),
@@ -55,6 +55,8 @@ def test_defaults_are_written_down() -> None:
         ({"pruner": {"name": "threshold", "lower": float("nan")}}, ["pruner.lower", "nan"]),
         ({1: 2}, ["'1'"]),
         ({"timeout": 0}, ["timeout", "0", "greater than 0"]),
+        ({"retry_on": "lost"}, ["retry_on", "'lost'", '["lost", "memory"]']),
+        ({"retry_on": ["lots"]}, ["retry_on", "'lots'", "'memory'"]),
         ({"trails": 3}, ["'trails'", "did you mean"]),
         ({"version": 9}, ["version", "9", "version 1"]),
         ({"sampler": {"name": "tpee"}}, ["sampler", "'tpee'", "'tpe'"]),

@@ -33,7 +33,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_a_run_is_trained_with_what_is_set(capsys, tmp_path: Path) -> None:
     code, out, _ = call(capsys, "train", "digits", *SMALL, "--set", "lr=1e-3", "--set", "ema_decay=null")
     assert code == 0
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("epoch ")] == ["0", "1", "2"]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("epoch ")] == ["1", "2", "3"]
     assert re.search(r"best accuracy 0\.\d+ at epoch \d; runs/digits-\d{8}-\d{6}/report.md", out)
     assert "test" not in out
     (run_dir,) = (tmp_path / "runs").iterdir()
@@ -207,7 +207,7 @@ def test_what_a_run_warns_of_is_printed(capsys) -> None:
         Path("a", name).write_bytes(b"torn")
     code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
     assert code == 0
-    assert "epoch   0" in out
+    assert "epoch   1" in out
     lines = err.splitlines()
     assert "last.pt is torn or was changed" in lines[0]
     assert "no checkpoint in a can be trusted: the run starts anew" in lines[-1]

@@ -209,7 +209,20 @@ def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.E
     other = join(lease=3600.0)
     assert take(other).number == 1
     assert other.claim() == Nothing(running=2)
+    assert join(lease=0.1).claim() == Nothing(running=2), "it is not its own lease that counts"
     assert claim.attempt == 1
+
+
+@pytest.mark.usefixtures("settled_server")
+def test_after_an_outage_each_worker_has_the_time_of_its_lease_to_come_back(engine: sa.Engine, join: Join) -> None:
+    take(join(lease=1.0))
+    expire(engine)
+    first_back = join()
+    first_back.note_outage()
+    assert take(first_back).number == 1, "the trial whose lease ended in the outage is left alone"
+    while not isinstance(first_back.claim(), Claim):
+        time.sleep(0.02)
+    assert outcomes(engine)[0] == (1, "lost")
 
 
 def test_a_trial_that_kills_its_workers_fails(

@@ -58,3 +58,20 @@ def test_a_program_whose_name_has_spaces_and_parentheses(tmp_path: Path) -> None
     assert abs(int(_start(pid)) - int(_start(os.getpid()))) < 100 * 3600 * 24, "ticks, a hundredth of a second each"
     child.communicate("\n")
     assert not _start(pid)
+
+
+_HIDDEN = """
+import os, sys
+from pathlib import Path
+from storage import worker_process
+machine = worker_process._machine()
+worker_process._PROC = Path("/nonexistent")  # as the option hidepid shows it
+if not os.getuid():
+    os.setuid(65534)
+print(*(worker_process.has_ended(f"{machine}/{pid}/0") for pid in (1, 999999999)))
+"""
+
+
+def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
+    done = subprocess.run([sys.executable, "-c", _HIDDEN], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

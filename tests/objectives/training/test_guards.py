@@ -44,7 +44,7 @@ def test_a_non_finite_step_ends_the_epoch_before_the_optimizer(objective_with, g
     assert (error.epoch, error.step, error.batch, error.lr) == (1, 8, 2, 0.25)
     assert math.isnan(error.grad_norm)
     what = "gradient norm is nan" if gradient else "loss is nan"
-    assert str(error) == f"{what} at epoch 1, step 8, batch 2: learning rate 0.25, gradient norm nan"
+    assert str(error) == f"{what} at epoch 2, step 8, batch 2: learning rate 0.25, gradient norm nan"
     assert torch.equal(weights_of(run), weights[-1]), "the bad step was not taken"
     assert bool(torch.isfinite(weights_of(run)).all())
 
@@ -54,12 +54,12 @@ def test_on_an_accelerator_steps_are_checked_together_and_the_first_bad_one_is_n
     for step in range(3):
         loss = torch.tensor(math.inf if step == 1 else 1.0)
         guard.check(Point(0, step, step, 0.1), loss, torch.tensor(2.0), scaled=False)
-    with pytest.raises(NonFiniteError, match="loss is inf at epoch 0, step 1, batch 1"):
+    with pytest.raises(NonFiniteError, match="loss is inf at epoch 1, step 1, batch 1"):
         guard.check(Point(0, 3, 3, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
     for step in range(9):  # loss scaling skips a step of an infinite gradient: no failure by itself
         guard.check(Point(0, step, step, 0.1), torch.tensor(1.0), torch.tensor(math.inf), scaled=True)
     guard.check(Point(1, 4, 0, 0.1), torch.tensor(math.nan), torch.tensor(2.0), scaled=False)
-    with pytest.raises(NonFiniteError, match="loss is nan at epoch 1, step 4"):
+    with pytest.raises(NonFiniteError, match="loss is nan at epoch 2, step 4"):
         guard.flush()
     guard.flush()
 
@@ -86,7 +86,7 @@ def test_a_validation_loss_that_is_not_finite_is_a_divergence_too(objective_with
             loss = super().forward(output, target)
             return loss * torch.inf if self.trained and not output.requires_grad else loss
 
-    with pytest.raises(NonFiniteError, match="val_loss is inf at epoch 0, step 2"):
+    with pytest.raises(NonFiniteError, match="val_loss is inf at epoch 1, step 2"):
         fit(objective_with(loss=lambda *_: Loss()))
 
 
@@ -104,7 +104,7 @@ def test_an_epoch_is_checked_to_its_end_before_anything_is_made_of_it(objective_
     """As on an accelerator, where steps are checked many at a time: the last ones must not slip through."""
     run = built(objective_with(loss=lambda *_: _Poisoned(5)), batch_size=16)
     run.guard = FiniteGuard(torch.device("cuda"), every=1000)
-    with pytest.raises(NonFiniteError, match="loss is nan at epoch 0, step 4, batch 4"):
+    with pytest.raises(NonFiniteError, match="loss is nan at epoch 1, step 4, batch 4"):
         train_epoch(run, 0)
 
 

@@ -130,11 +130,12 @@ def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbe
 
 
 def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
+    expected = undisturbed("cnn")
     _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
     monkeypatch.setattr("objectives.training.trainer.train_epoch", None)
     again = _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
     assert again.status == "completed"
-    same_result(again, undisturbed("cnn"))
+    same_result(again, expected)
 
 
 class Recording(LocalSession):
@@ -224,7 +225,7 @@ def test_resuming_with_other_threads_is_told(tmp_path):
     torch.set_num_threads(2)
     _trainer(CONFIGS["sgd"], session=Recording(tmp_path, {1: Verdict.STOP})).fit()
     result = _trainer(CONFIGS["sgd"], run_dir=tmp_path).fit()
-    assert result.resume_note == "not exact after epoch 0: threads 1 -> 2"
+    assert result.resume_note == "not exact after epoch 1: threads 1 -> 2"
     assert "threads 1 -> 2" in (tmp_path / "train.log").read_text()
 
 

@@ -62,7 +62,7 @@ def test_a_loss_that_is_not_finite_fails_with_its_place(objective_with):
 
     result = smoke(objective_with(loss=lambda *_: Loss()), steps=50)
     assert not result.passed
-    assert "loss is nan at epoch 0, step 0" in result.reason
+    assert "loss is nan at epoch 1, step 0" in result.reason
 
 
 def test_the_result_is_kept_with_its_plot(wine, tmp_path):

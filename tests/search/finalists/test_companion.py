@@ -18,9 +18,8 @@ from search.finalists import Finalists, read_finalists
 from search.finalists.companion import PARENT_TRIAL, TRAINING_SEED, best_configurations, create_or_join, parent_of
 from search.finalists.page import confirmation_lines, finalist_table
 from search.samplers import derive_seed, training_seed
-from search.study import FOLDER, StudyHandle, load_study
+from search.study import FOLDER, INFEASIBLE, StudyHandle, load_study
 from search.suggesting import suggest
-from search.worker import INFEASIBLE
 from storage.claims import SPEC, STOPPED, Claim, Claims, Nothing
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage

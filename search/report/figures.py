@@ -1,77 +1,27 @@
-"""The report of a study: one HTML page that needs nothing beside itself."""
+"""The figures of a study's report."""
 
 from __future__ import annotations
 
-import datetime
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import optuna
 import plotly.graph_objects as go
-from jinja2 import Environment, PackageLoader, select_autoescape
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
-from search.smoke_test import SMOKE
-from search.study import RUN_URL, StudyHandle
-from search.summary import Summary, format_seconds, format_value, study_page, summarise
-from search.worker import INFEASIBLE
-from storage.claims import REASON
+from search.finalists.table import Finalists
+from search.study import StudyHandle
+from search.summary import Summary
 
 _GREY = "rgba(140, 140, 140, 0.45)"
-_TOP = 10
 
 
-def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) -> Path:
-    """Write the report of `handle` to `path` and return it."""
-    summary = summarise(handle)
-    environment = Environment(loader=PackageLoader("search"), autoescape=select_autoescape())
-    page = environment.get_template("report.html.j2").render(
-        spec=handle.spec,
-        summary=summary,
-        saved=format_seconds(summary.seconds_saved),
-        best_params={k: format_value(v) for k, v in summary.best.params.items()} if summary.best else {},
-        figures=_figures(handle, summary),
-        top=[_row(handle, t) for t in _top(handle)],
-        unfinished=[_row(handle, t) for t in handle.trials() if _without_result(t)],
-        mlflow_url=handle.attrs.get(RUN_URL),
-        dashboard_url=study_page(dashboard_url, handle.study_id) if dashboard_url else None,
-        smoke=handle.attrs.get(SMOKE),
-        made_at=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-def _without_result(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
-
-
-def _top(handle: StudyHandle) -> list[FrozenTrial]:
-    complete = [t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None]
-    sign = -1 if handle.spec.direction == "maximize" else 1
-    return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
-
-
-def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
-    return {
-        "number": trial.number,
-        "value": "" if trial.value is None else f"{trial.value:.4f}",
-        "epochs": f"{len(trial.intermediate_values)}/{handle.spec.epochs}",
-        "duration": format_seconds(trial.duration.total_seconds()) if trial.duration else "",
-        "params": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
-        "reason": trial.user_attrs.get(REASON, ""),
-        "url": trial.user_attrs.get(RUN_URL),
-    }
-
-
-def _figures(handle: StudyHandle, summary: Summary) -> list[dict[str, str]]:
+def draw(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> list[dict[str, str]]:
     """Return each figure's title and HTML; plotly's script travels once, inside the first."""
     study = handle.open()
     name = f"val {handle.spec.metric}"
-    made: list[tuple[str, go.Figure | str]] = [("Learning curves", _learning_curves(handle))]
+    made: list[tuple[str, go.Figure | str]] = [("Learning curves", _learning_curves(handle, summary))]
     enough = "Shown from two complete trials on."
     if summary.complete >= 2:
         with warnings.catch_warnings():
@@ -86,6 +36,8 @@ def _figures(handle: StudyHandle, summary: Summary) -> list[dict[str, str]]:
             ]
     else:
         made += [(t, enough) for t in ("Optimization history", "Parameter importances", "Parallel coordinates")]
+    if finalists is not None:
+        made.insert(0, ("Finalists", _finalists(finalists, name)))
     figures = []
     script: bool | str = True
     for title, figure in made:
@@ -115,9 +67,9 @@ def _parallel_coordinates(study: optuna.Study, name: str) -> go.Figure:
     return optuna.visualization.plot_parallel_coordinate(study, params=sorted(common), target_name=name)
 
 
-def _learning_curves(handle: StudyHandle) -> go.Figure:
+def _learning_curves(handle: StudyHandle, summary: Summary) -> go.Figure:
     """Return the metric by epoch, a line per trial, the pruned ones grey and the best one thick."""
-    best = summarise(handle).best
+    best = summary.best
     figure = go.Figure()
     for trial in sorted(handle.trials(), key=lambda t: t.state == TrialState.COMPLETE):
         points = [(s, v) for s, v in sorted(trial.intermediate_values.items()) if not math.isnan(v)]
@@ -138,4 +90,37 @@ def _learning_curves(handle: StudyHandle) -> go.Figure:
         )
     figure.update_xaxes(title="epoch")
     figure.update_yaxes(title=f"val {handle.spec.metric}")
+    return figure
+
+
+def _finalists(found: Finalists, name: str) -> go.Figure:
+    """Return each finalist's value in the search beside what it scored on the fresh seeds and their mean."""
+    labels = [f"trial {row.trial}" for row in found.rows]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[label for label, row in zip(labels, found.rows, strict=True) for v in row.values if v is not None],
+        y=[v for row in found.rows for v in row.values if v is not None],
+        mode="markers",
+        marker={"color": _GREY, "size": 8},
+        name="a fresh seed",
+    )
+    figure.add_scatter(
+        x=labels,
+        y=[row.search_value for row in found.rows],
+        mode="markers",
+        marker={"symbol": "circle-open", "size": 12, "color": "#175cd3", "line": {"width": 2}},
+        name="in the search",
+    )
+    figure.add_scatter(
+        x=labels,
+        y=[row.mean for row in found.rows],
+        mode="markers",
+        marker={
+            "symbol": "diamond",
+            "size": 12,
+            "color": ["#d62728" if row.trial == found.winner else "#1c2330" for row in found.rows],
+        },
+        name="mean of the fresh seeds",
+    )
+    figure.update_yaxes(title=name)
     return figure

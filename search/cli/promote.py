@@ -1,0 +1,51 @@
+"""``hpsearch promote``: a trial's model gets the name that programs load it by."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from search.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the app."""
+    app.command()(promote)
+
+
+def promote(  # noqa: PLR0917 typer wants them so
+    study: o.StudyName,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best]"),
+    ] = None,
+    alias: Annotated[
+        str,
+        typer.Option("--alias", help="Name for this version; the one that had it becomes 'previous' (previous-ALIAS)."),
+    ] = "champion",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the registered model  [default: the study's]")
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Register a trial's model in MLflow with its evidence, and let an alias name it."""
+    from search.cli.read import open_for_reading, tracking_of
+    from search.closing import write_note
+    from search.console import command
+    from search.promotion import promote as do
+    from search.study import load_study
+    from search.summary import summarise
+
+    services, storage = open_for_reading(storage_url, tracking_uri, home)
+    handle = load_study(storage, study)
+    done = do(handle, tracking_of(services, handle), trial=trial, alias=alias, model=model)
+    write_note(handle, summarise(handle))
+    typer.echo(f"trial {done.trial} of {study} is models:/{done.model}@{done.alias} (version {done.version})")
+    if done.replaced is not None:
+        typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
+    if done.unconfirmed:
+        typer.echo(f"unconfirmed: {done.unconfirmed}")
+    typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")

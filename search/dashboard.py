@@ -1,0 +1,56 @@
+"""The dashboard service: Optuna's pages with what the trials left in MLflow, and the noticing of promotions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+from search.noticing import Watch
+from search.services import MLFLOW_UI_URL
+from storage.connect import check_database
+from storage.dashboard import serve_dashboard
+from storage.run_artifacts import RunArtifacts
+from storage.studies import open_storage
+from storage.tracking import Tracking, check_server
+
+
+def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int) -> None:
+    """Serve the dashboard until the process is ended; the tracking server may come later, or be away.
+
+    Args:
+        storage_url: Postgres of the studies.
+        tracking_uri: MLflow server, or None: then there are no artifacts, and nothing is noticed.
+        host: address to listen on.
+        port: port to listen on.
+
+    Raises:
+        StorageError: the database cannot be used, or the address cannot be listened on.
+    """
+    if tracking_uri is None:
+        return serve_dashboard(storage_url, host=host, port=port)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    check_database(storage_url)
+    tracking = _Remembered(tracking_uri)
+    # Its own connection, and little patience: it is a look every few seconds.
+    storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, patience=10.0)
+    with Watch(storage, tracking):
+        serve_dashboard(storage_url, host=host, port=port, artifacts=RunArtifacts(lambda: tracking().client))
+    return None
+
+
+class _Remembered:
+    """The tracking server, opened at its first use."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._lock = threading.Lock()
+        self._opened: Tracking | None = None
+
+    def __call__(self) -> Tracking:
+        with self._lock:
+            if self._opened is None:
+                check_server(self._uri)
+                self._opened = Tracking(self._uri, ui_url=os.environ.get(MLFLOW_UI_URL))
+            return self._opened

@@ -1,0 +1,121 @@
+"""The report of a study: one HTML page that needs nothing beside itself."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from optuna.trial import FrozenTrial, TrialState
+
+from search.finalists.page import SHOWN, finalist_lines, opening_line, optimism, ranked
+from search.finalists.table import Finalists, read_finalists
+from search.report.figures import draw
+from search.report.pruned import pruned_by_epoch
+from search.smoke_test import SMOKE
+from search.study import INFEASIBLE, RUN_URL, StudyHandle
+from search.summary import Summary, format_seconds, format_value, study_page, summarise
+from storage.claims import REASON
+from storage.promotions import Promotion, promotions_of
+from storage.studies import engine_of
+from storage.test_set import read_opening
+
+_TOP = 10
+
+
+def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) -> Path:
+    """Write the report of `handle` to `path` and return it."""
+    summary, finalists = summarise(handle), read_finalists(handle)
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    environment = Environment(loader=PackageLoader("search"), autoescape=select_autoescape())
+    page = environment.get_template("report.html.j2").render(
+        spec=handle.spec,
+        summary=summary,
+        saved=format_seconds(summary.seconds_saved),
+        best=_best(handle, summary, finalists),
+        figures=draw(handle, summary, finalists),
+        finalists=_finalists(handle, finalists) if finalists else None,
+        test_set=opening_line(handle, opening) if opening else None,
+        test_scores=opening.scores if opening else None,
+        pruned=pruned_by_epoch(handle),
+        promotions=[_promotion(p) for p in promotions_of(engine_of(handle.storage), handle.study_id)],
+        top=[_row(handle, t) for t in _top(handle)],
+        unfinished=[_row(handle, t) for t in handle.trials() if _without_result(t)],
+        mlflow_url=handle.attrs.get(RUN_URL),
+        dashboard_url=study_page(dashboard_url, handle.study_id) if dashboard_url else None,
+        smoke=handle.attrs.get(SMOKE),
+        made_at=_time(datetime.datetime.now(datetime.UTC)),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _without_result(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
+
+
+def _top(handle: StudyHandle) -> list[FrozenTrial]:
+    complete = [t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None]
+    sign = -1 if handle.spec.direction == "maximize" else 1
+    return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
+
+
+def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "value": "" if trial.value is None else f"{trial.value:.4f}",
+        "epochs": f"{len(trial.intermediate_values)}/{handle.spec.epochs}",
+        "duration": format_seconds(trial.duration.total_seconds()) if trial.duration else "",
+        "params": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
+        "reason": trial.user_attrs.get(REASON, ""),
+        "url": trial.user_attrs.get(RUN_URL),
+    }
+
+
+def _best(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
+    """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
+    best, title = summary.best, "Parameters of the best"
+    if finalists is not None and finalists.winner is not None:
+        best, title = handle.trials()[finalists.winner], "Parameters of the winner"
+    if best is None:
+        return None
+    return {"title": f"{title}, trial {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
+
+
+def _promotion(promotion: Promotion) -> dict[str, str]:
+    return {
+        "trial": str(promotion.trial_number),
+        "version": f"{promotion.model_name} {promotion.version}",
+        "alias": promotion.alias,
+        "by": promotion.promoted_by,
+        "at": _time(promotion.promoted_at),
+        "until": "" if promotion.ended_at is None else _time(promotion.ended_at),
+        "note": "" if promotion.confirmed else str(promotion.evidence.get("unconfirmed", "unconfirmed")),
+    }
+
+
+def _time(moment: datetime.datetime) -> str:
+    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
+
+
+def _finalists(handle: StudyHandle, found: Finalists) -> dict[str, Any]:
+    """Return what the page says of the finalists: a row each, best first, and the verdict in sentences."""
+    rows = []
+    for row in ranked(handle, found):
+        over = optimism(handle, row)
+        rows.append(
+            {
+                "trial": row.trial,
+                "search": f"{row.search_value:.4f}",
+                "mean": "" if row.mean is None else f"{row.mean:.4f}",
+                "spread": "" if row.spread is None else f"{row.spread:.4f}",
+                "optimism": "" if over is None else f"{over:+.4f}",
+                "values": [
+                    f"{v:.4f}" if v is not None else why for v, why in zip(row.values, row.reasons, strict=True)
+                ],
+                "verdict": "" if found.pending else SHOWN[found.verdict(row)],
+            }
+        )
+    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(handle, found)}
