@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +15,7 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import create_trial
 
 from storage.run_artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
+from storage.run_book import RunBook
 from storage.stack import StackInfo
 from storage.studies import open_storage
 from storage.tracking import Tracking
@@ -63,6 +65,25 @@ def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracki
     with urllib.request.urlopen(request, timeout=30) as reply:
         assert reply.status == 204, "artifacts that cannot be removed do not keep a study from being deleted"
     assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
+
+
+def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> None:
+    storage = open_storage(stack.storage_url, application_name="test")
+    study = optuna.create_study(study_name="late files", storage=storage)
+    study.add_trial(create_trial(value=1.0))
+    page = f"{stack.dashboard_url}/api/studies/{study._study_id}"
+
+    def listed() -> list[str]:
+        with urllib.request.urlopen(page, timeout=30) as reply:
+            return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
+
+    assert listed() == []
+    with RunBook(storage.engine).opening(study.trials[0]._trial_id) as book:
+        book.note_system(artifact_attrs(RUN, ["curves.png"]))
+    while not listed():
+        time.sleep(0.2)  # it remembers its answers for two seconds
+    assert listed() == ["curves.png"]
+    storage.delete_study(study._study_id)
 
 
 def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
