@@ -247,7 +247,7 @@ class Bench:
                     while one.stdout.readline() != "ready\n":
                         if one.poll() is not None:
                             raise SystemExit(f"{kind}: a worker ended:\n{Path(log.name).read_text()[-3000:]}")
-                before = sum(self.server.cpu_times()[:2])
+                before = self._server_time()
                 for one in fleet:
                     one.stdin.write("go\n")
                     one.stdin.flush()
@@ -256,7 +256,11 @@ class Bench:
             finally:
                 for one in fleet:
                     one.kill()
-        return found, sum(self.server.cpu_times()[:2]) - before
+        return found, self._server_time() - before
+
+    def _server_time(self) -> float:
+        times = [one.cpu_times() for one in (self.server, *self.server.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
 
 
 @dataclass
