@@ -15,7 +15,7 @@ import tenacity
 
 from objectives.training import LocalSession, checkpoint, promotable
 from search.study_checkpoints import StudyCheckpoints
-from storage.checkpoint_pointers import Pointer, drop_pointers, read_pointers
+from storage.checkpoint_pointers import Pointer, read_pointers
 from storage.checkpoints import is_file
 from storage.errors import CheckpointError, CheckpointStoreError
 from storage.retry import retrying
@@ -174,18 +174,15 @@ class TrialCheckpoints:
         self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
         self._sweep()
 
-    def forget(self) -> None:
+    def forget(self, *, but_last: bool = False) -> None:
         """Remove all of it but the local `best.pt`: the trial is COMPLETE or PRUNED, and its best is published.
 
-        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        Args:
+            but_last: leave what is in the store until the trial's model has arrived in MLflow.
         """
         self._remove_local(best=False)
-        try:
-            self._study.files.remove_folder(self._folder)
-        except CheckpointStoreError as error:
-            log.warning("trial %d: its checkpoints stay for now: %s", self._number, error)
-            return
-        retrying()(drop_pointers, self._study.engine, self._study.study_id, number=self._number)
+        if not but_last:
+            self._study.forget_trial(self._number)
 
     def _remove(self, paths: list[str]) -> None:
         try:

@@ -11,11 +11,12 @@ from optuna_dashboard import save_note
 from search.finalists.companion import parent_of
 from search.finalists.page import confirmation_lines
 from search.finalists.telling import tell_confirmation
+from search.launch import open_parent_run
 from search.promotions import promotion_lines
-from search.study import RUN_ID, RUN_URL, StudyHandle
+from search.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
-from search.worker import INFEASIBLE
 from storage.claims import REASON
+from storage.shipping import one_line
 from storage.tracking import State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)
@@ -38,10 +39,11 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
         metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    parent = open_parent_run(handle, tracking)
     end_open_runs(handle, tracking)
     tell_confirmation(handle, tracking)
     tracking.end_study_run(
-        str(handle.attrs[RUN_ID]),
+        parent,
         tags=tags,
         metrics=metrics,
         step=summary.finished,
@@ -81,14 +83,14 @@ def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
             summary = summarise(handle)
         close_study(handle, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, error)
+        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, one_line(error))
 
 
 def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
     """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
     if handle.spec.finalists_of is not None:
         return  # the run is that of the search, which is over
-    tracking.reopen(str(handle.attrs[RUN_ID]))
+    tracking.reopen(open_parent_run(handle, tracking))
     close_study(handle, summarise(handle), tracking)
 
 

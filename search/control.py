@@ -14,8 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search.console import command
 from search.errors import SearchError
 from search.spec import parse_spec
-from search.study import StudyHandle
-from search.worker import INFEASIBLE
+from search.study import INFEASIBLE, StudyHandle
 from storage.budget import change_spec
 from storage.claims import STOPPED, running_now
 from storage.reopening import reopen_trial

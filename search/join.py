@@ -14,16 +14,19 @@ import optuna
 from objectives import load_objective
 from search.closing import close_if_spent
 from search.errors import SearchError
-from search.launch import ensure_parent_run
-from search.services import await_server, find_services
-from search.study import RUN_ID, TRACKING_URI, load_study
+from search.provenance import run_tags
+from search.services import find_services, why_away
+from search.study import TRACKING_URI, load_study
 from search.study_checkpoints import open_checkpoints
+from search.tracker import Tracker
 from search.worker import SERVICE_ERRORS, Worker, runs_folder, worker_name
 from storage.errors import CheckpointStoreError
-from storage.locks import study_lock
-from storage.studies import engine_of, open_storage
+from storage.studies import open_storage
 
 log = logging.getLogger(__name__)
+
+# Seconds that a worker stays for MLflow when there is nothing left to train, and when it was told to go.
+_PATIENCE, _GRACE = 60.0, 10.0
 
 
 def join_study(
@@ -35,6 +38,8 @@ def join_study(
     tracking_uri: str | None,
     checkpoint_url: str | None,
     home: str | None,
+    tracking_required: bool = False,
+    system_metrics: bool = False,
 ) -> int:
     """Run a worker of study `name` in this process and return its exit code.
 
@@ -45,16 +50,16 @@ def join_study(
     """
     _log_to_stderr()
     stop = stop_on_signals()
-    # A worker started in place of a dead one may find the tracking server being restarted as well.
-    patience = 60.0 if "HPSEARCH_FLEET_PID" in os.environ else 0.0
-    services = find_services(storage_url, tracking_uri, home=home, patience=patience)
+    services = find_services(storage_url, tracking_uri, home=home)
     application = f"hpsearch {worker_name()}"
     storage = open_storage(services.storage_url, application_name=application)
     study = load_study(storage, name)
     uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
     if uri is None:
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    await_server(uri, patience=patience)
+    away = why_away(uri, required=tracking_required)
+    if away:
+        log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
     if warning := study.source_warning(objective):
@@ -62,14 +67,16 @@ def join_study(
     tracking = services.open_tracking(uri)
     checkpoints = open_checkpoints(study, services.home, checkpoint_url)
     runs = services.home / "runs"
+    tracker = Tracker(
+        study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
+    )
+    code = 1
     try:
-        if RUN_ID not in study.attrs:
-            with study_lock(engine_of(storage), study.study_id):
-                ensure_parent_run(study, tracking)
+        tracker.sender.start()
         worker = Worker(
             study,
             objective,
-            tracking=tracking,
+            tracker=tracker,
             runs_dir=runs,
             checkpoints=checkpoints,
             stop=stop,
@@ -79,6 +86,10 @@ def join_study(
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()
+        # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
+        left = tracker.sender.flush(_PATIENCE if code == 0 else _GRACE)
+        if left:
+            log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
         if code == 0:
             close_if_spent(study, tracking)
@@ -89,6 +100,8 @@ def join_study(
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
         code = 1
+    finally:
+        tracker.sender.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
 

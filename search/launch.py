@@ -33,11 +33,21 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     storage = open_storage(services.storage_url, application_name="hpsearch run")
     handle, created = create_or_join(storage, settings, objective, rehearse=rehearse)
     tracking = services.open_tracking()
-    with study_lock(engine_of(storage), handle.study_id):
-        ensure_parent_run(handle, tracking)
-        if STARTED_AT not in handle.attrs or not running_now(engine_of(storage), handle.study_id):
-            handle.set_attr(STARTED_AT, time.time())
+    handle.set_attr(TRACKING_URI, tracking.uri)
+    if STARTED_AT not in handle.attrs or not running_now(engine_of(storage), handle.study_id):
+        handle.set_attr(STARTED_AT, time.time())
     return handle, created
+
+
+def open_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+    """Return the study's parent run, made if it is missing; all who ask at once get the same one.
+
+    Raises:
+        StorageError: its run, or the experiment, was deleted.
+        MlflowException: the server does not answer, or refuses.
+    """
+    with study_lock(engine_of(handle.storage), handle.study_id):
+        return ensure_parent_run(handle, tracking)
 
 
 def ensure_parent_run(handle: StudyHandle, tracking: Tracking) -> str:

@@ -12,9 +12,8 @@ from search.evidence import Evidence, gather_evidence, version_tags, why_unconfi
 from search.finalists import read_finalists
 from search.model_card import describe
 from search.promotions import current
-from search.study import RUN_ID, TRACKING, StudyHandle
+from search.study import INFEASIBLE, RUN_ID, TRACKING, StudyHandle
 from search.summary import summarise
-from search.worker import INFEASIBLE
 from storage.claims import REASON
 from storage.locks import registry_lock
 from storage.promotions import Promotion, TrialOfRun, record_promotion

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study import RUN_ID, TRACKING, StudyHandle, load_study
+from search.study import INFEASIBLE, RUN_ID, TRACKING, StudyHandle, load_study
 from search.study_checkpoints import StudyCheckpoints, open_checkpoints
 from search.summary import summarise
-from search.worker import INFEASIBLE, runs_folder
+from search.worker import runs_folder
 from storage.claims import ATTEMPT
 from storage.errors import StorageError
 from storage.finalists import finalist_studies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mlflow.exceptions import MlflowException
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 from rich.text import Text
@@ -19,21 +21,25 @@ from search.console import PlainConsole, command
 from search.errors import SearchError
 from search.fleet import Fleet, Slot, visible_gpus
 from search.keeper import kept_up
-from search.launch import load_for_search, prepare_study
+from search.launch import load_for_search, open_parent_run, prepare_study
 from search.live import LiveView
 from search.report import write_report
 from search.services import Services, find_services
 from search.smoke_test import smoke_test
 from search.steps import steps
 from search.study import RUN_ID, StudyHandle
-from search.study_checkpoints import note_checkpoints
+from search.study_checkpoints import note_checkpoints, open_checkpoints
 from search.summary import summarise, summary_lines
+from search.tracker import Tracker
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
+from storage.shipping import one_line
 from storage.studies import engine_of
+from storage.tracking import TrackingAwayError
 
 _POLL = 0.5  # seconds
+_GRACE = 10.0  # seconds for MLflow after Ctrl-C
 
 
 def run_search(
@@ -44,6 +50,8 @@ def run_search(
     tracking_uri: str | None,
     checkpoint_url: str | None,
     home: str | None,
+    tracking_required: bool = False,
+    system_metrics: bool = False,
 ) -> int:
     """Run the search that `settings` describe and return the exit code.
 
@@ -56,7 +64,9 @@ def run_search(
     with steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
-        services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=tell)
+        services = find_services(
+            storage_url, tracking_uri, home=home, both=True, tracking_required=tracking_required, progress=tell
+        )
         tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
         if checkpoint_url is not None:
@@ -64,21 +74,24 @@ def run_search(
         spec = handle.spec
         if why := handle.attrs.get(STOPPED):
             raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
+        away = open_run(services, handle, required=tracking_required)
         tell("overfitting one batch")
-        smoke_warning = smoke_test(handle, objective, services.open_tracking())
+        smoke_warning = smoke_test(handle, objective, None if away else services.open_tracking())
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
+    if away:
+        console.print(f"{away}; the search goes on, what it logs waits in {services.home / 'outbox'}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
     if begin.finished < spec.n_trials:
-        interrupted, fleet = drive(console, services, handle, workers, checkpoint_url)
+        interrupted, fleet = drive(console, services, handle, workers, checkpoint_url, system_metrics=system_metrics)
     else:
         more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
         console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
@@ -86,8 +99,32 @@ def run_search(
     return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
 
 
+def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str | None:
+    """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
+
+    Raises:
+        StorageError: the tracking server is `required`, or somebody deleted the experiment.
+    """
+    if services.tracking_away:
+        return services.tracking_away
+    try:
+        open_parent_run(handle, services.open_tracking())
+    except MlflowException as error:
+        away = f"--tracking-uri {services.tracking_uri}: MLflow does not answer ({one_line(error)})"
+        if required:
+            raise TrackingAwayError(away) from None
+        return away
+    return None
+
+
 def drive(
-    console: Console, services: Services, handle: StudyHandle, workers: int, checkpoint_url: str | None
+    console: Console,
+    services: Services,
+    handle: StudyHandle,
+    workers: int,
+    checkpoint_url: str | None,
+    *,
+    system_metrics: bool = False,
 ) -> tuple[bool, Fleet]:
     """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
     assert services.tracking_uri is not None
@@ -98,6 +135,8 @@ def drive(
     }
     if checkpoint_url is not None:
         environment["HPSEARCH_CHECKPOINT_URL"] = checkpoint_url
+    if system_metrics:
+        environment["HPSEARCH_SYSTEM_METRICS"] = "1"
     logs = services.home / "logs" / handle.spec.name
     fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
     console.print(f"worker logs: {logs}")
@@ -158,6 +197,8 @@ def _finish(
         ) from None
     report: Path | None = None
     try:
+        tell_outbox(console, services, handle, interrupted=interrupted)
+        summary = summarise(handle)
         tracking = services.open_tracking()
         close_study(handle, summary, tracking)
         report = report_path(services, handle)
@@ -194,6 +235,20 @@ def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
             f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
         )
     return failed
+
+
+def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, interrupted: bool) -> None:
+    """Send MLflow what of the study waits on this machine, and print what is left."""
+    checkpoints = open_checkpoints(handle, services.home, None)
+    tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
+    with steps(console) as tell:
+        left = tracker.deliver(tell, patience=_GRACE if interrupted else math.inf)
+    if left:
+        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
+        again = command("sync", handle.spec.name)
+        console.print(
+            f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
+        )
 
 
 def report_path(services: Services, handle: StudyHandle) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 from search.errors import SearchError
 from storage import stack
 from storage.connect import check_database
-from storage.errors import StorageError
 from storage.home import home_dir
-from storage.tracking import Tracking, check_server
+from storage.tracking import Tracking, TrackingAwayError, check_server
 from storage.urls import normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
@@ -30,6 +28,7 @@ class Services:
     tracking_uri: str | None
     dashboard_url: str | None
     embedded: bool = False
+    tracking_away: str | None = None  # why the tracking server does not answer
 
     def open_tracking(self, uri: str | None = None) -> Tracking:
         """Return the tracking server, by default the one that was given."""
@@ -43,8 +42,8 @@ def find_services(
     tracking_uri: str | None,
     *,
     home: str | None = None,
+    both: bool = False,
     tracking_required: bool = False,
-    patience: float = 0.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Services:
     """Return the given services, checked, or the embedded stack's, started if need be.
@@ -53,8 +52,8 @@ def find_services(
         storage_url: Postgres of the studies, or None.
         tracking_uri: MLflow server, or None.
         home: folder of the embedded stack, checkpoints and logs; by default the user's.
-        tracking_required: whether a given database without a tracking server will not do.
-        patience: seconds to wait for a tracking server that is away.
+        both: whether a given database without the address of a tracking server will not do.
+        tracking_required: whether that server has to answer now.
         progress: is told what is being done.
 
     Raises:
@@ -69,28 +68,26 @@ def find_services(
         raise SearchError(
             "--tracking-uri is given but --storage-url is not: give both, or neither to use the embedded stack"
         )
-    if tracking_uri is None and tracking_required:
+    if tracking_uri is None and both:
         raise SearchError(
             "--storage-url is given but --tracking-uri is not: give both, or neither to use the embedded stack"
         )
     url = normalise(storage_url)
     check_database(url)
-    if tracking_uri is not None:
-        await_server(tracking_uri, patience=patience)
-    return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL))
+    away = None if tracking_uri is None else why_away(tracking_uri, required=tracking_required)
+    return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL), tracking_away=away)
 
 
-def await_server(uri: str, *, patience: float) -> None:
-    """Check the tracking server; for up to `patience` seconds, wait for one that is away.
+def why_away(uri: str, *, required: bool = False) -> str | None:
+    """Ask the tracking server; return why it does not answer, if it does not: what is logged can wait for it.
 
     Raises:
-        StorageError: it does not answer.
+        StorageError: the address is wrong, or the server is `required` and does not answer.
     """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return check_server(uri)
-        except StorageError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(1.0)
+    try:
+        check_server(uri)
+    except TrackingAwayError as error:
+        if required:
+            raise
+        return str(error)
+    return None

@@ -15,7 +15,6 @@ from search.pruning import Decision
 from search.study_checkpoints import StudyCheckpoints
 from storage.claims import Claim, Claims
 from storage.study_storage import PostgresStorage
-from storage.tracking import TrialRun
 
 
 class TrialSession(LocalSession):
@@ -31,7 +30,7 @@ class TrialSession(LocalSession):
         checkpoints: StudyCheckpoints,
         metric: str,
         last_epoch: int,
-        run: TrialRun | None,
+        log_epoch: Callable[[int, float, dict[str, float]], None],
         stopping: Callable[[], bool],
         judge: Callable[[FrozenTrial], Decision],
     ) -> None:
@@ -47,7 +46,7 @@ class TrialSession(LocalSession):
         self._stopping = stopping
         self._judge = judge
         self.decision: Decision | None = None  # the last one
-        self._run = run
+        self._log_epoch = log_epoch
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._values = dict(storage.get_trial(claim.trial_id).intermediate_values)
 
@@ -69,9 +68,8 @@ class TrialSession(LocalSession):
         # Written before a file or a run is touched: a worker that lost its trial leaves no mark.
         stopped = self._report(record.epoch, record.metrics[self._metric])
         super().report(record)
-        if self._run is not None:
-            # Sent again after a crash: its batch may have been on its way, and MLflow keeps one copy.
-            self._run.log_epoch(record.epoch, record.timestamp, record.metrics)
+        # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
+        self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = stopped or self._stopping()
         if record.epoch < max(self._values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
@@ -103,9 +101,9 @@ class TrialSession(LocalSession):
         """Note a file that the run made; it is uploaded when the trial ends."""
         self.files.append(path)
 
-    def forget(self) -> None:
+    def forget(self, *, but_last: bool) -> None:
         """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
-        self.kept.forget()
+        self.kept.forget(but_last=but_last)
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""

@@ -17,21 +17,22 @@ SMOKE = "hpsearch:smoke"  # attribute of a study: what the test came to, in a se
 _SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
 
 
-def smoke_test(handle: StudyHandle, objective: Objective, tracking: Tracking) -> str | None:
+def smoke_test(handle: StudyHandle, objective: Objective, tracking: Tracking | None) -> str | None:
     """Overfit one batch with a configuration of the search space, unless this study's was done; a warning if it fails.
 
     A failure does not end the search: a space may hold models that are too small for it on purpose. The outcome is
-    kept in the study, and with its losses in MLflow's run of the study.
+    kept in the study, and with its losses in MLflow's run of the study, where `tracking` is there to take them.
     """
     told = handle.attrs.get(SMOKE)
     if told is None:
         spec = handle.spec
         result = smoke(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
         told = _told(result)
-        with tempfile.TemporaryDirectory() as folder:
-            result.write(Path(folder))
-            for file in sorted(Path(folder).iterdir()):
-                tracking.log_file(str(handle.attrs[RUN_ID]), file)
+        if tracking is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                result.write(Path(folder))
+                for file in sorted(Path(folder).iterdir()):
+                    tracking.log_file(str(handle.attrs[RUN_ID]), file)
         handle.set_attr(SMOKE, told)
     if told.startswith("passed"):
         return None

@@ -14,7 +14,7 @@ SPEC_VERSION: Literal[1] = 1
 FLAGS = {
     "n_trials": "--trials",
     "objective": "OBJECTIVE",
-    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout")},
+    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout", "models")},
 }
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -174,6 +174,7 @@ class StudySpec(_Model):
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
+    models: Literal["complete", "all", "none"] = "complete"  # which trials leave a registrable model
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 
     @model_validator(mode="before")

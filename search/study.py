@@ -16,6 +16,7 @@ from search.console import command
 from search.errors import SearchError, nearest
 from search.samplers import make_pruner
 from search.spec import StudySpec, differences, parse_spec
+from storage import run_book
 from storage.claims import SPEC
 from storage.locks import name_lock
 from storage.studies import engine_of
@@ -24,9 +25,8 @@ from storage.study_storage import PostgresStorage
 # User attributes of a study.
 TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"
-RUN_ID = "hpsearch:mlflow_run_id"  # the parent run; on a trial, its own run
-RUN_URL = "hpsearch:mlflow_url"
-TRACKING = "hpsearch:tracking"  # of a trial: what of it did not reach MLflow
+INFEASIBLE = run_book.INFEASIBLE  # of a trial
+RUN_ID, RUN_URL, TRACKING = run_book.RUN_ID, run_book.RUN_URL, run_book.TRACKING  # also of a trial
 PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
 STARTED_AT = "hpsearch:started_at"
 FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
@@ -140,7 +140,8 @@ def create_or_join(
                     f"{command('finalists', of.study)}, or choose another --name"
                 )
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
-            if lines := differences(stored, spec.model_dump()):
+            # Parsed first: a setting that a later version has, with its default, is no difference.
+            if lines := differences(parse_spec(stored).model_dump(), spec.model_dump()):
                 more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
                 raise SearchError(
                     f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "

@@ -92,6 +92,18 @@ class StudyCheckpoints:
             {path: path.stat().st_size for path in local if _number(str(path)) in over},
         )
 
+    def forget_trial(self, number: int) -> None:
+        """Remove the checkpoints of a COMPLETE or PRUNED trial that MLflow has all of.
+
+        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        """
+        try:
+            self.files.remove_folder(f"{self.folder}/{number:04d}")
+        except CheckpointStoreError as error:
+            log.warning("trial %d: its checkpoints stay for now: %s", number, error)
+            return
+        retrying()(drop_pointers, self.engine, self.study_id, number=number)
+
     def forget(self) -> None:
         """Remove all files of the study, which is being deleted.
 

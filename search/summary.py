@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.page import confirmation_lines
-from search.study import RUN_URL, TRACKING, StudyHandle
-from search.worker import INFEASIBLE
+from search.study import INFEASIBLE, RUN_URL, TRACKING, StudyHandle
 from storage.claims import REASON
 
 

@@ -11,9 +11,8 @@ from rich.table import Table
 from search.control import find_trial
 from search.promotions import promotion_lines
 from search.pruning.judge import halving_of
-from search.study import PRUNING, RUN_URL, TRACKING, StudyHandle
+from search.study import INFEASIBLE, PRUNING, RUN_URL, TRACKING, StudyHandle
 from search.summary import format_seconds, format_value
-from search.worker import INFEASIBLE
 from storage.attempts import Attempt, read_attempts
 from storage.rungs import rung_key
 from storage.settling import REASON

@@ -16,25 +16,23 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
-from search.artifacts import list_artifacts
 from search.attempt_dir import open_attempt_dir, remove_earlier
 from search.pruning import Judge
 from search.samplers import training_seed
 from search.session import TrialSession
-from search.study import PRUNING, RUN_ID, STARTED_AT, StudyHandle
+from search.study import INFEASIBLE, PRUNING, STARTED_AT, TRACKING, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
 from search.suggesting import suggest
-from search.trial_tracking import TrialTracking, end_lost_run
+from search.tracker import Tracker
+from search.trial_tracking import TrialTracking
 from storage.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.errors import CheckpointStoreError
 from storage.lease import LeaseKeeper
 from storage.settling import Outcome
 from storage.studies import engine_of
-from storage.tracking import State, Tracking
+from storage.tracking import State
 
 log = logging.getLogger(__name__)
-
-INFEASIBLE = "hpsearch:infeasible"
 
 # Exit codes of a worker beside 0 (nothing left), 1 (an error of ours or of a service) and 2 (a mistake of the user's).
 EXIT_GAVE_UP = 3
@@ -64,7 +62,7 @@ class Worker:
         study: StudyHandle,
         objective: Objective,
         *,
-        tracking: Tracking,
+        tracker: Tracker,
         runs_dir: Path,
         checkpoints: StudyCheckpoints,
         stop: threading.Event,
@@ -79,8 +77,7 @@ class Worker:
         self._objective = objective
         self._claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
         self._lease = LeaseKeeper(self._claims)
-        self._tracking = tracking
-        self._parent_run = str(study.attrs[RUN_ID])
+        self._tracker = tracker
         self._runs_dir = runs_folder(runs_dir, study)
         self._checkpoints = checkpoints
         self._stop = stop
@@ -104,11 +101,10 @@ class Worker:
                     return EXIT_DRAINED
                 if isinstance(got, Lost):
                     log.error("trial %d: FAIL, %s", got.number, got.reason)
+                    self._tracker.lost(got, at=int(time.time() * 1000))
                     self._failures, self._last_failure = self._failures + 1, got.reason
                     if self._hopeless():
                         return self._give_up()
-                    attrs = self._handle.storage.get_trial_user_attrs(got.trial_id)
-                    end_lost_run(self._tracking, got, attrs.get(RUN_ID))
                 elif isinstance(got, Nothing):
                     if not got.running:
                         return 0
@@ -156,7 +152,7 @@ class Worker:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
         run_dir = open_attempt_dir(self._runs_dir, claim)
-        tracked = TrialTracking(self._tracking, self._spec, claim, self._handle.storage, parent=self._parent_run)
+        tracked = TrialTracking(self._tracker, self._spec, claim, self._handle.storage)
         try:
             with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
                 self._attempt(claim, tracked, run_dir)
@@ -179,7 +175,7 @@ class Worker:
                 checkpoints=self._checkpoints,
                 metric=f"val_{self._spec.metric}",
                 last_epoch=self._spec.epochs - 1,
-                run=tracked.run,
+                log_epoch=tracked.log_epoch,
                 stopping=self._stopping,
                 judge=self._judge,
             )
@@ -224,19 +220,16 @@ class Worker:
         self._failures = 0
         state: State
         decision = session.decision if result.status == "pruned" else None
-        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
-        tracked.publish(result, session.files, with_model=decision is None and self._spec.finalists_of is None)
-        if tracked.run is not None:
-            list_artifacts(self._handle.storage, claim, tracked.run.run_id, session.files)
+        kept = tracked.publish(result, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()
             tracked.tag_pruning(grounds)
-            self._end(claim, state, "pruned", reason, value=session.last_value, attrs={PRUNING: grounds})
+            self._end(claim, tracked, state, "pruned", reason, value=session.last_value, attrs={PRUNING: grounds})
         else:
             state, reason = "COMPLETE", self._best(result)
-            self._end(claim, state, "complete", reason, value=result.best_value)
-        tracked.finish(state, reason)
-        session.forget()
+            self._end(claim, tracked, state, "complete", reason, value=result.best_value)
+        tracked.finish(state, reason, kept=kept)
+        session.forget(but_last=kept)
         remove_earlier(self._runs_dir, claim)
 
     def _best(self, result: FitResult) -> str:
@@ -245,7 +238,7 @@ class Worker:
     def _infeasible(self, claim: Claim, tracked: TrialTracking, reason: str, last: float | None) -> None:
         """Settle as PRUNED, which the sampler learns from, a configuration that diverged or does not fit."""
         self._failures = 0
-        self._end(claim, "PRUNED", "infeasible", reason, value=last, attrs={INFEASIBLE: True})
+        self._end(claim, tracked, "PRUNED", "infeasible", reason, value=last, attrs={INFEASIBLE: True})
         tracked.finish("INFEASIBLE", reason)
 
     def _fail(self, claim: Claim, tracked: TrialTracking, error: BaseException, run_dir: Path) -> None:
@@ -257,7 +250,7 @@ class Worker:
                 tracked.log_file(run_dir / "error.txt")
         if not self._again(claim, tracked, "error", reason):
             self._failures += 1
-            self._end(claim, "FAIL", "failed", reason)
+            self._end(claim, tracked, "FAIL", "failed", reason)
             tracked.finish("FAIL", reason)
 
     def _again(self, claim: Claim, tracked: TrialTracking, kind: str, reason: str) -> bool:
@@ -272,6 +265,7 @@ class Worker:
     def _end(
         self,
         claim: Claim,
+        tracked: TrialTracking,
         state: str,
         outcome: Outcome,
         reason: str,
@@ -280,5 +274,6 @@ class Worker:
         attrs: dict[str, object] | None = None,
     ) -> None:
         # What `study.tell` does, but for the sampler's `after_trial`, which has nothing to do without constraints.
-        self._claims.settle(claim, state, outcome, value=value, attrs={REASON: reason, **(attrs or {})})
+        attrs = {REASON: reason, TRACKING: tracked.pending(), **(attrs or {})}
+        self._claims.settle(claim, state, outcome, value=value, attrs=attrs)
         log.info("trial %d: %s, %s", claim.number, state, reason)

@@ -54,6 +54,7 @@ class Lost:
 
     trial_id: int
     number: int
+    attempt: int
     reason: str
 
 
@@ -181,7 +182,7 @@ class Claims:
             elif fail:
                 reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
                 settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
-                return Lost(row.trial_id, row.number, reason)
+                return Lost(row.trial_id, row.number, row.attempt, reason)
         return None
 
     def sweep(self) -> None:

@@ -4,54 +4,92 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from mlflow import MlflowClient
     from torch import nn
 
+READY = "READY"
 
-def log_model(
-    run_id: str,
-    model: nn.Module,
-    example: torch.Tensor,
-    *,
-    name: str,
-    step: int,
-    tags: dict[str, str],
-) -> str:
-    """Export `model` and log it to the run; return the id of the logged model.
 
-    The server is the one of the process's :class:`storage.tracking.Tracking`.
+def export_model(model: nn.Module, example: torch.Tensor, folder: Path) -> None:
+    """Write the model as MLflow keeps it: exported graph, signature, input example, requirements.
+
+    `mlflow.pytorch.log_model` does this, loads the result again to try it, and reads the history of every metric of the
+    run to link one point of it; the two latter cost more than the export.
 
     Args:
-        run_id: the run the model belongs to.
         model: in eval mode and on the CPU; exported by ``torch.export`` with a free batch dimension.
         example: a batch of at least two raw inputs, as the model takes them.
-        name: what the MLflow UI lists the model under.
-        step: the epoch whose metrics are the model's; they are to be logged before.
-        tags: of the logged model.
+        folder: where to; replaced when it exists.
+
+    Raises:
+        Exception: the model cannot be exported; whatever ``torch.export`` says of it.
     """
     import mlflow.pytorch
     import torch
     from mlflow.models import infer_signature
 
+    shutil.rmtree(folder, ignore_errors=True)
     with torch.inference_mode():
         output: Any = model(example)
     inputs = example.numpy()
+    # What the exporter prints about its progress is of no use in a worker's log.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        info = mlflow.pytorch.log_model(
+        mlflow.pytorch.save_model(
             model,
-            name=name,
+            str(folder),
             input_example=inputs,
             signature=infer_signature(inputs, output.numpy()),
             # Given, because inferring them loads the model in a new process: 8-11 s.
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "numpy"],
             serialization_format="pt2",
-            step=step,
-            tags=tags,
-            run_id=run_id,
         )
-    return str(info.model_id)
+
+
+def find_model(client: MlflowClient, experiment_id: str, run_id: str) -> str | None:
+    """Return the id of the model that a run has already."""
+    found = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1)
+    return str(found[0].model_id) if found else None
+
+
+def create_model(
+    client: MlflowClient, experiment_id: str, run_id: str, *, name: str, params: dict[str, str], tags: dict[str, str]
+) -> str:
+    """Create the model of a run, without its files yet, and return its id."""
+    model = client.create_logged_model(
+        experiment_id, name=name, source_run_id=run_id, params=params, tags=tags, model_type=""
+    )
+    return str(model.model_id)
+
+
+def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path, *, step: int) -> None:
+    """Give a model its files and tell its run of it, unless that was done before; safe to repeat.
+
+    Args:
+        client: of the tracking server.
+        model_id: the model, by `create_model`.
+        run_id: the run that made it.
+        folder: what `export_model` wrote.
+        step: the epoch that the model is of.
+    """
+    from mlflow.entities import LoggedModelOutput
+    from mlflow.models import Model
+
+    if str(client.get_logged_model(model_id).status) == READY:
+        return
+    written = Model.load(str(folder))
+    written.run_id, written.model_id, written.model_uuid = run_id, model_id, model_id
+    written.artifact_path = client.get_logged_model(model_id).artifact_location
+    written.save(str(folder / "MLmodel"))
+    client.log_model_artifacts(model_id, str(folder))
+    outputs = client.get_run(run_id).outputs
+    if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
+    client.finalize_logged_model(model_id, READY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from storage.run_book import TRACKING
 from storage.settling import REASON
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
@@ -35,7 +36,7 @@ _REOPEN = sa.text("""
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (
         DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN (:infeasible, :reason)
+         WHERE a.trial_id = mine.trial_id AND a.key IN (:infeasible, :reason, :tracking)
     ), failures AS (
         UPDATE hpsearch_attempts a
            SET ended_at = coalesce(ended_at, now()), outcome = coalesce(outcome || ', retried', 'cancelled') FROM mine
@@ -58,7 +59,13 @@ def reopen_trial(engine: sa.Engine, trial_id: int, *, infeasible: str, from_star
         Whether the trial was in such a state (else nothing was written), and the last epoch, from 0, that it has a
         checkpoint of and goes on after; None to start anew.
     """
-    arguments = {"trial": trial_id, "infeasible": infeasible, "reason": REASON, "from_start": from_start}
+    arguments = {
+        "trial": trial_id,
+        "infeasible": infeasible,
+        "reason": REASON,
+        "tracking": TRACKING,
+        "from_start": from_start,
+    }
     with engine.begin() as connection:
         row = connection.execute(_REOPEN, arguments).one_or_none()
     return row is not None, None if row is None else row.epoch

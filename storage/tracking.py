@@ -5,25 +5,26 @@ The fluent API is per process and thread, and its `start_run` overwrites a run's
 
 from __future__ import annotations
 
+import functools
 import getpass
 import logging
 import os
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
+
+import tenacity
 
 from storage.errors import StorageError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
-
-log = logging.getLogger(__name__)
+    from mlflow.entities import Metric, Run
 
 EXPERIMENT = "hpsearch"
 
@@ -44,8 +45,9 @@ STATUS_OF = {
 State = Literal["COMPLETE", "PRUNED", "CANCELLED", "INFEASIBLE", "FAIL"]
 
 _CLIENT_SETTINGS = {
-    # The defaults block a call to a dead server for four minutes.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    # The defaults block a call to a dead server for four minutes, and repeat a creation whose reply was lost, which
+    # makes a second run. Who calls repeats what is safe to repeat.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -53,11 +55,20 @@ _CLIENT_SETTINGS = {
 }
 
 
+class TrackingAwayError(StorageError):
+    """The tracking server does not answer, or not yet: what is logged can wait for it."""
+
+
+class RunDeletedError(StorageError):
+    """Somebody deleted the run in the MLflow UI."""
+
+
 def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     """Ask the tracking server for its health.
 
     Raises:
-        StorageError: `uri` is not an HTTP address, or no MLflow server answers there.
+        TrackingAwayError: no MLflow server answers there, or one that is not ready.
+        StorageError: `uri` is not an HTTP address, or what answers there is something else.
     """
     parts = urlsplit(uri)
     shown = uri if "@" not in parts.netloc else uri.replace(parts.netloc, parts.netloc.rpartition("@")[2])
@@ -75,14 +86,41 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
                 return
         raise StorageError(f"{setting} {shown}: what answers there is not an MLflow server; {remedy}")
     except urllib.error.HTTPError as error:
-        raise StorageError(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
+        kind = TrackingAwayError if error.code >= 500 else StorageError
+        raise kind(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise StorageError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+        raise TrackingAwayError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+
+
+# The server understands the request and will never take it, however often it is repeated.
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST"}
+_REFUSALS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"}
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the same request may succeed later: no answer, a server that is starting, or that lets us in later."""
+    import requests
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return error.error_code not in _REFUSALS
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return error.response.status_code >= 500 or error.response.status_code in {401, 403, 408, 425, 429}
+    return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
+
+
+# What is safe to repeat is repeated when a proxy or a restart cut it off.
+_again = tenacity.retry(
+    retry=tenacity.retry_if_exception(is_away),
+    stop=tenacity.stop_after_attempt(3),
+    wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
+    reraise=True,
+)
 
 
 class Tracking:
-    """The tracking server and the one experiment in it that holds all studies.
+    """The tracking server and the one experiment in it that holds all studies. Asks nothing of it before it must.
 
     Args:
         uri: the server's address.
@@ -100,13 +138,20 @@ class Tracking:
         mlflow.set_tracking_uri(uri)
         self.uri = uri.rstrip("/")
         self._ui_url = (ui_url or uri).rstrip("/")
+        self._experiment = experiment
         self.client: MlflowClient = mlflow.MlflowClient(tracking_uri=uri)
-        self.experiment_id = self._experiment(experiment)
-        mlflow.set_experiment(experiment_id=self.experiment_id)  # where logged models go
 
-    def _experiment(self, name: str) -> str:
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """The experiment's id.
+
+        Raises:
+            StorageError: somebody deleted the experiment.
+            MlflowException: the server does not answer, or refuses.
+        """
         from mlflow.exceptions import MlflowException
 
+        name = self._experiment
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
@@ -137,34 +182,25 @@ class Tracking:
             params: the spec, logged as the run's parameters.
             known: the run's id, when the study has it noted.
         """
-        if known is not None and self._exists(known):
+        if known is not None and self.has_run(known):
             return known
         # A study deleted and made again under its name is another study: its number tells them apart.
         if found := self._find(f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'", child=False):
             return found
         run = self._create(study_name, {STUDY: study_name, STUDY_ID: str(study_id)})
-        self._log_params(run, params)
+        self.log(run, params=params)
         return run
 
-    def trial_run(self, study_name: str, number: int, *, parent: str, known: str | None, search: bool) -> TrialRun:
-        """Open the child run of a trial.
+    def find_trial_run(self, study_name: str, number: int, *, parent: str) -> str | None:
+        """Return the run of a trial, looked for by its tags."""
+        # By the study's name too: its finalists, whose trials are numbered anew, have the same parent.
+        mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
+        return self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
 
-        Args:
-            study_name: the study's name.
-            number: the trial's number in it.
-            parent: the run of the study.
-            known: the run's id, when the trial has it noted.
-            search: look for a run of the trial before making one (it was started before and has none noted).
-        """
-        if known is None and search:
-            # By the study's name too: its finalists, whose trials are numbered anew, have the same parent.
-            mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
-            known = self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
-        if known is not None and self._exists(known):
-            self.client.update_run(known, status="RUNNING")
-            return TrialRun(self, known)
-        tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent}
-        return TrialRun(self, self._create(f"{study_name}-{number:04d}", tags))
+    def create_trial_run(self, study_name: str, number: int, *, parent: str, tags: Mapping[str, str]) -> str:
+        """Create the run of a trial under its study's and return its id."""
+        tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, **tags}
+        return self._create(f"{study_name}-{number:04d}", tags)
 
     def open_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
         """Return the runs of a study's trials that nobody has ended: trial number to run id."""
@@ -173,31 +209,30 @@ class Tracking:
         runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
         return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
 
+    @_again
     def reopen(self, run_id: str) -> None:
         """Set a run to RUNNING, such as a study's that goes on."""
         self.client.update_run(run_id, status="RUNNING")
 
+    @_again
     def schedule(self, run_id: str) -> None:
         """Set the ended run of a trial to SCHEDULED: it waits for another attempt, which goes on with the run."""
-        self.client.set_tag(run_id, STATE, "waiting")
-        self.client.set_tag(run_id, REASON, "")
+        self.log(run_id, tags={STATE: "waiting", REASON: ""})
         self.client.update_run(run_id, status="SCHEDULED")
 
+    @_again
     def end_study_run(
         self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], step: int, finished: bool
     ) -> None:
         """Write what came of a study to its parent run, and end the run when the study is `finished`."""
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self.client.log_batch(
-            run_id,
-            metrics=[Metric(key, value, now, step) for key, value in metrics.items()],
-            tags=[RunTag(key, value) for key, value in tags.items()],
-        )
+        self.log(run_id, metrics=[Metric(key, value, now, step) for key, value in metrics.items()], tags=tags)
         if finished:
             self.client.set_terminated(run_id, status="FINISHED", end_time=now)
 
+    @_again
     def annotate(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:
         """Add tags and metrics to a run that has ended; said again with the same time, a metric is there once.
 
@@ -207,28 +242,60 @@ class Tracking:
             metrics: to log, at step 0.
             at: unix seconds.
         """
-        from mlflow.entities import Metric, RunTag
+        self.log(run_id, metrics=epoch_metrics(0, at, metrics), tags=tags)
 
-        self.client.log_batch(
-            run_id,
-            metrics=[Metric(key, value, int(at * 1000), 0) for key, value in metrics.items()],
-            tags=[RunTag(key, value) for key, value in tags.items()],
-        )
+    def end_trial_run(self, run_id: str, state: State, reason: str, *, at: int) -> None:
+        """End a run as its trial ended, with the reason as a tag.
 
+        Args:
+            run_id: the run.
+            state: how the trial ended.
+            reason: why, for a person.
+            at: when, in unix milliseconds.
+        """
+        self.log(run_id, tags={STATE: state.lower(), REASON: reason})
+        self.client.set_terminated(run_id, status=STATUS_OF[state], end_time=at)
+
+    @_again
     def log_file(self, run_id: str, path: Path) -> None:
         """Upload a file to a run."""
         self.client.log_artifact(run_id, str(path))
 
-    def _exists(self, run_id: str) -> bool:
-        """Whether this server has the run: a study may move to another tracking server."""
+    def log(
+        self,
+        run_id: str,
+        *,
+        metrics: list[Metric] | None = None,
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Log a batch; what MLflow would refuse of a name or a text is changed, not lost. Safe to repeat."""
+        from mlflow.entities import Param, RunTag
+
+        self.client.log_batch(
+            run_id,
+            metrics=metrics or (),
+            params=[Param(allowed_name(key), str(value)[:_LONGEST_PARAM]) for key, value in (params or {}).items()],
+            tags=[RunTag(key, value[:_LONGEST_TAG]) for key, value in (tags or {}).items()],
+        )
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether this server has the run: a study may move to another tracking server.
+
+        Raises:
+            RunDeletedError: it was deleted in the MLflow UI. That is a person's wish: no run is made in its place.
+        """
         from mlflow.exceptions import MlflowException
 
         try:
-            return str(self.client.get_run(run_id).info.lifecycle_stage) == "active"
+            run = self.client.get_run(run_id)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
+        if run.info.lifecycle_stage != "active":
+            raise RunDeletedError(f"its run {run_id} was deleted in the MLflow UI; restore it there")
+        return True
 
     def _find(self, query: str, *, child: bool) -> str | None:
         runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=5)
@@ -241,95 +308,59 @@ class Tracking:
         tags = {**tags, "mlflow.user": _user(), "mlflow.source.name": "hpsearch"}
         return str(self.client.create_run(self.experiment_id, tags=dict(tags), run_name=name).info.run_id)
 
-    def _log_params(self, run_id: str, params: Mapping[str, object]) -> None:
-        from mlflow.entities import Param
-
-        self.client.log_batch(run_id, params=[Param(k, str(v)) for k, v in params.items()])
-
 
 class TrialRun:
-    """The MLflow run of one trial. Metrics are sent by a thread of its own; nothing here fails a trial."""
+    """The MLflow run of one trial, for whoever logs to it directly and waits for the answer.
+
+    Trials themselves log by way of their outbox (:mod:`storage.outbox`), which waits for nothing.
+    """
 
     def __init__(self, tracking: Tracking, run_id: str) -> None:
         self._tracking = tracking
-        self._client = tracking.client
         self.run_id = run_id
         self.url = tracking.run_url(run_id)
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._pending: list[Future[None]] = []
-        self.errors: list[str] = []
 
+    @_again
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Log parameters, in the background."""
-        self._submit("parameters", self._tracking._log_params, self.run_id, params)
+        """Log parameters."""
+        self._tracking.log(self.run_id, params=params)
 
+    @_again
     def log_epoch(self, epoch: int, timestamp: float, metrics: Mapping[str, float]) -> None:
-        """Log an epoch's metrics as one batch, in the background.
-
-        The timestamp (unix seconds) is the epoch's own: MLflow keeps one copy of an equal (key, time, step, value),
-        so that an epoch sent again after a crash is still there once.
-        """
-        from mlflow.entities import Metric
-
-        batch = [Metric(key, float(value), int(timestamp * 1000), epoch) for key, value in metrics.items()]
-        self._submit(f"metrics of epoch {epoch}", self._client.log_batch, self.run_id, metrics=batch)
+        """Log an epoch's metrics; with its own `timestamp` (unix seconds) a repetition changes nothing."""
+        self._tracking.log(self.run_id, metrics=epoch_metrics(epoch, timestamp, metrics))
 
     def log_file(self, path: Path, *, folder: str | None = None) -> None:
-        """Upload a file, in the background."""
-        self._submit(path.name, self._client.log_artifact, self.run_id, str(path), folder)
+        """Upload a file."""
+        _again(self._tracking.client.log_artifact)(self.run_id, str(path), folder)
 
+    @_again
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, in the background."""
-        from mlflow.entities import RunTag
+        """Set tags."""
+        self._tracking.log(self.run_id, tags=tags)
 
-        # MLflow refuses a tag's value of over 8,000 characters.
-        batch = [RunTag(key, value[:5000]) for key, value in tags.items()]
-        self._submit("tags", self._client.log_batch, self.run_id, tags=batch)
-
-    def tag(self, key: str) -> str | None:
-        """Return a tag of the run as the server has it."""
-        value = self._client.get_run(self.run_id).data.tags.get(key)
-        return None if value is None else str(value)
-
-    def _submit(self, what: str, call: object, *args: object, **kwargs: object) -> None:
-        def send() -> None:
-            if self.errors:
-                return  # the server is away: waiting for it once is enough, the trial's end tries again
-            try:
-                call(*args, **kwargs)  # type: ignore[operator]
-            except Exception as error:  # the tracking server must never end a training run
-                self.failed(what, error)
-
-        self._pending.append(self._sender.submit(send))
-
-    def failed(self, what: str, error: Exception) -> None:
-        """Note and log that something did not reach the server."""
-        self.errors.append(f"{what}: {' '.join(str(error).split())[:200]}")
-        log.warning("MLflow did not take %s of run %s: %s", what, self.run_id, self.errors[-1])
-
-    def flush(self) -> None:
-        """Wait until all that was logged has been sent, or has failed."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
+    @_again
     def finish(self, state: State, reason: str) -> None:
-        """End the run with the status of a trial's `state`, its reason as a tag and as the run's note."""
-        from mlflow.entities import RunTag
+        """End the run with the status of a trial's `state`, its reason as a tag."""
+        self._tracking.end_trial_run(self.run_id, state, reason, at=int(time.time() * 1000))
 
-        self.flush()
-        try:
-            tags = [RunTag(STATE, state.lower()), RunTag(REASON, reason[:5000])]
-            self._client.log_batch(self.run_id, tags=tags)
-            self._client.set_terminated(self.run_id, status=STATUS_OF[state], end_time=int(time.time() * 1000))
-        except Exception as error:  # as above
-            self.failed("the end", error)
-        self.close()
 
-    def close(self) -> None:
-        """Stop the sender after what it has; the run stays open for a later attempt."""
-        self.flush()
-        self._sender.shutdown()
+def epoch_metrics(
+    epoch: int, timestamp: float, values: Mapping[str, float], model_id: str | None = None
+) -> list[Metric]:
+    """Return an epoch's metrics for MLflow, which keeps one copy of an equal (key, time, step, value)."""
+    from mlflow.entities import Metric
+
+    at = int(timestamp * 1000)
+    return [Metric(allowed_name(key), float(value), at, epoch, model_id=model_id) for key, value in values.items()]
+
+
+_LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 5000
+
+
+def allowed_name(name: str) -> str:
+    """Return the name of a metric or parameter with what MLflow refuses in it replaced."""
+    return re.sub(r"[^\w\-./ :]", "_", name)[:_LONGEST_NAME]
 
 
 def _reach_loopback_directly(uri: str) -> None:

@@ -30,6 +30,7 @@ from search.cli import (
     start,
     stop,
     studies,
+    sync,
     train,
     worker,
 )
@@ -45,7 +46,7 @@ app = typer.Typer(
 )
 VERBS = (
     *(run, worker, studies, show, report, delete, init),
-    *(stop, start, extend, retry),
+    *(stop, start, extend, retry, sync),
     *(finalists, open_test),
     *(promote, serve_check, gc),
     *(train, smoke, lr_range, objective),

@@ -29,6 +29,7 @@ def delete(
     from search.study import load_study
     from search.study_checkpoints import open_checkpoints
     from search.summary import summarise
+    from search.tracker import outbox_folder
     from search.worker import runs_folder
     from storage.claims import running_now
     from storage.finalists import finalist_studies
@@ -50,9 +51,10 @@ def delete(
         )
         typer.confirm(f"delete {what}?", abort=True)
     for each in (*held, handle):  # the search last: without it nobody would know whose finalists the others are
-        runs = runs_folder(services.home / "runs", each)
+        folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, checkpoint_url)
         storage.delete_study(each.study_id)
         checkpoints.forget()
-        shutil.rmtree(runs, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         typer.echo(f"deleted {each.spec.name}; its runs in MLflow stay")

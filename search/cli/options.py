@@ -80,3 +80,23 @@ Timeout = Annotated[
     float | None,
     typer.Option("--timeout", help="Seconds after which no new trial is started  [default: none]"),
 ]
+Models = Annotated[
+    str | None,
+    typer.Option("--models", help="Which trials leave a registrable model: complete, all or none  [default: complete]"),
+]
+TrackingRequired = Annotated[
+    bool,
+    typer.Option(
+        "--tracking-required",
+        help="Refuse to start while MLflow does not answer; without it what is logged waits on disk.",
+    ),
+]
+SystemMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--system-metrics",
+        envvar="HPSEARCH_SYSTEM_METRICS",
+        show_envvar=True,
+        help="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run.",
+    ),
+]

@@ -47,7 +47,7 @@ def report(
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
     typer.echo(str(path))
     uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
-    if uri is not None and RUN_ID in handle.attrs:
+    if uri is not None:
         check_server(uri)
         tracking = services.open_tracking(uri)
         close_study(handle, summarise(handle), tracking)

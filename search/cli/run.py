@@ -37,6 +37,9 @@ def run(
     seed: o.Seed = None,
     retries: o.Retries = None,
     timeout: o.Timeout = None,
+    models: o.Models = None,
+    tracking_required: o.TrackingRequired = False,
+    system_metrics: o.SystemMetrics = False,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     checkpoint_url: o.CheckpointUrl = None,
@@ -48,12 +51,12 @@ def run(
     settings = gather_settings(
         spec, objective=objective, name=name, n_trials=trials, epochs=epochs, metric=metric, direction=direction,
         sampler=sampler, sampler_option=sampler_option, pruner=pruner, pruner_option=pruner_option,
-        seed=seed, retries=retries, timeout=timeout,
+        seed=seed, retries=retries, timeout=timeout, models=models,
     )  # fmt: skip
     check_settings(settings)
     from search.run import run_search
 
     return run_search(
         settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri,
-        checkpoint_url=checkpoint_url, home=home,
+        checkpoint_url=checkpoint_url, home=home, tracking_required=tracking_required, system_metrics=system_metrics,
     )  # fmt: skip

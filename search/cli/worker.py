@@ -32,6 +32,8 @@ def worker(
             help="Seconds without a sign of life after which others take this worker's trial over.",
         ),
     ] = 60.0,
+    tracking_required: o.TrackingRequired = False,
+    system_metrics: o.SystemMetrics = False,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     checkpoint_url: o.CheckpointUrl = None,
@@ -44,4 +46,5 @@ def worker(
     return join_study(
         study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,
         checkpoint_url=checkpoint_url, home=home,
+        tracking_required=tracking_required, system_metrics=system_metrics,
     )  # fmt: skip

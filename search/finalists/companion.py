@@ -193,6 +193,8 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "sampler": Random().model_dump(),
         "pruner": NoPruning().model_dump(),
         "timeout": None,
+        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
+        "models": "none",
         "finalists_of": of.model_dump(),
     }
     return parse_spec({**searched.model_dump(), **own})

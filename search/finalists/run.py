@@ -13,17 +13,15 @@ from search.finalists.companion import create_or_join
 from search.finalists.page import finalist_lines, finalist_table
 from search.finalists.table import Finalists, tabulate
 from search.fleet import Fleet
-from search.launch import ensure_parent_run
-from search.run import drive, tell_failed
+from search.run import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
-from search.study import RUN_URL, StudyHandle, load_study
+from search.study import RUN_URL, TRACKING_URI, StudyHandle, load_study
 from search.study_checkpoints import note_checkpoints
 from search.summary import summarise
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
-from storage.locks import study_lock
-from storage.studies import engine_of, open_storage
+from storage.studies import open_storage
 
 
 def run_finalists(
@@ -48,17 +46,19 @@ def run_finalists(
     if checkpoint_url is not None:
         Checkpoints(checkpoint_url).check()
     with steps(console) as tell:
-        services = find_services(storage_url, tracking_uri, home=home, tracking_required=True, progress=tell)
+        services = find_services(storage_url, tracking_uri, home=home, both=True, progress=tell)
         tell("choosing the finalists")
         handle = load_study(open_storage(services.storage_url, application_name="hpsearch finalists"), study)
         if (of := handle.spec.finalists_of) is not None:
             raise SearchError(f"study {study!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}")
         held, created = create_or_join(handle, top=top, seeds=seeds, new_set=new_set)
-        with study_lock(engine_of(held.storage), held.study_id):
-            ensure_parent_run(held, services.open_tracking())
+        held.set_attr(TRACKING_URI, services.open_tracking().uri)
+        away = open_run(services, held, required=False)
         if checkpoint_url is not None:
             note_checkpoints(held, checkpoint_url)
     _print_begin(console, handle, held, created=created)
+    if away:
+        console.print(f"{away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
     found = tabulate(handle, held)
     interrupted, fleet = False, None
     if found.pending and workers:
@@ -92,6 +92,7 @@ def _finish(
     asked: bool,
 ) -> int:
     """Print the table, tell MLflow and the dashboard, and return the exit code."""
+    tell_outbox(console, services, held, interrupted=interrupted)
     found = tabulate(handle, held)
     if not found.pending:
         _tell(console, services, handle)

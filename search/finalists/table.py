@@ -9,8 +9,7 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.choice import choose
-from search.study import StudyHandle, load_study
-from search.worker import INFEASIBLE
+from search.study import INFEASIBLE, StudyHandle, load_study
 from storage.finalists import finalist_studies
 from storage.studies import engine_of
 

@@ -14,9 +14,8 @@ from search.finalists.table import Finalists, read_finalists
 from search.report.figures import draw
 from search.report.pruned import pruned_by_epoch
 from search.smoke_test import SMOKE
-from search.study import RUN_URL, StudyHandle
+from search.study import INFEASIBLE, RUN_URL, StudyHandle
 from search.summary import Summary, format_seconds, format_value, study_page, summarise
-from search.worker import INFEASIBLE
 from storage.claims import REASON
 from storage.promotions import Promotion, promotions_of
 from storage.studies import engine_of

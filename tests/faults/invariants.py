@@ -117,8 +117,11 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     assert not [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
 
 
-def assert_tracked(tracking_uri: str, study: str, trials: list[Trial]) -> None:
-    """Each trial has one run in MLflow, however many attempts it took, with each of its epochs once."""
+def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models: bool = False) -> None:
+    """Each trial has one run in MLflow, however many attempts it took, with each of its epochs once.
+
+    With `models` each that is complete has one model as well, whole and linked to the metrics of its best epoch.
+    """
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri)
@@ -134,3 +137,23 @@ def assert_tracked(tracking_uri: str, study: str, trials: list[Trial]) -> None:
         points = client.get_metric_history(runs[trial.number].info.run_id, "val_loss")
         assert {p.step: p.value for p in points} == trial.values
         assert len(points) == len(trial.values), f"trial {trial.number} has an epoch twice"
+        keys = run_keys(client, runs[trial.number].info.run_id)
+        assert {"train_loss", "lr", "epoch_seconds", "samples_per_second", "grad_norm"} <= set(keys)
+        assert set(keys.values()) <= {1, len(trial.values)}, f"trial {trial.number}: {keys}"
+        if models and trial.state == "COMPLETE":
+            assert_model(client, run, trial)
+
+
+def run_keys(client: Any, run_id: str) -> dict[str, int]:
+    """How many points each metric of a run has."""
+    return {key: len(client.get_metric_history(run_id, key)) for key in client.get_run(run_id).data.metrics}
+
+
+def assert_model(client: Any, run: Any, trial: Trial) -> None:
+    """The run has exactly one model, which is ready, and ranked by the value of the trial."""
+    found = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    assert [m.status for m in found] == ["READY"], f"trial {trial.number} has {len(found)} models"
+    assert [o.model_id for o in run.outputs.model_outputs] == [found[0].model_id]
+    linked = {metric.key: metric.value for metric in found[0].metrics}
+    assert linked["val_loss"] == trial.value
+    assert "checkpoints" in {f.path for f in client.list_artifacts(run.info.run_id)}

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,6 +43,16 @@ class Order:
     epoch: int | None = None
     when: str = "before"
     nth: int = 1
+
+
+class _Sending(threading.local):
+    """What the sender's thread is at; the attempt at a trial whose journal it ships."""
+
+    trial: int | None = None
+    attempt: int | None = None
+
+
+Sending = _Sending()
 
 
 class Here:
@@ -76,18 +87,20 @@ def arrive(trial: int | None, attempt: int | None) -> None:
 
 def obey(point: str, when: str = "before") -> None:
     """Do what is ordered for this point, if anything is."""
+    at = Sending if Sending.trial is not None else Here
     for index, order in enumerate(read()):
+        number, attempt = (at.trial, at.attempt) if at.trial is not None else (OUTSIDE, at.attempt)
         if (order.point, order.when) != (point, when):
             continue
-        if order.trial != (OUTSIDE if Here.trial is None else Here.trial) or order.attempt not in {0, Here.attempt}:
+        if order.trial != number or order.attempt not in {0, attempt}:
             continue
-        if order.epoch not in {None, Here.epoch}:
+        if at is Here and order.epoch not in {None, Here.epoch}:
             continue
         Here.passed[index] = Here.passed.get(index, 0) + 1
         if Here.passed[index] == order.nth:
             where = folder()
             assert where is not None
-            if order.attempt and (where / f"obeyed-{index}").exists():
+            if (order.attempt or at is Sending) and (where / f"obeyed-{index}").exists():
                 continue  # a claim that was never committed is made again
             (where / f"obeyed-{index}").write_text(str(os.getpid()))
             ACTIONS[order.action](where)

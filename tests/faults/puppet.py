@@ -21,7 +21,6 @@ POINTS = {
     "in claim": ("storage.claims", "Claims._take"),
     "claim": ("storage.claims", "Claims.claim"),
     "open run": ("search.trial_tracking", "TrialTracking.open"),
-    "create run": ("storage.tracking", "Tracking._create"),
     "log params": ("search.trial_tracking", "TrialTracking.log_params"),
     "restore": ("search.checkpointing", "TrialCheckpoints.restore"),
     "bring": ("search.checkpointing", "TrialCheckpoints._bring"),
@@ -32,13 +31,26 @@ POINTS = {
     "report": ("storage.claims", "Claims.report"),
     "committed": ("search.checkpointing", "TrialCheckpoints.committed"),
     "publish": ("search.trial_tracking", "TrialTracking.publish"),
-    "upload": ("mlflow", "MlflowClient.log_artifact"),
     "model": ("search.trial_tracking", "TrialTracking._log_model"),
     "settle": ("storage.claims", "Claims.settle"),
     "finish": ("search.trial_tracking", "TrialTracking.finish"),
     "forget": ("search.checkpointing", "TrialCheckpoints.forget"),
     "score test": ("objectives.training.held_out", "Restored.test"),
-    "drop pointers": ("search.checkpointing", "drop_pointers"),
+    "drop pointers": ("search.study_checkpoints", "drop_pointers"),
+}
+
+# The steps of its sender, which is at work on a trial of its own choice.
+SENDING = {
+    "ship": ("storage.shipping", "Shipper._ship"),
+    "create run": ("storage.tracking", "Tracking.create_trial_run"),
+    "note run": ("storage.run_book", "Page.note"),
+    "send": ("storage.shipping", "Shipper._log"),
+    "shipped": ("storage.outbox", "Journal.moved"),
+    "upload": ("mlflow", "MlflowClient.log_artifacts"),
+    "create model": ("storage.models", "create_model"),
+    "upload model": ("storage.models", "upload_model"),
+    "end run": ("storage.tracking", "Tracking.end_trial_run"),
+    "delivered": ("storage.run_book", "RunBook.delivered"),
 }
 
 
@@ -46,9 +58,10 @@ def main(arguments: list[str]) -> int:
     """Wrap the steps, and run the command line."""
     if os.environ.get("CHEAP"):
         spare()
-    for name, (module, attribute) in POINTS.items():
+    for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
     wrap("storage.claims", "Claims.claim", follow_claims)
+    wrap("storage.shipping", "Shipper.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("storage.claims", "Claims.report", follow_reports)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
@@ -91,6 +104,17 @@ def follow_claims(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return claim
+
+
+def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
+    def ship(self: Any, journal: Any) -> Any:
+        orders.Sending.trial, orders.Sending.attempt = journal.head["number"], journal.head["attempt"]
+        try:
+            return original(self, journal)
+        finally:
+            orders.Sending.trial = None
+
+    return ship
 
 
 def follow_epochs(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,16 +27,35 @@ POINTS: list[tuple[str, str, int | None, list[str]]] = [
     ("committed", "after", 2, ["lost", "complete"]),
     ("report", "after", 3, ["lost", "complete"]),
     ("publish", "before", None, ["lost", "complete"]),
-    ("upload", "before", None, ["lost", "complete"]),
-    ("upload", "after", None, ["lost", "complete"]),
     ("model", "after", None, ["lost", "complete"]),
     ("settle", "before", None, ["lost", "complete"]),
     ("settle", "after", None, ["complete"]),
     ("finish", "after", None, ["complete"]),
     ("forget", "after", None, ["complete"]),
-    ("drop pointers", "before", None, ["complete"]),
 ]
 TWICE = [("bring", "after"), ("restore", "after"), ("epoch", "before")]
+
+# Where the sender, a thread of the same process, is killed with it; the trial that is trained meanwhile is lost too.
+SENDING = [
+    ("ship", "after"),
+    ("create run", "before"),
+    ("create run", "after"),
+    ("note run", "after"),  # not committed yet
+    ("send", "before"),
+    ("send", "after"),
+    ("shipped", "before"),
+    ("upload", "before"),
+    ("upload", "after"),
+    ("create model", "before"),
+    ("create model", "after"),
+    ("upload model", "before"),
+    ("upload model", "after"),
+    ("end run", "before"),
+    ("end run", "after"),
+    ("delivered", "before"),
+    ("delivered", "after"),
+    ("drop pointers", "before"),
+]
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
@@ -61,6 +80,19 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
     assert [t.outcomes for t in trials] == outcomes
     assert_resumed(arena, trials)
     assert_tracked(arena.tracking_uri, arena.name, trials)
+
+
+def test_the_sender_is_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+    """In the middle of what it sends: nothing is missing in MLflow or there twice, and each trial has one model."""
+    orders = [Order(point, "kill", trial=number, attempt=0, when=when) for number, (point, when) in enumerate(SENDING)]
+    arena.cheap = False
+    arena.create(len(orders), orders, retries=len(orders))
+    arena.work(2)
+    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    assert not missed, f"nobody was killed at {missed}"
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(len(orders)), len(orders))
+    assert {t.state for t in trials} == {"COMPLETE"}
+    assert_tracked(arena.tracking_uri, arena.name, trials, models=True)
 
 
 def assert_resumed(arena: Arena, trials: list[Trial]) -> None:

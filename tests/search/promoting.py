@@ -63,11 +63,10 @@ def track(storage: PostgresStorage, tracking: Tracking, files: Path, *, values: 
     parent = tracking.study_run(name, study._study_id, params={}, known=None)
     storage.set_study_user_attr(study._study_id, RUN_ID, parent)
     for number, value in enumerate(values):
-        run = tracking.trial_run(name, number, parent=parent, known=None, search=False)
-        run.close()
+        run = tracking.create_trial_run(name, number, parent=parent, tags={})
         if value is not None:
-            _leave(tracking, run.run_id, f"{name}-{number}", files)
-        attrs = {RUN_ID: run.run_id, REASON: "best accuracy" if value is not None else "median pruner at epoch 2"}
+            _leave(tracking, run, f"{name}-{number}", files)
+        attrs = {RUN_ID: run, REASON: "best accuracy" if value is not None else "median pruner at epoch 2"}
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
         values_ = {} if value is None else {"value": value}
         study.add_trial(create_trial(state=state, user_attrs=attrs, **values_))

@@ -18,8 +18,7 @@ from optuna.trial import TrialState, create_trial
 from search.cli import _run
 from search.control import extend_study, retry_trial, start_study, stop_study
 from search.errors import SearchError
-from search.study import PRUNING, StudyHandle, load_study
-from search.worker import INFEASIBLE
+from search.study import INFEASIBLE, PRUNING, StudyHandle, load_study
 from storage.claims import REASON, SPEC, STOPPED, Claim, Claims, Lost, Nothing, Stopped
 from storage.errors import StorageError
 from storage.rungs import rung_key
