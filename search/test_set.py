@@ -136,10 +136,10 @@ def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: 
     try:
         return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
     except Exception as error:  # MLflow's client raises what its transport does
-        reason = " ".join(str(error).split())[:200]
+        reason, send = " ".join(str(error).split())[:200], command("sync", handle.spec.name)
         raise SearchError(
             f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-            f"had ({reason}); nothing was opened"
+            f"had ({reason}); nothing was opened; should they wait on a machine, send them: {send}"
         ) from None
 
 

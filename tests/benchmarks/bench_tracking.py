@@ -45,11 +45,14 @@ from objectives.training import EpochRecord, FitResult, LocalSession, TrainConfi
 from search.fleet import cores, thread_settings
 from search.launch import load_for_search, prepare_study
 from search.services import find_services
-from search.study import RUN_ID, StudyHandle, load_study
+from search.study import StudyHandle, load_study
+from search.study_checkpoints import open_checkpoints
 from search.suggesting import suggest
+from search.tracker import Tracker
 from search.trial_tracking import TrialTracking
 from storage import stack
 from storage.claims import Claim, Claims
+from storage.home import home_dir
 from storage.studies import engine_of, open_storage
 from storage.tracking import Tracking
 
@@ -58,7 +61,7 @@ CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, 
 KINDS = ("ours", "fluent", "careful", "none")
 
 
-class Tracker(Protocol):
+class Way(Protocol):
     """What a trial tells its tracker."""
 
     def start(self, claim: Claim) -> None: ...
@@ -69,23 +72,26 @@ class Tracker(Protocol):
 
 class Ours:
     def __init__(self, handle: StudyHandle, uri: str) -> None:
-        self.handle, self.tracking = handle, Tracking(uri)
-        self.parent = str(handle.attrs[RUN_ID])
+        home = home_dir(None)
+        self.handle = handle
+        self.tracker = Tracker(handle, Tracking(uri), open_checkpoints(handle, home, None), home)
+        self.tracker.sender.start()
 
     def start(self, claim: Claim) -> None:
-        self.trial = TrialTracking(self.tracking, self.handle.spec, claim, self.handle.storage, parent=self.parent)
+        self.trial = TrialTracking(self.tracker, self.handle.spec, claim, self.handle.storage)
         self.trial.open()
         self.trial.log_params()
 
     def epoch(self, record: EpochRecord) -> None:
-        self.trial.run.log_epoch(record.epoch, record.timestamp, record.metrics)
+        self.trial.log_epoch(record.epoch, record.timestamp, record.metrics)
 
     def end(self, result: FitResult, files: list[Path]) -> None:
-        self.trial.publish(result, files, with_model=True)
+        self.trial.publish(result, files)
         self.trial.finish("COMPLETE", "as good as it gets")
 
     def drain(self) -> None:
-        """The end of a trial has waited for the server."""
+        left = self.tracker.sender.flush(600.0)
+        assert left == 0, f"{left} trials have not reached MLflow"
 
 
 class Fluent:
@@ -119,7 +125,7 @@ class Untracked:
     def drain(self) -> None: ...
 
 
-def tracker_of(kind: str, handle: StudyHandle, uri: str) -> Tracker:
+def tracker_of(kind: str, handle: StudyHandle, uri: str) -> Way:
     match kind:
         case "ours":
             return Ours(handle, uri)
@@ -148,7 +154,7 @@ class Times:
 class Session(LocalSession):
     """Keeps files as a worker's does, and tells the tracker of epochs."""
 
-    def __init__(self, run_dir: Path, tracker: Tracker, times: Times) -> None:
+    def __init__(self, run_dir: Path, tracker: Way, times: Times) -> None:
         super().__init__(run_dir)
         self.tracker, self.times, self.files = tracker, times, list[Path]()
 
@@ -247,7 +253,7 @@ class Bench:
                     while one.stdout.readline() != "ready\n":
                         if one.poll() is not None:
                             raise SystemExit(f"{kind}: a worker ended:\n{Path(log.name).read_text()[-3000:]}")
-                before = sum(self.server.cpu_times()[:2])
+                before = self._server_time()
                 for one in fleet:
                     one.stdin.write("go\n")
                     one.stdin.flush()
@@ -256,7 +262,11 @@ class Bench:
             finally:
                 for one in fleet:
                     one.kill()
-        return found, sum(self.server.cpu_times()[:2]) - before
+        return found, self._server_time() - before
+
+    def _server_time(self) -> float:
+        times = [one.cpu_times() for one in (self.server, *self.server.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
 
 
 @dataclass

@@ -16,9 +16,10 @@ from search.pruning import Judge
 from search.session import TrialSession
 from search.study_checkpoints import StudyCheckpoints
 from search.trial_tracking import TrialTracking
+from storage import models
 from storage.claims import Claims
+from storage.sender import Sender
 from storage.study_storage import PostgresStorage
-from storage.tracking import TrialRun
 
 
 class Digits(_Digits):
@@ -35,6 +36,8 @@ def watched() -> Laps:
         (Trainer, "_build", "building the run"),
         (Trainer, "_epoch", "training"),
         (Trainer, "_finish", "judging the best weights"),
+        (Sender, "flush", "waiting for MLflow at the end"),
+        (models, "export_model", "exporting the model"),
         (search.worker, "suggest", "suggesting"),
         (search.worker.Worker, "_wait", "waiting for others"),
         (search.join, "close_if_spent", "closing the study"),
@@ -44,7 +47,7 @@ def watched() -> Laps:
         (Claims, "study database"),
         (PostgresStorage, "study database"),
         (TrialTracking, "tracking"),
-        (TrialRun, "tracking"),
+        (Sender, "tracking"),
         (TrialCheckpoints, "checkpoints"),
         (StudyCheckpoints, "checkpoints"),
         (RunDir, "run files"),
