@@ -110,15 +110,15 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     page.set_viewport_size({"width": 1500, "height": 1000})
     page.goto(address(search, "MLflow, study"))
     page.get_by_role("link", name="Runs", exact=True).first.click()
+    expect(page.locator("[row-index='0'] a[href*='/runs/']")).to_be_visible(timeout=PATIENCE)
     filtering = page.get_by_placeholder("metrics.rmse < 1")
     filtering.fill(f"tags.`mlflow.parentRunId` = '{search.parent}'")
     filtering.press("Enter")
-    expect(page.get_by_text("matching runs")).to_have_text("12 matching runs", timeout=PATIENCE)
     page.get_by_role("button", name="Sort: Created").click()
     page.get_by_placeholder("Search", exact=True).fill("best_val_accuracy")
     page.get_by_text("best_val_accuracy", exact=True).last.click()
     page.wait_for_url("**orderByKey=metrics.*best_val_accuracy*")
-    page.wait_for_load_state("networkidle")
+    expect(page.get_by_text("matching runs")).to_have_text("12 matching runs", timeout=PATIENCE)
     best = page.locator("[row-index='0'] a[href*='/runs/']")  # the rows stand in the page in another order
     equals = [t.number for t in search.study.trials if t.value == search.study.best_value]
     expect(best).to_have_text(re.compile("|".join(f"{search.name}-{number:04d}" for number in equals)))
