@@ -15,9 +15,11 @@ from objectives import load_objective
 from search.closing import close_if_spent
 from search.errors import SearchError
 from search.provenance import run_tags
+from search.resending import resend
 from search.services import find_services, why_away
 from search.study import TRACKING_URI, load_study
 from search.study_checkpoints import open_checkpoints
+from search.summary import summarise
 from search.tracker import Tracker
 from search.worker import SERVICE_ERRORS, Worker, runs_folder, worker_name
 from storage.errors import CheckpointStoreError
@@ -92,6 +94,9 @@ def join_study(
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
         if code == 0:
+            best = summarise(study).best
+            resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
+            tracker.sender.flush(_PATIENCE)
             close_if_spent(study, tracking)
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
