@@ -185,7 +185,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._thread.join(timeout=self._every)
+        self._thread.join(timeout=10.0)  # it may be waiting for MLflow
 
     def _run(self) -> None:
         known: Aliases | None = None

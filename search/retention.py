@@ -20,6 +20,7 @@ from search.summary import summarise
 from search.worker import runs_folder
 from storage.claims import ATTEMPT
 from storage.errors import StorageError
+from storage.files import size_of
 from storage.finalists import finalist_studies
 from storage.registry import Registry
 from storage.run_storage import Kept, RunStorage
@@ -190,14 +191,10 @@ def _folders(handle: StudyHandle, what: str, folders: dict[int, list[Path]]) -> 
     def remove() -> int:
         alive = {trial.number for trial in handle.trials() if not trial.state.is_finished()}
         gone = [path for number, some in folders.items() if number not in alive for path in some]
-        freed = sum(map(_bytes, gone))
+        freed = sum(map(size_of, gone))
         for path in gone:
             shutil.rmtree(path, ignore_errors=True)
         return freed
 
-    size = sum(map(_bytes, paths))
+    size = sum(map(size_of, paths))
     return Garbage(handle.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)
-
-
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

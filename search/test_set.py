@@ -30,7 +30,7 @@ from storage.studies import engine_of
 from storage.test_set import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
 from storage.tracking import Tracking
 
-_SAME = 0.01  # another device may judge a sample or two otherwise; changed code or data is further off
+_SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,16 @@ def open_for(handle: StudyHandle, candidate: Candidate, tracking: Tracking) -> O
             engine_of(handle.storage),
             handle.study_id,
             trial_number=candidate.trial.number,
-            model_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            model_sha256=_sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
         )
     return write_scores(engine_of(handle.storage), handle.study_id, opening, restored.test())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: Path) -> Path:
@@ -131,10 +136,10 @@ def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: 
     try:
         return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
     except Exception as error:  # MLflow's client raises what its transport does
-        reason = " ".join(str(error).split())[:200]
+        reason, send = " ".join(str(error).split())[:200], command("sync", handle.spec.name)
         raise SearchError(
             f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-            f"had ({reason}); nothing was opened"
+            f"had ({reason}); nothing was opened; should they wait on a machine, send them: {send}"
         ) from None
 
 
@@ -149,7 +154,7 @@ def _restore(handle: StudyHandle, trial: FrozenTrial, path: Path) -> Restored:
     objective.judge_by(handle.spec.metric, handle.spec.direction)
     restored = restore_best(objective, best)
     now, then = restored.validate()[handle.spec.metric], float(trial.value or 0.0)
-    if not math.isclose(now, then, rel_tol=_SAME, abs_tol=_SAME):
+    if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
         raise SearchError(
             f"the weights of trial {trial.number} give val {handle.spec.metric} {now:.6g} now and gave {then:.6g} in "
             "the search: put back the code that the study was run with; nothing was opened"

@@ -83,6 +83,7 @@ class Worker:
         self._stop = stop
         self._fleet_pid = fleet_pid
         self._device = device
+        self._session: TrialSession | None = None  # of the attempt that runs, or ran last
         self._idle = 0  # times that there was nothing to claim, in a row
         self._failures = 0
         self._last_failure = ""
@@ -151,7 +152,11 @@ class Worker:
     def _run(self, claim: Claim) -> None:
         """Run one trial to its end, or to where it is given back."""
         log.info("trial %d: attempt %d", claim.number, claim.attempt)
-        run_dir = open_attempt_dir(self._runs_dir, claim)
+        try:
+            run_dir = open_attempt_dir(self._runs_dir, claim)
+        except OSError as error:  # a full disk costs no attempt
+            self._claims.settle(claim, "WAITING", "released")
+            raise CheckpointStoreError(f"{self._runs_dir}: no run directory can be made: {error.strerror}") from error
         tracked = TrialTracking(self._tracker, self._spec, claim, self._handle.storage)
         try:
             with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
@@ -159,15 +164,17 @@ class Worker:
         except ClaimLostError as lost:
             log.warning("%s: letting go of it", lost)
             self._claims.let_go(claim)
+            if self._session is not None:
+                self._session.kept.abandon()
             tracked.abandon(str(lost))
 
     def _attempt(self, claim: Claim, tracked: TrialTracking, run_dir: Path) -> None:
-        session: TrialSession | None = None
+        session = self._session = None
         try:
             tracked.open()
             config = suggest(self._objective, self._study, claim, self._spec)
             tracked.log_params()
-            session = TrialSession(
+            self._session = session = TrialSession(
                 run_dir,
                 storage=self._handle.storage,
                 claim=claim,
@@ -196,15 +203,11 @@ class Worker:
         except DeviceMemoryError as error:
             if not self._again(claim, tracked, "memory", str(error)):
                 self._infeasible(claim, tracked, str(error), session.last_value if session else None)
-        except ClaimLostError:
-            if session is not None:
-                session.kept.abandon()
-            raise
         except CheckpointStoreError:
             self._claims.settle(claim, "WAITING", "released")
             tracked.leave()
             raise
-        except SERVICE_ERRORS:
+        except (ClaimLostError, *SERVICE_ERRORS):
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             self._fail(claim, tracked, error, run_dir)

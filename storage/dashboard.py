@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from storage.connect import check_database
+from storage.connect import check_database, make_engine
 from storage.errors import StorageError
 from storage.urls import normalise
 
@@ -52,12 +52,10 @@ def serve_dashboard(url: str, *, host: str, port: int, artifacts: RunArtifacts |
 def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     import optuna_dashboard
 
-    from storage.studies import open_storage
+    from storage.dashboard_storage import DashboardStorage
 
-    app: _Wsgi = optuna_dashboard.wsgi(
-        open_storage(url, application_name="hpsearch-dashboard", pool_size=4, patience=10.0),
-        artifact_store=artifacts,
-    )
+    engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
+    app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, patience=10.0), artifact_store=artifacts)
     return app
 
 

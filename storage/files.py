@@ -1,4 +1,4 @@
-"""Files, written whole or not at all."""
+"""Files, written whole or not at all, and how large they are."""
 
 from __future__ import annotations
 
@@ -74,3 +74,13 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder; what others remove meanwhile counts for nothing."""
+    size = 0
+    for parent, _, names in os.walk(folder):  # which, unlike Path.rglob, does not mind a folder that goes
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += Path(parent, name).lstat().st_size
+    return size

@@ -7,9 +7,10 @@ import sqlalchemy as sa
 from storage.claims import SPEC
 from storage.retry import retrying
 
+# In the order of a CASE: another attribute may hold a NaN, which Postgres takes for no JSON.
 _SETS = sa.text("""
     SELECT study_name FROM studies JOIN study_user_attributes USING (study_id)
-     WHERE key = :spec AND (value_json::jsonb -> 'finalists_of' ->> 'study_id')::int = :study
+     WHERE CASE WHEN key = :spec THEN (value_json::jsonb -> 'finalists_of' ->> 'study_id')::int = :study END
      ORDER BY study_id
 """)
 

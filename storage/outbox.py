@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.files import sync_folder
+from storage.files import size_of, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -293,12 +293,7 @@ class Outbox:
 
     def has_room(self) -> bool:
         """Whether files are still taken; above the limit only numbers are."""
-        size = 0
-        for folder in self._folders():
-            for path in folder.rglob("*"):
-                with contextlib.suppress(OSError):  # shipped just now
-                    size += path.stat().st_size
-        return size < self._limit
+        return size_of(self.folder) < self._limit
 
     def _folders(self) -> list[Path]:
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What a person opens; each costs the study an attribute that every worker reads once.
 SHOWN = ("curves.png", "gradients.png", "report.md", "config.yaml", "metrics.jsonl")
 
-_PREFIX = "artifacts:"  # Optuna's
+PREFIX = "artifacts:"  # of Optuna's system attributes
 _ID = re.compile(r"(?P<run>[0-9a-f]{32})-(?P<path>(?:[0-9a-f]{2})+)")
 
 
@@ -40,7 +40,7 @@ def artifact_attrs(run_id: str, names: Iterable[str]) -> dict[str, str]:
         # A browser shows text, and offers to save what it does not know.
         kind = mimetype if mimetype is not None and mimetype.startswith("image/") else "text/plain; charset=utf-8"
         described = {"artifact_id": artifact_id, "filename": name, "mimetype": kind, "encoding": encoding}
-        attrs[_PREFIX + artifact_id] = json.dumps(described)
+        attrs[PREFIX + artifact_id] = json.dumps(described)
     return attrs
 
 

@@ -93,6 +93,8 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
         "mlflow": "service_healthy",
     }
     assert "profiles" in services["study"]
+    dashboard, tracking = services["dashboard"]["environment"], "HPSEARCH_TRACKING_URI"
+    assert dashboard[tracking] == worker["environment"][tracking], "it notices what is promoted where workers log"
 
 
 def test_passwords_reach_only_whom_they_belong_to() -> None:

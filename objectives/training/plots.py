@@ -9,6 +9,8 @@ from typing import Any
 from objectives.training.records import EpochRecord
 
 _LEGEND = 12  # more layers than this are named by the first and the last
+_HEIGHT, _DPI = 3.8, 120  # inches, dots per inch
+_LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.15  # inches around each panel
 
 
 def curves(
@@ -25,8 +27,8 @@ def curves(
     names = [name.removeprefix("val_") for name in history[0].metrics if name.startswith("val_")]
     metric = metric or next((name for name in names if name != "loss"), "loss")
     panels = ["loss"] if metric == "loss" else ["loss", metric]
-    figure = _figure(5.2 * len(panels))
-    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    figure, all_axes = _figure(5.2, len(panels))
+    for axes, name in zip(all_axes, panels, strict=True):
         _panel(axes, history, name, best_epoch)
     return _saved(figure, path)
 
@@ -42,9 +44,9 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     if not noted:
         return None
     import matplotlib
+    from matplotlib.ticker import NullLocator
 
-    figure = _figure(7.5)
-    axes = figure.subplots()
+    figure, (axes,) = _figure(7.5)
     names = list(noted[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
     for number, name in enumerate(names):
@@ -54,6 +56,10 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
             colour = colours(number / max(len(names) - 1, 1))
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high > 30 * low:  # minor ticks and powers set as formulas are half of the work, and tell nothing more here
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("norm of the gradient, before clipping")
     axes.grid(alpha=0.3)
@@ -63,8 +69,7 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
 
 def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
     """Draws the smoothed loss of a learning-rate range test over the rate, with the suggested one, as a PNG."""
-    figure = _figure(6.5)
-    axes = figure.subplots()
+    figure, (axes,) = _figure(6.5)
     axes.plot(rates, losses, color="#1f77b4")
     axes.axvline(suggestion, color="#d62728", linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
     axes.set_xscale("log")
@@ -77,8 +82,7 @@ def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, s
 
 def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path:
     """Draws the loss on one batch, step by step, and what it has to fall below, as a PNG."""
-    figure = _figure(6.5)
-    axes = figure.subplots()
+    figure, (axes,) = _figure(6.5)
     axes.plot(losses, color="#1f77b4")
     axes.axhline(target, color="#d62728", linewidth=1, linestyle="--", label=f"target: {target:.2g}")
     axes.set_yscale("log")
@@ -89,18 +93,24 @@ def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path
     return _saved(figure, path)
 
 
-def _figure(width: float) -> Any:
+def _figure(width: float, panels: int = 1) -> tuple[Any, list[Any]]:
+    """A figure of panels side by side, each so many inches wide, and their axes.
+
+    The margins are fixed: a layout engine draws the figure once more to find them, half of what a plot takes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 3.8), layout="constrained")
+    figure = Figure(figsize=(width * panels, _HEIGHT))
     FigureCanvasAgg(figure)
-    return figure
+    size = ((width - _LEFT - _RIGHT) / (width * panels), (_HEIGHT - _BOTTOM - _TOP) / _HEIGHT)
+    lefts = [(number * width + _LEFT) / (width * panels) for number in range(panels)]
+    return figure, [figure.add_axes((left, _BOTTOM / _HEIGHT, *size)) for left in lefts]
 
 
 def _saved(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=_DPI, pil_kwargs={"compress_level": 3})
     return path
 
 

@@ -79,6 +79,12 @@ class StudyCache:
         elif not is_cold:
             self._read_finished(database)
 
+    def replace(self, trial: FrozenTrial) -> None:
+        """Put a finished trial, as it was just read, in the place of what was known of it."""
+        with self.lock:
+            if trial._trial_id in self._place and trial.state in FINISHED:
+                self._put(trial)
+
     def look_again(self) -> None:
         """Have the next `select` ask which trials have finished, however short a time ago that was done."""
         self._looked = -math.inf

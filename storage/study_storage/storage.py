@@ -299,6 +299,15 @@ class PostgresStorage(BaseStorage):
         trial, self._study_of[trial_id] = found
         return trial
 
+    def read_again(self, trial_id: int) -> None:
+        """Read a trial that is known to be finished anew: somebody has written to it by other ways than Optuna's.
+
+        Raises:
+            KeyError: There is no such trial.
+        """
+        trial = self.read_trial(trial_id)
+        self._cache(self._study_of[trial_id]).replace(trial)
+
     def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:  # noqa: D102
         return self.get_trial(trial_id).user_attrs
 

@@ -30,14 +30,15 @@ class Cli:
             [sys.executable, "-P", "-m", "search.cli", *arguments],
             env={**self.environment, **environment},
             cwd=self.cwd,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def __call__(self, *arguments: str, code: int = 0, **environment: str) -> str:
+    def __call__(self, *arguments: str, code: int = 0, input: str = "", **environment: str) -> str:  # noqa: A002
         process = self.start(*arguments, **environment)
-        output, _ = process.communicate()
+        output, _ = process.communicate(input)
         assert process.returncode == code, output
         return output
 

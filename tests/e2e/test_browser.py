@@ -101,3 +101,12 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
     keep(page, f"report-{width}")
+
+
+def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cli, search: Search) -> None:
+    """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
+    best, metric = search.study.best_trial, f"val_{'accuracy'}"
+    model = "promoted-by-hand"
+    page.set_viewport_size({"width": 1500, "height": 1000})
+    page.goto(address(search, "MLflow, study"))
+    keep(page, "ui-1-parent")

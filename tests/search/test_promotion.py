@@ -9,11 +9,13 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from search.closing import study_note
+from search.console import PlainConsole
 from search.errors import SearchError
 from search.noticing import Watch, notice
 from search.promotion import promote, refresh_evidence
 from search.promotions import promotion_lines
 from search.summary import summarise
+from search.trial_page import print_trial
 from storage.errors import StorageError
 from storage.finalists import finalist_studies
 from storage.locks import registry_lock
@@ -24,7 +26,7 @@ from tests.search.promoting import Tracked, train_finalists
 WHO = r"\S+@\S+"
 
 
-def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked) -> None:
+def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked, capsys: pytest.CaptureFixture[str]) -> None:
     done = promote(tracked.handle, tracked.tracking)
     assert (done.trial, done.model, done.version, done.alias, done.replaced) == (1, tracked.name, 1, "champion", None)
     version = tracked.version("champion")
@@ -48,6 +50,9 @@ def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked) -> None:
     ((trial, model, number, alias, by, holds),) = tracked.told()
     assert (trial, model, number, alias, holds) == (1, tracked.name, 1, "champion", True)
     assert re.fullmatch(WHO, by)
+    print_trial(PlainConsole(), tracked.handle, 1)
+    told = capsys.readouterr().out
+    assert f" promoted  trial 1 is {tracked.name}@champion (version 1), by {by} on " in told
 
 
 def test_promoting_again_changes_nothing(tracked: Tracked) -> None:

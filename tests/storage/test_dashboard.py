@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import http.client
-import os
 import socket
-import subprocess
-import sys
 
 import optuna
 import optuna_dashboard
@@ -55,8 +52,8 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
 
 def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
-    monkeypatch.setattr(optuna_dashboard, "wsgi", given.append)
-    dashboard._application(database_url)
+    monkeypatch.setattr(optuna_dashboard, "wsgi", lambda storage, artifact_store: given.append(storage))
+    dashboard._application(database_url, None)
     (storage,) = given
     assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial anew for each request"
 
@@ -71,22 +68,6 @@ def test_a_port_in_use_is_named(database_url: str) -> None:
 def test_an_address_of_another_machine(database_url: str) -> None:
     with pytest.raises(StorageError, match=r"^--host '192\.0\.2\.1' --port 8080 cannot be listened on"):
         dashboard.serve_dashboard(database_url, host="192.0.2.1", port=8080)
-
-
-@pytest.mark.parametrize(
-    ("url", "said"), [("", "HPSEARCH_STORAGE_URL is empty"), ("sqlite:///x", "HPSEARCH_STORAGE_URL")]
-)
-def test_its_command_ends_with_one_line_and_code_2(url: str, said: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "storage.dashboard"],
-        env={**os.environ, "HPSEARCH_STORAGE_URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(said)
-    assert ended.stderr.count("\n") == 1
 
 
 def test_a_database_without_tables_is_named(empty_database_url: str) -> None:

@@ -277,7 +277,7 @@ def test_starters_killed_at_every_step_then_four_at_once(fresh_home: Path) -> No
     assert len({out.splitlines()[-1] for out, _ in output}) == 1
     processes = _processes(fresh_home)
     assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
-    assert len([one for one in processes if "storage.dashboard" in one.cmdline()]) == 1
+    assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
     assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
     stack = info(fresh_home)
     assert stack

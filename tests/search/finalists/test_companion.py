@@ -10,6 +10,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from objectives import ObjectiveError, load_objective
 from search.cli import _run
 from search.console import PlainConsole
 from search.errors import SearchError
@@ -18,11 +19,14 @@ from search.finalists.companion import PARENT_TRIAL, TRAINING_SEED, best_configu
 from search.finalists.page import confirmation_lines, finalist_table
 from search.samplers import derive_seed, training_seed
 from search.study import FOLDER, INFEASIBLE, StudyHandle, load_study
+from search.suggesting import suggest
 from storage.claims import SPEC, STOPPED, Claim, Claims, Nothing
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
 from storage.test_set import open_test_set, write_scores
 from tests.search.pruning.test_reasons import spec_of
+
+Say = Callable[..., str]
 
 SPACE = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "kind": CategoricalDistribution(("cnn", "mlp"))}
 VALUES = [0.5, 0.9, 0.7, 0.9, 0.8]
@@ -204,6 +208,24 @@ def test_without_a_complete_trial_there_is_no_finalist(storage: PostgresStorage)
         create_or_join(handle, top=1, seeds=1)
 
 
+def test_a_configuration_that_the_code_no_longer_gives_is_refused(handle: StudyHandle) -> None:
+    held, _ = create_or_join(handle, top=1, seeds=1)
+    claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
+    assert isinstance(claim, Claim)
+    with pytest.raises(ObjectiveError, match=r"not the configuration of trial 1 any more \(batch_size, .*kind, .*lr"):
+        suggest(load_objective("digits"), held.open(), claim, held.spec)
+    assert held.trials()[0].params == {}
+
+
+def test_a_failed_finalist_is_tried_again(handle: StudyHandle, say: Say) -> None:
+    held, _ = create_or_join(handle, top=1, seeds=2)
+    train(held, lambda *_: None)
+    assert "hpsearch finalists s" in say("retry", "s.finalists", "--trial", "1")
+    assert table(handle).pending == 1
+    train(held, lambda *_: 0.75)
+    assert table(handle).row(1).values == (None, 0.75)
+
+
 # The table
 
 
@@ -283,7 +305,7 @@ def test_the_table_is_printed_whole(handle: StudyHandle, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
     def run(*arguments: str, code: int = 0) -> str:
         assert _run([*arguments, "--storage-url", database_url]) == code
         captured = capsys.readouterr()
@@ -293,7 +315,7 @@ def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return run
 
 
-def test_verbs_know_finalists(handle: StudyHandle, say: Callable[..., str]) -> None:
+def test_verbs_know_finalists(handle: StudyHandle, say: Say) -> None:
     held, _ = create_or_join(handle, top=2, seeds=2)
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
@@ -306,7 +328,7 @@ def test_verbs_know_finalists(handle: StudyHandle, say: Callable[..., str]) -> N
     assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
 
 
-def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Callable[..., str]) -> None:
+def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Say) -> None:
     held, _ = create_or_join(handle, top=2, seeds=2)
     claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
@@ -329,7 +351,7 @@ def test_finalists_outlive_a_search_that_another_program_deletes(handle: StudyHa
     assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
 
 
-def test_a_spec_file_makes_no_finalists(say: Callable[..., str], tmp_path) -> None:
+def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
     path = tmp_path / "spec.toml"
     path.write_text('objective = "digits"\n[finalists_of]\nstudy = "s"\n')
     assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
@@ -338,7 +360,7 @@ def test_a_spec_file_makes_no_finalists(say: Callable[..., str], tmp_path) -> No
 # Whom the test set is opened for
 
 
-def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Callable[..., str]) -> None:
+def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Say) -> None:
     assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
     assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
     held, _ = create_or_join(handle, top=2, seeds=1)
@@ -348,7 +370,7 @@ def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Callable[..., str
     assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
 
 
-def test_an_opened_test_set_is_shown_and_not_opened_again(handle: StudyHandle, say: Callable[..., str]) -> None:
+def test_an_opened_test_set_is_shown_and_not_opened_again(handle: StudyHandle, say: Say) -> None:
     engine = handle.storage.engine
     opening = open_test_set(
         engine, handle.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None

@@ -1,0 +1,97 @@
+"""Where the main thread of a worker spends its time: by label, each second counted once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+FOLDER = "BENCH_LAPS"  # where processes that are watched leave what they found
+REST = "the rest"
+
+
+class Laps:
+    """Labels nest: time under an inner label does not count under the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.first: float | None = None  # unix time when there was work to do for the first time
+        self._thread = threading.get_ident()
+        self._labels = [REST]
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, label: str) -> Iterator[None]:
+        """Count the time inside under `label`; on other threads nothing."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._turn()
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._labels.pop()
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._labels[-1]] += now - self._since
+        self._since = now
+
+    def begin(self) -> None:
+        """Work begins: what came before was the start of the process."""
+        if self.first is None:
+            self._turn()
+            self.seconds.clear()
+            self.first = time.time()
+
+    def watch(self, owner: object, name: str, label: str) -> None:
+        """Count every call of `owner.name` under `label`."""
+        inner: Callable[..., object] = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def timed(*args: object, **kwargs: object) -> object:
+            with self(label):
+                return inner(*args, **kwargs)
+
+        timed.watched = True
+        setattr(owner, name, timed)
+
+    def watch_all(self, owner: type, label: str) -> None:
+        """Count every call of a public method of `owner` under `label`, but for those that are watched already."""
+        for name, method in list(vars(owner).items()):
+            plain = inspect.isfunction(method) and not inspect.isgeneratorfunction(inspect.unwrap(method))
+            if plain and not name.startswith("_") and not hasattr(method, "watched"):
+                self.watch(owner, name, label)
+
+    def write_at_exit(self, folder: str) -> None:
+        """Leave a file in `folder` when the process ends."""
+        atexit.register(self._write, Path(folder) / f"{os.getpid()}.json")
+
+    def _write(self, path: Path) -> None:
+        self._turn()
+        times = os.times()
+        found = {
+            "started": psutil.Process().create_time() + _boot_error(),
+            "first": self.first,
+            "ended": time.time(),
+            "cpu": times.user + times.system + times.children_user + times.children_system,
+            "seconds": self.seconds,
+        }
+        path.write_text(json.dumps(found))
+
+
+def _boot_error() -> float:
+    """Seconds by which psutil, which reads when the system was started in whole seconds, is early."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - psutil.boot_time()
