@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import optuna
 import psutil
@@ -12,8 +11,9 @@ import pytest
 
 from storage import stack as embedded
 from tests.faults.harness import Arena, wait_for, wire
-from tests.faults.invariants import assert_tracked, assert_whole, read_trials
+from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
@@ -21,11 +21,10 @@ Undisturbed = Callable[[int], list[list[float]]]
 
 
 class Server:
-    """An MLflow server of the test's own, which is killed and started again."""
+    """The MLflow server of all tests, which is killed and started again."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.uri = embedded.up(home).tracking_uri
+    def __init__(self, stack: embedded.StackInfo) -> None:
+        self.home, self.uri = stack.home, stack.tracking_uri
 
     def kill(self) -> None:
         [service] = [one for one in embedded.status(self.home) if one.name == "MLflow"]
@@ -39,35 +38,35 @@ class Server:
 
 
 @pytest.fixture
-def server(fresh_home: Path) -> Iterator[Server]:
-    return Server(fresh_home)
+def server(stack: embedded.StackInfo) -> Iterator[Server]:
+    found = Server(stack)
+    yield found
+    found.start()
 
 
 def test_the_server_is_killed_for_the_middle_half_of_a_search(
     arena: Arena, server: Server, undisturbed: Undisturbed
 ) -> None:
     """20 trials on 3 workers: every metric of every epoch is there once, and each trial has its model."""
-    arena.tracking_uri, arena.cheap = server.uri, False
+    arena.cheap = False
     arena.create(20, [])
 
-    def settled() -> int:
-        return sum(t.state == "COMPLETE" for t in read_trials(arena.storage_url, arena.name))
+    def trained() -> int:
+        return sum(event["epoch"] == EPOCHS - 1 for event in arena.events("reported"))
 
     phase = "before"
 
     def meanwhile(_: object) -> None:
         nonlocal phase
-        if phase == "before" and settled() >= 5:
+        if phase == "before" and trained() >= 5:
             server.kill()
             phase = "away"
-        elif phase == "away" and settled() >= 15:
+        elif phase == "away" and trained() >= 15:
             server.start()
             phase = "back"
 
     arena.work(3, meanwhile=meanwhile)
-    if phase == "away":  # they were faster than the start of a server
-        server.start()
-    assert phase != "before"
+    assert phase == "back"
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(20), 20)
     assert [t.outcomes for t in trials] == [["complete"]] * 20, "no trial felt it"
