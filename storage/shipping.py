@@ -279,7 +279,8 @@ class Shipper:
         """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
         if (ended := self._book.ended(journal.head["trial"])) is not None:
             at = int(journal.path.stat().st_mtime * 1000)
-            self._end(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": True})
+            kept = ended.state != "FAIL"  # the checkpoints of a failed trial stay: it may be tried again
+            self._end(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": kept})
 
 
 _LOGGED = {"params", "epoch", "metrics", "tags"}

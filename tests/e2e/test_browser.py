@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,8 +106,53 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
 
 def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cli, search: Search) -> None:
     """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
-    best, metric = search.study.best_trial, f"val_{'accuracy'}"
     model = "promoted-by-hand"
     page.set_viewport_size({"width": 1500, "height": 1000})
     page.goto(address(search, "MLflow, study"))
-    keep(page, "ui-1-parent")
+    page.get_by_role("link", name="Runs", exact=True).first.click()
+    filtering = page.get_by_placeholder("metrics.rmse < 1")
+    filtering.fill(f"tags.`mlflow.parentRunId` = '{search.parent}'")
+    filtering.press("Enter")
+    expect(page.get_by_text("matching runs")).to_have_text("12 matching runs", timeout=PATIENCE)
+    page.get_by_role("button", name="Sort: Created").click()
+    page.get_by_placeholder("Search", exact=True).fill("best_val_accuracy")
+    page.get_by_text("best_val_accuracy", exact=True).last.click()
+    page.wait_for_url("**orderByKey=metrics.*best_val_accuracy*")
+    page.wait_for_load_state("networkidle")
+    best = page.locator("[row-index='0'] a[href*='/runs/']")  # the rows stand in the page in another order
+    equals = [t.number for t in search.study.trials if t.value == search.study.best_value]
+    expect(best).to_have_text(re.compile("|".join(f"{search.name}-{number:04d}" for number in equals)))
+    keep(page, "mlflow-children")
+    number = int(best.inner_text().rpartition("-")[2])
+    best.click()
+    page.locator("[role=gridcell] a", has_text=f"{search.name}-trial-{number}").first.click()
+    page.get_by_role("button", name="Register model").first.click()
+    asked = page.get_by_role("dialog")
+    asked.get_by_role("combobox").first.click()
+    page.get_by_text("Create New Model").last.click()
+    asked.get_by_placeholder("Input a model name").fill(model)
+    asked.get_by_role("button", name="Register").click()
+    expect(page.get_by_text("Model registered successfully")).to_be_visible(timeout=PATIENCE)
+
+    page.goto(f"{cli.stack.tracking_uri}/#/models/{model}/versions/1")
+    page.get_by_role("button", name="Add", exact=True).first.click()
+    naming = page.get_by_role("dialog").get_by_role("combobox")
+    naming.fill("champion")
+    naming.press("Enter")
+    page.get_by_role("dialog").get_by_role("button", name="Save aliases").click()
+    expect(page.get_by_role("dialog")).to_be_hidden(timeout=PATIENCE)
+    shown = cli("show", search.name)
+    assert f"promoted: trial {number} is {model}@champion (version 1), by MLflow UI on " in shown
+
+    page.reload()
+    expect(page.get_by_text("Unconfirmed").first).to_be_visible(timeout=PATIENCE)
+    keep(page, "mlflow-version")
+    page.goto(address(search, "Optuna dashboard") + "/note")
+    expect(page.get_by_text(f"{model}@champion").first).to_be_visible(timeout=PATIENCE)
+    keep(page, "dashboard-note")
+
+
+def test_the_dashboard_shows_what_a_trial_left(page: Page, search: Search) -> None:
+    page.goto(address(search, "Optuna dashboard") + "/trials?numbers=0")
+    expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)
+    keep(page, "dashboard-artifacts")

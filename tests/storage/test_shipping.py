@@ -46,7 +46,9 @@ class Post:
         self.trial_id = storage.create_new_trial(study_id)
         self.parent = tracking.study_run(self.name, study_id, params={"n_trials": 1}, known=None)
         self.box = Outbox(folder)
-        self.shipper = Shipper(tracking, RunBook(storage.engine), parent=lambda: self.parent)
+        self.delivered: list[int] = []
+        book = RunBook(storage.engine)
+        self.shipper = Shipper(tracking, book, parent=lambda: self.parent, delivered=self.delivered.append)
 
     def open(self, *, resumed: bool = False, attempt: int = 1) -> Journal:
         return self.box.open(
@@ -195,3 +197,17 @@ def test_journals_of_a_deleted_study_are_let_go(post: Post) -> None:
     journal = post.open()
     post.storage.delete_study(post.storage.get_study_id_from_name(post.name))
     assert post.shipper.ship(journal)
+
+
+@pytest.mark.parametrize(("state", "delivered"), [("COMPLETE", [0]), ("PRUNED", [0]), ("FAIL", [])])
+def test_of_a_worker_that_died_after_settling_the_run_is_ended_and_what_a_retry_needs_stays(
+    post: Post, sending: Callable[[], int], state: str, delivered: list[int]
+) -> None:
+    journal = post.open()
+    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.close()
+    post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState[state])
+    assert sending() == 0
+    assert post.tracking.client.get_run(post.run_id).data.tags["hpsearch.state"] == state.lower()
+    assert post.points("val_loss") == [(0, 0.5)]
+    assert post.delivered == delivered, "whose checkpoints may go"
