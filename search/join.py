@@ -94,7 +94,7 @@ def join_study(
         if left:
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
-        # `hpsearch run` does what follows when its workers are gone; done by each of them, it takes seconds for nothing.
+        # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
         if code == 0 and (fleet != os.getppid() or study.spec.finalists_of is not None):
             best = summarise(study).best
             resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
