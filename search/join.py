@@ -72,6 +72,7 @@ def join_study(
     tracker = Tracker(
         study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
     )
+    fleet = int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None
     code = 1
     try:
         tracker.sender.start()
@@ -82,7 +83,7 @@ def join_study(
             runs_dir=runs,
             checkpoints=checkpoints,
             stop=stop,
-            fleet_pid=int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None,
+            fleet_pid=fleet,
             device=device,
             lease=lease,
         )
@@ -93,7 +94,8 @@ def join_study(
         if left:
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
-        if code == 0:
+        # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
+        if code == 0 and (fleet != os.getppid() or study.spec.finalists_of is not None):
             best = summarise(study).best
             resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
             tracker.sender.flush(_PATIENCE)
