@@ -110,6 +110,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     page.set_viewport_size({"width": 1500, "height": 1000})
     page.goto(address(search, "MLflow, study"))
     page.get_by_role("link", name="Runs", exact=True).first.click()
+    expect(page.locator("[row-index='0'] a[href*='/runs/']")).to_be_visible(timeout=PATIENCE)  # else the filter is lost
     filtering = page.get_by_placeholder("metrics.rmse < 1")
     filtering.fill(f"tags.`mlflow.parentRunId` = '{search.parent}'")
     filtering.press("Enter")
