@@ -128,7 +128,10 @@ class LocalSession:
 
     def report(self, record: EpochRecord) -> Verdict:
         """Appends the epoch to `metrics.jsonl`, once."""
-        self._metrics.append(record)
+        try:
+            self._metrics.append(record)
+        except OSError as error:  # a full disk: the epoch is in the checkpoint, and what it came to is reported
+            log.warning("%s cannot be written: %s; the run goes on", self._metrics.path, error.strerror)
         return Verdict.CONTINUE
 
     def log(self, path: Path) -> None:
