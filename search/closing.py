@@ -6,7 +6,6 @@ import logging
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
-from optuna_dashboard import save_note
 
 from search.finalists.companion import parent_of
 from search.finalists.page import confirmation_lines
@@ -103,6 +102,8 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
 
 def write_note(handle: StudyHandle, summary: Summary) -> None:
     """Write the study's note in the dashboard."""
+    from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
+
     study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
     save_note(study, study_note(handle, summary))
 

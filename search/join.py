@@ -15,9 +15,11 @@ from objectives import load_objective
 from search.closing import close_if_spent
 from search.errors import SearchError
 from search.provenance import run_tags
+from search.resending import resend
 from search.services import find_services, why_away
 from search.study import TRACKING_URI, load_study
 from search.study_checkpoints import open_checkpoints
+from search.summary import summarise
 from search.tracker import Tracker
 from search.worker import SERVICE_ERRORS, Worker, runs_folder, worker_name
 from storage.errors import CheckpointStoreError
@@ -70,6 +72,7 @@ def join_study(
     tracker = Tracker(
         study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
     )
+    fleet = int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None
     code = 1
     try:
         tracker.sender.start()
@@ -80,7 +83,7 @@ def join_study(
             runs_dir=runs,
             checkpoints=checkpoints,
             stop=stop,
-            fleet_pid=int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None,
+            fleet_pid=fleet,
             device=device,
             lease=lease,
         )
@@ -91,7 +94,11 @@ def join_study(
         if left:
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
-        if code == 0:
+        # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
+        if code == 0 and (fleet != os.getppid() or study.spec.finalists_of is not None):
+            best = summarise(study).best
+            resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
+            tracker.sender.flush(_PATIENCE)
             close_if_spent(study, tracking)
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.

@@ -24,6 +24,7 @@ from search.keeper import kept_up
 from search.launch import load_for_search, open_parent_run, prepare_study
 from search.live import LiveView
 from search.report import write_report
+from search.resending import resend
 from search.services import Services, find_services
 from search.smoke_test import smoke_test
 from search.steps import steps
@@ -241,8 +242,15 @@ def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, in
     """Send MLflow what of the study waits on this machine, and print what is left."""
     checkpoints = open_checkpoints(handle, services.home, None)
     tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
+
+    def winner() -> None:
+        # Of all the trials of machines that are gone, the one that must not be without a model.
+        best = summarise(handle).best
+        resend(handle, tracker, checkpoints, only=[] if best is None else [best.number])
+
     with steps(console) as tell:
-        left = tracker.deliver(tell, patience=_GRACE if interrupted else math.inf)
+        patience = _GRACE if interrupted else math.inf
+        left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
         again = command("sync", handle.spec.name)

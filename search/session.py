@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from search.checkpointing import TrialCheckpoints
 from search.pruning import Decision
 from search.study_checkpoints import StudyCheckpoints
 from storage.claims import Claim, Claims
+from storage.files import sync_folder
 from storage.study_storage import PostgresStorage
 
 
@@ -34,7 +36,7 @@ class TrialSession(LocalSession):
         stopping: Callable[[], bool],
         judge: Callable[[FrozenTrial], Decision],
     ) -> None:
-        super().__init__(run_dir)
+        super().__init__(run_dir, synced=False)  # the store syncs what it takes, and from there it is resumed
         self._storage = storage
         self._claim = claim
         self._claims = claims
@@ -100,6 +102,13 @@ class TrialSession(LocalSession):
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
         self.files.append(path)
+
+    def keep_best(self) -> None:
+        """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
+        if self.best_path.exists():
+            with self.best_path.open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(self.run_dir)
 
     def forget(self, *, but_last: bool) -> None:
         """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""

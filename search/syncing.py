@@ -8,6 +8,7 @@ import optuna
 
 from search.console import PlainConsole, command
 from search.errors import SearchError
+from search.resending import resend
 from search.services import Services, find_services, why_away
 from search.steps import steps
 from search.study import TRACKING_URI, StudyHandle, load_study
@@ -66,13 +67,16 @@ def _sync(console: PlainConsole, services: Services, handle: StudyHandle, checkp
     tracking = services.open_tracking(uri)
     checkpoints = open_checkpoints(handle, services.home, checkpoint_url)
     tracker = Tracker(handle, tracking, checkpoints, services.home, refused=True)
+    problems: list[str] = []
     with steps(console) as tell:
-        left = tracker.deliver(tell)
+        left = tracker.deliver(tell, then=lambda: problems.extend(resend(handle, tracker, checkpoints, tell=tell)))
     sent = tracker.sender.sent
     said = f"{name}: {sent} trials sent"
+    for problem in problems:
+        console.print(f"{name}, {problem}", style="yellow")
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
         console.print(f"{said}, {left} are left{why}; try again with: {command('sync', name)}")
         return 1
     console.print(f"{said}, nothing is left")
-    return 0
+    return 1 if problems else 0

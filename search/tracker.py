@@ -100,7 +100,13 @@ class Tracker:
         journal.append("end", state="FAIL", reason=lost.reason, at=at, kept=False)
         self.sender.wake(at_once=True)
 
-    def deliver(self, tell: Callable[[str], None], *, patience: float = math.inf) -> int:
+    def deliver(
+        self,
+        tell: Callable[[str], None],
+        *,
+        patience: float = math.inf,
+        then: Callable[[], object] = lambda: None,
+    ) -> int:
         """Ship what waits on this machine, and stop; return how many journals are left.
 
         What a living worker has is its own to ship, and is left too.
@@ -108,6 +114,7 @@ class Tracker:
         Args:
             tell: is told how far it is.
             patience: seconds to go on for; a server that is away is not waited for at all.
+            then: called when all of it has arrived; it may begin journals, which are shipped too.
         """
 
         def told(sent: int, left: int) -> None:
@@ -116,7 +123,9 @@ class Tracker:
 
         self.sender.start()
         try:
-            self.sender.flush(patience, told)
+            if not self.sender.flush(patience, told):
+                then()
+                self.sender.flush(patience, told)
         finally:
             self.sender.close()
         return self.outbox.waiting()

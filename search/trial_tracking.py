@@ -42,8 +42,12 @@ class TrialTracking:
         assert self._journal is not None
         return self._journal
 
-    def open(self) -> None:
-        """Begin the journal; the run exists a moment later, where the server answers."""
+    def open(self, *, resumed: bool | None = None) -> None:
+        """Begin the journal; the run exists a moment later, where the server answers.
+
+        Args:
+            resumed: whether the trial may have a run already; by default, from its second attempt on.
+        """
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
@@ -53,7 +57,7 @@ class TrialTracking:
             trial_id=claim.trial_id,
             number=claim.number,
             attempt=claim.attempt,
-            resumed=claim.resumed,
+            resumed=claim.resumed if resumed is None else resumed,
             **tags,
         )
         if self._tracker.system_metrics is not None:
@@ -163,15 +167,17 @@ class TrialTracking:
             return f"refused: {self.journal.position.refused}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
-    def finish(self, state: State, reason: str, *, kept: bool = False) -> None:
+    def finish(self, state: State, reason: str, *, kept: bool = False, at: int | None = None) -> None:
         """End the run as its trial ended. It ends there once all that was logged has arrived.
 
         Args:
             state: how the trial ended.
             reason: why, for a person.
             kept: whether the trial's last checkpoint was kept until then.
+            at: when, in unix milliseconds; now, unless given.
         """
-        self._close("end", state=state, reason=reason, at=int(time.time() * 1000), kept=kept)
+        at = int(time.time() * 1000) if at is None else at
+        self._close("end", state=state, reason=reason, at=at, kept=kept)
 
     def leave(self) -> None:
         """Leave the run open for the trial's next attempt."""

@@ -223,6 +223,7 @@ class Worker:
         self._failures = 0
         state: State
         decision = session.decision if result.status == "pruned" else None
+        session.keep_best()
         kept = tracked.publish(result, session.files)
         if decision is not None:
             state, reason, grounds = "PRUNED", decision.reason, decision.record()

@@ -69,27 +69,32 @@ def create_model(
     return str(model.model_id)
 
 
-def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path, *, step: int) -> None:
-    """Give a model its files and tell its run of it, unless that was done before; safe to repeat.
+def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -> None:
+    """Tell a run of its model, once; call it while nobody else does."""
+    from mlflow.entities import LoggedModelOutput
+
+    outputs = client.get_run(run_id).outputs
+    if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
+
+
+def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path) -> None:
+    """Give a model its files, unless it has them; safe to repeat.
 
     Args:
         client: of the tracking server.
         model_id: the model, by `create_model`.
         run_id: the run that made it.
         folder: what `export_model` wrote.
-        step: the epoch that the model is of.
     """
-    from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
 
-    if str(client.get_logged_model(model_id).status) == READY:
+    model = client.get_logged_model(model_id)
+    if model.status == READY:
         return
     written = Model.load(str(folder))
     written.run_id, written.model_id, written.model_uuid = run_id, model_id, model_id
-    written.artifact_path = client.get_logged_model(model_id).artifact_location
+    written.artifact_path = model.artifact_location
     written.save(str(folder / "MLmodel"))
     client.log_model_artifacts(model_id, str(folder))
-    outputs = client.get_run(run_id).outputs
-    if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
-        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
     client.finalize_logged_model(model_id, READY)

@@ -123,11 +123,10 @@ class Journal:
 
     def _write_held(self) -> None:
         while self._held and self._descriptor is not None:
-            line = self._held[0]
+            line, written = self._held[0], 0
             try:
-                written = os.write(self._descriptor, line)
-                if written < len(line):
-                    raise OSError(28, "No space left on device")
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size)  # a torn line must not stand before a whole one
                 self._tell(error)
@@ -174,8 +173,9 @@ class Journal:
                         break
                     end += len(line)
                     entries.append(Entry(json.loads(line), end))
-        except FileNotFoundError:
-            pass
+        except OSError:
+            if self._descriptor is not None:
+                raise
         except ValueError:
             self.position.problem = self.position.problem or "its journal on disk was damaged"
         with self._mutex:
@@ -197,7 +197,8 @@ class Journal:
             temporary.write_text(json.dumps(asdict(self.position)))
             temporary.replace(self.folder / POSITION)
         except OSError:  # a full disk: they may be sent again, which changes nothing
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def returned(self) -> None:
         """Take back what `unsent` lent and nobody could ship: it is written once there is room."""
@@ -285,6 +286,10 @@ class Outbox:
     def waiting(self) -> int:
         """Return how many journals there are, those of running trials included."""
         return len(self._folders())
+
+    def has(self, prefix: str) -> bool:
+        """Whether there is a journal whose name begins so."""
+        return any(folder.name.startswith(prefix) for folder in self._folders())
 
     def has_room(self) -> bool:
         """Whether files are still taken; above the limit only numbers are."""

@@ -249,11 +249,12 @@ class Shipper:
                 name, tags = record["name"], record["tags"]
                 model = models.create_model(client, experiment, run, name=name, params=params, tags=tags)
             self._creating(journal, None)
+            models.link_model(client, model, run, step=record["step"])
             page.note({MODEL: model})
         # The points are in the run already: sent again with the model's id they are linked to it.
         linked = epoch_metrics(record["step"], record["at"], record["metrics"], model)
         self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
-        models.upload_model(client, model, run, journal.model, step=record["step"])
+        models.upload_model(client, model, run, journal.model)
 
     def _problem(self, journal: Journal, record: dict[str, Any]) -> None:
         self._tracking.log(self._run(journal), tags={"hpsearch.tracking": record["text"]})
@@ -278,7 +279,8 @@ class Shipper:
         """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
         if (ended := self._book.ended(journal.head["trial"])) is not None:
             at = int(journal.path.stat().st_mtime * 1000)
-            self._end(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": True})
+            kept = ended.state != "FAIL"  # the checkpoints of a failed trial stay: it may be tried again
+            self._end(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": kept})
 
 
 _LOGGED = {"params", "epoch", "metrics", "tags"}

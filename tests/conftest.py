@@ -24,6 +24,10 @@ from storage.postgres_data import SUPERUSER
 from storage.roles import OWNER, WORKER, Databases, create_databases
 from storage.urls import build
 
+# pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 # Stops the services of a home folder and removes it when its input closes: at the end of the tests, or when they were
 # killed, for the services would outlive them.
 _GUARD = """

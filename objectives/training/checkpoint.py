@@ -24,8 +24,13 @@ class CheckpointError(Exception):
     """A checkpoint file that cannot be trusted: torn, changed, or not one of ours."""
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
-    """Writes plain values and tensors to `path`, durably: the old file stays until the new one is complete.
+def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
+    """Writes plain values and tensors to `path`: the old file stays until the new one is complete.
+
+    Args:
+        path: the file.
+        state: plain values and tensors.
+        synced: whether it outlives a power cut from here on, and not only the process.
 
     Raises:
         OSError: the disk is full, or the like.
@@ -40,11 +45,13 @@ def write(path: Path, state: dict[str, Any]) -> None:
             file.seek(size - 2)
             file.write(struct.pack("<H", _COMMENT) + _LABEL + digest)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    if synced:
+        _sync_folder(path.parent)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:

@@ -87,24 +87,35 @@ class RunDir:
     def record(self, record: EpochRecord) -> None:
         """Appends an epoch to `metrics.jsonl`."""
         if self.path is not None:
-            MetricsFile(self.path / "metrics.jsonl").append(record)
+            with self._room("metrics.jsonl"):
+                MetricsFile(self.path / "metrics.jsonl").append(record)
 
     def record_steps(self, records: list[dict[str, Any]]) -> None:
         """Appends records of steps to `steps.jsonl`."""
         if self.path is not None and records:
-            StepsFile(self.path / "steps.jsonl").append(records)
+            with self._room("steps.jsonl"):
+                StepsFile(self.path / "steps.jsonl").append(records)
+
+    @contextmanager
+    def _room(self, name: str) -> Iterator[None]:
+        """Lets a run go on without its records where the disk is full: they are in the checkpoint, and reported."""
+        try:
+            yield
+        except OSError as error:
+            self.log.warning("%s cannot be written: %s; the run goes on", name, error.strerror)
 
     def finish(self, run: Run, result: FitResult, objective: Objective) -> list[Path]:
         """Draws the plots and writes the report; returns the files that are worth keeping as artifacts."""
         if self.path is None:
             return []
-        steps = StepsFile(self.path / "steps.jsonl").read()
-        try:
-            curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
-            gradient_flow(steps, self.path / "gradients.png")
-        except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
-            self.log.warning("no plots: %s is not installed", error.name)
-        write_report(self.path / "report.md", run, result, objective, steps)
+        with self._room("the report"):
+            steps = StepsFile(self.path / "steps.jsonl").read()
+            try:
+                curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+                gradient_flow(steps, self.path / "gradients.png")
+            except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
+                self.log.warning("no plots: %s is not installed", error.name)
+            write_report(self.path / "report.md", run, result, objective, steps)
         return [self.path / name for name in FILES if (self.path / name).exists()]
 
 

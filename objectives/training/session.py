@@ -69,10 +69,17 @@ class LocalSession:
         interval: seconds between two of them, for epochs that are shorter than their checkpoint is worth. The last
             epoch is always kept; a run that is killed loses what came after the last checkpoint, and nothing else.
         snapshot_every: epochs between two states that stay, as `epoch-0009.pt`; none unless given.
+        synced: whether what is saved outlives a power cut, and not only the process.
     """
 
     def __init__(
-        self, run_dir: Path, *, keep: int = 2, interval: float = 0.0, snapshot_every: int | None = None
+        self,
+        run_dir: Path,
+        *,
+        keep: int = 2,
+        interval: float = 0.0,
+        snapshot_every: int | None = None,
+        synced: bool = True,
     ) -> None:
         for name, value, least in (("keep", keep, 1), ("interval", interval, 0), ("snapshot_every", snapshot_every, 1)):
             if value is not None and value < least:
@@ -82,7 +89,7 @@ class LocalSession:
         self.previous_path = self.run_dir / "previous.pt"
         self.best_path = self.run_dir / "best.pt"
         self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
-        self._interval, self._snapshot_every = interval, snapshot_every
+        self._interval, self._snapshot_every, self._synced = interval, snapshot_every, synced
         self._saved_at = -math.inf
         self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
 
@@ -105,10 +112,10 @@ class LocalSession:
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping those before."""
         if best:
-            checkpoint.write(self.best_path, promotable(state))
+            checkpoint.write(self.best_path, promotable(state), synced=self._synced)
         done = len(state.get("history", ()))
         if self._snapshot_every and done % self._snapshot_every == 0:
-            checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state)
+            checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
         now = time.monotonic()
         if now - self._saved_at < self._interval and done < state.get("epochs", 0):
             return
@@ -117,11 +124,14 @@ class LocalSession:
         for newer, older in reversed(list(pairwise(kept))):
             if newer.exists():
                 newer.replace(older)
-        checkpoint.write(self.last_path, state)
+        checkpoint.write(self.last_path, state, synced=self._synced)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Appends the epoch to `metrics.jsonl`, once."""
-        self._metrics.append(record)
+        try:
+            self._metrics.append(record)
+        except OSError as error:  # a full disk: the epoch is in the checkpoint, and what it came to is reported
+            log.warning("%s cannot be written: %s; the run goes on", self._metrics.path, error.strerror)
         return Verdict.CONTINUE
 
     def log(self, path: Path) -> None:

@@ -240,7 +240,7 @@ class Bench:
         command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, handle.spec.name, str(trials)]
         environment = {
             **own_environment(),
-            **thread_settings(workers),
+            **thread_settings(max(workers, cores())),  # one each: threads that wait for each other measure the others
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",

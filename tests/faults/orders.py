@@ -137,6 +137,11 @@ def _fill_disk(_: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (DISK, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def _fill_outbox(_: Path) -> None:
+    """Leave no room for a record, nor for anything else: for a moment only, then."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
 def _free_disk(_: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
 
@@ -156,6 +161,7 @@ ACTIONS: dict[str, Callable[[Path], Any]] = {
     "hang": functools.partial(_await, "open"),
     "hang until mended": functools.partial(_await, "mended"),
     "fill the disk": _fill_disk,
+    "fill the outbox": _fill_outbox,
     "free the disk": _free_disk,
     "input/output error": _away,
 }

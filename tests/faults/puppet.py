@@ -20,6 +20,7 @@ from tests.faults import orders
 POINTS = {
     "in claim": ("storage.claims", "Claims._take"),
     "claim": ("storage.claims", "Claims.claim"),
+    "append": ("storage.outbox", "Journal.append"),
     "open run": ("search.trial_tracking", "TrialTracking.open"),
     "log params": ("search.trial_tracking", "TrialTracking.log_params"),
     "restore": ("search.checkpointing", "TrialCheckpoints.restore"),

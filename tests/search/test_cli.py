@@ -132,7 +132,7 @@ def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: 
 
 def test_a_dead_tracking_server_is_told(refuse, database_url: str) -> None:
     assert "--tracking-uri http://127.0.0.1:1: no MLflow server answers" in refuse(
-        "run", "digits", *services(database_url)
+        "run", "digits", "--tracking-required", *services(database_url)
     )
 
 

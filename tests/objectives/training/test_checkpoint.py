@@ -36,6 +36,13 @@ def test_a_round_trip_and_plain_torch_reads_it_too(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
+def test_without_syncing_the_file_is_whole_all_the_same(tmp_path):
+    session = LocalSession(tmp_path, synced=False)
+    session.save(STATE, best=False)
+    _same(session.restore())
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
 def test_any_changed_byte_is_noticed(tmp_path):
     path = tmp_path / "a.pt"
     checkpoint.write(path, STATE)

@@ -106,4 +106,4 @@ def test_a_resume_elsewhere_is_not_exact(wine, name):
     assert run.notes == []
     now = state["environment"][name]
     restore(run, {**state, "environment": {**state["environment"], name: "another"}})
-    assert run.notes == [f"not exact after epoch -1: {name} another -> {now}"]
+    assert run.notes == [f"not exact after epoch 0: {name} another -> {now}"]

@@ -6,7 +6,7 @@ import sys
 import torch
 import yaml
 
-from objectives.training import EpochRecord, TrainConfig, checkpoint
+from objectives.training import EpochRecord, LocalSession, TrainConfig, Verdict, checkpoint
 from objectives.training.plots import curves
 from tests.objectives.training.support import Memory, fit
 
@@ -79,3 +79,26 @@ def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypa
     assert (tmp_path / "report.md").exists()
     assert not list(tmp_path.glob("*.png"))
     assert "no plots: matplotlib" in (tmp_path / "train.log").read_text()
+
+
+def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
+    class Full(Memory):
+        def report(self, record):
+            for name in ("metrics.jsonl", "steps.jsonl", "report.md"):
+                path = tmp_path / name
+                if not path.is_dir():
+                    path.unlink(missing_ok=True)
+                    path.mkdir()  # nobody can write a file here now
+            return super().report(record)
+
+    result = fit(wine, session=Full(), run_dir=tmp_path)
+    assert (result.status, len(result.history)) == ("completed", 5)
+    log = (tmp_path / "train.log").read_text()
+    assert "metrics.jsonl cannot be written" in log
+    assert "the report cannot be written" in log
+
+
+def test_a_local_session_goes_on_without_its_metrics(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert LocalSession(tmp_path).report(EpochRecord(0, 0.0, {"val_loss": 1.0})) is Verdict.CONTINUE
+    assert "metrics.jsonl cannot be written" in caplog.text

@@ -1,0 +1,164 @@
+"""MLflow away, killed or deleted under a search, and machines that never come back to tell it of their trials."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import optuna
+import psutil
+import pytest
+
+from storage import stack as embedded
+from tests.faults.harness import Arena, wait_for, wire
+from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+Undisturbed = Callable[[int], list[list[float]]]
+
+
+class Server:
+    """The MLflow server of all tests, which is killed and started again."""
+
+    def __init__(self, stack: embedded.StackInfo) -> None:
+        self.home, self.uri = stack.home, stack.tracking_uri
+
+    def kill(self) -> None:
+        [service] = [one for one in embedded.status(self.home) if one.name == "MLflow"]
+        process = psutil.Process(service.pid)
+        for victim in [process, *process.children(recursive=True)]:
+            victim.send_signal(signal.SIGKILL)
+        psutil.wait_procs([process])
+
+    def start(self) -> None:
+        assert embedded.up(self.home).tracking_uri == self.uri
+
+
+@pytest.fixture
+def server(stack: embedded.StackInfo) -> Iterator[Server]:
+    found = Server(stack)
+    yield found
+    found.start()
+
+
+def test_the_server_is_killed_for_the_middle_half_of_a_search(
+    arena: Arena, server: Server, undisturbed: Undisturbed
+) -> None:
+    """20 trials on 3 workers: every metric of every epoch is there once, and each trial has its model."""
+    arena.cheap = False
+    arena.create(20, [])
+
+    def trained() -> int:
+        return sum(event["epoch"] == EPOCHS - 1 for event in arena.events("reported"))
+
+    phase = "before"
+
+    def meanwhile(_: object) -> None:
+        nonlocal phase
+        if phase == "before" and trained() >= 5:
+            server.kill()
+            phase = "away"
+        elif phase == "away" and trained() >= 15:
+            server.start()
+            phase = "back"
+
+    arena.work(3, meanwhile=meanwhile)
+    assert phase == "back"
+    assert arena.run("sync", arena.name).endswith("nothing is left\n")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(20), 20)
+    assert [t.outcomes for t in trials] == [["complete"]] * 20, "no trial felt it"
+    assert_tracked(server.uri, arena.name, trials, models=True)
+
+
+def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
+    arena: Arena, undisturbed: Undisturbed
+) -> None:
+    """Machines that share nothing but the checkpoints, of which none but the last ever tells MLflow the rest."""
+    orders = [Order("training", "kill", trial=0, attempt=n, epoch=n) for n in (1, 2, 3)]
+    arena.cheap = False
+    arena.create(1, orders, retries=3, settings=f"--checkpoint-url {arena.folder / 'shared'}")
+    for n in range(4):
+        (home := arena.folder / f"machine-{n}").mkdir()
+        worker = arena.start(HPSEARCH_HOME=str(home))
+        wait_for(lambda worker=worker: arena.reap() or worker.ended, "the worker to end")
+    assert worker.exit_code == 0, worker.log.read_text()
+    trials = assert_whole(arena.storage_url, arena.name, home, undisturbed(1), 1, store=arena.folder / "shared")
+    assert trials[0].outcomes == ["lost", "lost", "lost", "complete"]
+    assert_tracked(arena.tracking_uri, arena.name, trials, models=True)
+
+
+@pytest.mark.parametrize("by", ["sync", "worker"])
+def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: Undisturbed, by: str) -> None:
+    """Its worker dies with its trial settled and nothing sent; the machine and its outbox are never seen again."""
+    arena.cheap = False
+    orders = [Order("finish", "kill", trial=0, when="after"), Order("send", "hang until mended", trial=0, attempt=0)]
+    trials = 1 if by == "sync" else 2
+    arena.create(trials, orders, settings=f"--checkpoint-url {arena.folder / 'shared'}")
+    (gone := arena.folder / "gone").mkdir()
+    worker = arena.start(HPSEARCH_HOME=str(gone))
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to die")
+    (arena.orders / "mended").touch()
+    assert (
+        "hpsearch:tracking" in optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0].user_attrs
+    )
+    if by == "sync":
+        assert "1 trials sent, nothing is left" in arena.run("sync", arena.name)
+    else:
+        arena.work(1)
+        if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is told of unasked
+            arena.run("sync", arena.name)
+    found = assert_whole(
+        arena.storage_url, arena.name, arena.home, undisturbed(trials), trials, store=arena.folder / "shared"
+    )
+    assert_tracked(arena.tracking_uri, arena.name, found, models=True)
+
+
+def test_a_search_begins_without_mlflow_and_tells_it_later(arena: Arena, undisturbed: Undisturbed) -> None:
+    with wire(arena.tracking_uri) as (line, uri):
+        arena.tracking_uri, direct = uri, arena.tracking_uri
+        line.cut()
+        arena.cheap = False
+        arena.create(2, [])
+        told = arena.workers[0].log.read_text()
+        assert "no MLflow server answers" in told
+        assert "the search goes on" in told
+        assert "no MLflow server answers" in arena.run("worker", "--study", arena.name, "--tracking-required", code=2)
+        workers = [arena.start() for _ in range(2)]
+        wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")
+        assert [w.exit_code for w in workers] == [0, 0]
+        assert "the search goes on" in workers[0].log.read_text()
+        line.mend()
+        assert "2 trials sent, nothing is left" in arena.run("sync", arena.name)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert_tracked(direct, arena.name, trials, models=True)
+
+
+def test_workers_that_start_at_once_have_one_parent(arena: Arena, undisturbed: Undisturbed) -> None:
+    """Their study was made while MLflow was away, and so has no run yet."""
+    with wire(arena.tracking_uri) as (line, uri):
+        arena.tracking_uri, direct = uri, arena.tracking_uri
+        line.cut()
+        arena.create(8, [Order("claim", "hang", trial=number, when="after") for number in range(8)])
+        line.mend()
+        workers = [arena.start() for _ in range(8)]
+        wait_for(lambda: all(arena.obeyed(n) for n in range(8)), "eight workers to have a trial")
+        (arena.orders / "open").touch()
+        wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
+    assert_tracked(direct, arena.name, trials)
+
+
+def test_the_outbox_has_no_room(arena: Arena, undisturbed: Undisturbed) -> None:
+    """Its disk is full when two of the epochs are logged: they arrive all the same, by way of memory."""
+    orders = []
+    for nth in (3, 5):  # after the journal's head and the parameters come the epochs
+        orders.append(Order("append", "fill the outbox", trial=0, nth=nth))
+        orders.append(Order("append", "free the disk", trial=0, nth=nth, when="after"))
+    arena.create(1, orders)
+    arena.work(1)
+    assert all(arena.obeyed(index) for index in range(4))
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert_tracked(arena.tracking_uri, arena.name, trials)
