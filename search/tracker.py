@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,7 @@ class Tracker:
             attempt=attempt,
             resumed=resumed,
             metric=f"val_{spec.metric}",
+            began=int(time.time() * 1000),
             tags={"hpsearch.objective": spec.objective, "hpsearch.attempt": str(attempt), **self._tags, **tags},
         )
         self.sender.add(journal)

@@ -28,7 +28,7 @@ PENDING = "pending"  # how TRACKING begins while records are on their way
 
 _PATIENCE = 10.0  # seconds to wait for whoever else opens the run of the same trial, and for the database
 _LONGEST_HOLD = 120.0  # seconds after which the server ends the transaction of a process that froze in it
-_KIND = 0x68700004  # of the advisory lock; see storage.locks
+_KIND = 0x68700006  # of the advisory lock; see storage.locks
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,9 @@ class Shipper:
                 self._tracking.reopen(run)
             else:
                 self._creating(journal, "run")
-                run = self._tracking.create_trial_run(head["study"], head["number"], parent=parent, tags=head["tags"])
+                run = self._tracking.create_trial_run(
+                    head["study"], head["number"], parent=parent, tags=head["tags"], began=head.get("began")
+                )
             self._creating(journal, None)
             page.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
         return run

@@ -197,10 +197,12 @@ class Tracking:
         mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
         return self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
 
-    def create_trial_run(self, study_name: str, number: int, *, parent: str, tags: Mapping[str, str]) -> str:
-        """Create the run of a trial under its study's and return its id."""
+    def create_trial_run(
+        self, study_name: str, number: int, *, parent: str, tags: Mapping[str, str], began: int | None = None
+    ) -> str:
+        """Create the run of a trial, which `began` then (unix milliseconds; now), under its study's; return its id."""
         tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, **tags}
-        return self._create(f"{study_name}-{number:04d}", tags)
+        return self._create(f"{study_name}-{number:04d}", tags, began=began)
 
     def open_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
         """Return the runs of a study's trials that nobody has ended: trial number to run id."""
@@ -304,9 +306,10 @@ class Tracking:
                 return str(run.info.run_id)
         return None
 
-    def _create(self, name: str, tags: Mapping[str, str]) -> str:
+    def _create(self, name: str, tags: Mapping[str, str], *, began: int | None = None) -> str:
         tags = {**tags, "mlflow.user": _user(), "mlflow.source.name": "hpsearch"}
-        return str(self.client.create_run(self.experiment_id, tags=dict(tags), run_name=name).info.run_id)
+        run = self.client.create_run(self.experiment_id, start_time=began, tags=dict(tags), run_name=name)
+        return str(run.info.run_id)
 
 
 class TrialRun:
