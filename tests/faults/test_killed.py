@@ -14,7 +14,6 @@ from tests.faults.orders import Order
 POINTS: list[tuple[str, str, int | None, list[str]]] = [
     ("in claim", "after", None, ["complete"]),  # in its transaction: there is no trial yet
     ("claim", "after", None, ["lost", "complete"]),
-    ("create run", "after", None, ["lost", "complete"]),
     ("suggest", "before", None, ["lost", "complete"]),
     ("log params", "before", None, ["lost", "complete"]),
     ("training", "before", 0, ["lost", "complete"]),
