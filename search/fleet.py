@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from search.cores import thread_settings
+from search.forking import ForkedProcess, can_fork, load_ahead
 from search.worker import EXIT_DRAINED, EXIT_GAVE_UP
 
 EXIT_USER_ERROR = 2
@@ -26,7 +28,7 @@ class Slot:
 
     index: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
     deaths: int = 0
     restart_at: float = 0.0
     told: bool = False  # to stop
@@ -62,8 +64,9 @@ class Fleet:
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.slots = [Slot(i, log_dir / f"worker-{i}.log") for i in range(workers)]
-        # -P: a search.py in the user's folder must not take the place of this package.
-        self._command = [sys.executable, "-P", "-m", "search.cli", "worker", "--study", study]
+        self._arguments = ["worker", "--study", study]
+        self._workers = workers
+        self._forking = can_fork()
         self._environment = {**os.environ, **environment, **thread_settings(workers)}
         self._gpus = gpus
         self._stopping = False
@@ -79,17 +82,17 @@ class Fleet:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot.index % len(self._gpus)]
-        with slot.log.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
-            slot.process = subprocess.Popen(
-                self._command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        slot.process = self._forked(environment, slot.log) or _executed(self._arguments, environment, slot.log)
         slot.pids.append(slot.process.pid)
+
+    def _forked(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
+        if self._forking:
+            try:
+                load_ahead(self._workers)
+                return ForkedProcess(self._arguments, environment, log)
+            except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
+                self._forking = False
+        return None
 
     def poll(self, settled: int, *, away: bool = False) -> bool:
         """Look after the workers once.
@@ -110,8 +113,8 @@ class Fleet:
             for slot in self.slots:
                 slot.deaths = 0
         for slot in self.slots:
-            if slot.process is not None and slot.process.poll() is not None:
-                self._ended(slot, slot.process.returncode, away=away)
+            if slot.process is not None and (code := slot.process.poll()) is not None:
+                self._ended(slot, code, away=away)
             elif slot.process is None and slot.exit_code is None and not away and time.monotonic() >= slot.restart_at:
                 self._spawn(slot)
         return any(slot.exit_code is None for slot in self.slots)
@@ -141,17 +144,19 @@ class Fleet:
         return sum(len(slot.pids) - 1 for slot in self.slots)
 
 
-def cores() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def thread_settings(workers: int) -> dict[str, str]:
-    """Return the environment that divides the cores: more threads than cores make every worker several times slower."""
-    threads = str(max(1, cores() // workers))
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+def _executed(arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command of ours in a fresh interpreter."""
+    with log.open("ab") as output:
+        # -P: a search.py in the user's folder must not take the place of this package.
+        # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "search.cli", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def visible_gpus() -> list[str]:

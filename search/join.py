@@ -14,6 +14,7 @@ import optuna
 from objectives import load_objective
 from search.closing import close_if_spent
 from search.errors import SearchError
+from search.forking import watch_fleet
 from search.provenance import run_tags
 from search.resending import resend
 from search.services import find_services, why_away
@@ -72,7 +73,8 @@ def join_study(
     tracker = Tracker(
         study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
     )
-    fleet = int(os.environ.get("HPSEARCH_FLEET_PID", "0")) or None
+    fleet = os.environ.get("HPSEARCH_FLEET_PID")
+    fleet_gone = watch_fleet(int(fleet)) if fleet else None
     code = 1
     try:
         tracker.sender.start()
@@ -83,7 +85,7 @@ def join_study(
             runs_dir=runs,
             checkpoints=checkpoints,
             stop=stop,
-            fleet_pid=fleet,
+            fleet_gone=fleet_gone or (lambda: False),
             device=device,
             lease=lease,
         )
@@ -95,7 +97,7 @@ def join_study(
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
         # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
-        if code == 0 and (fleet != os.getppid() or study.spec.finalists_of is not None):
+        if code == 0 and (fleet_gone is None or fleet_gone() or study.spec.finalists_of is not None):
             best = summarise(study).best
             resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
             tracker.sender.flush(_PATIENCE)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import optuna
@@ -66,7 +67,7 @@ class Worker:
         runs_dir: Path,
         checkpoints: StudyCheckpoints,
         stop: threading.Event,
-        fleet_pid: int | None = None,
+        fleet_gone: Callable[[], bool] = lambda: False,
         device: str | None = None,
         lease: float = LEASE,
     ) -> None:
@@ -81,7 +82,7 @@ class Worker:
         self._runs_dir = runs_folder(runs_dir, study)
         self._checkpoints = checkpoints
         self._stop = stop
-        self._fleet_pid = fleet_pid
+        self._fleet_gone = fleet_gone
         self._device = device
         self._session: TrialSession | None = None  # of the attempt that runs, or ran last
         self._idle = 0  # times that there was nothing to claim, in a row
@@ -134,7 +135,7 @@ class Worker:
         self._idle += 1
 
     def _stopping(self) -> bool:
-        if self._fleet_pid is not None and os.getppid() != self._fleet_pid:
+        if not self._stop.is_set() and self._fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
             self._stop.set()
         return self._stop.is_set()

@@ -105,18 +105,26 @@ class RunDir:
             self.log.warning("%s cannot be written: %s; the run goes on", name, error.strerror)
 
     def finish(self, run: Run, result: FitResult, objective: Objective) -> list[Path]:
-        """Draws the plots and writes the report; returns the files that are worth keeping as artifacts."""
+        """Draws the plots and writes the report; returns the files that are worth keeping as artifacts.
+
+        Of a pruned run there are no plots: drawing takes as long as some of them train, and the numbers are all there.
+        """
         if self.path is None:
             return []
         with self._room("the report"):
             steps = StepsFile(self.path / "steps.jsonl").read()
-            try:
-                curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
-                gradient_flow(steps, self.path / "gradients.png")
-            except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
-                self.log.warning("no plots: %s is not installed", error.name)
+            if result.status != "pruned":
+                self._draw(result, objective, steps)
             write_report(self.path / "report.md", run, result, objective, steps)
         return [self.path / name for name in FILES if (self.path / name).exists()]
+
+    def _draw(self, result: FitResult, objective: Objective, steps: list[dict[str, Any]]) -> None:
+        assert self.path is not None
+        try:
+            curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+            gradient_flow(steps, self.path / "gradients.png")
+        except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
+            self.log.warning("no plots: %s is not installed", error.name)
 
 
 def _yaml(values: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc as garbage
 import os
 import sys
 
@@ -61,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     # `pkg.module:Class` and my_objective.py are looked for where the command is run, as `python -m` does.
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path holds strings
         sys.path.append(here)
-    sys.exit(_run(arguments))
+    code = _run(arguments)
+    garbage.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
+    sys.exit(code)
 
 
 def _run(arguments: list[str] | None) -> int:

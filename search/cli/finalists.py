@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.loading import loading
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +43,12 @@ def finalists(
     The best of many over-states itself: the winner is chosen on the fresh seeds alone. Called again it goes on where
     it stopped, and shows the table when all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
-    from search.finalists.run import run_finalists
+    from search.forking import load_ahead
+
+    load_ahead(workers)  # while this process loads what it needs itself
+
+    with loading():
+        from search.finalists.run import run_finalists
 
     return run_finalists(
         study, top=top, seeds=seeds, new_set=new_set, workers=workers, storage_url=storage_url,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.loading import loading
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +55,12 @@ def run(
         seed=seed, retries=retries, timeout=timeout, models=models,
     )  # fmt: skip
     check_settings(settings)
-    from search.run import run_search
+    from search.forking import load_ahead
+
+    load_ahead(workers)  # while this process loads what it needs itself
+
+    with loading():
+        from search.run import run_search
 
     return run_search(
         settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.loading import loading
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +42,8 @@ def worker(
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
-    from search.join import join_study
+    with loading():
+        from search.join import join_study
 
     return join_study(
         study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,

@@ -39,7 +39,7 @@ import mlflow
 import optuna
 from laps import FOLDER
 
-from search.fleet import cores, thread_settings
+from search.cores import cores, thread_settings
 from search.launch import load_for_search, prepare_study
 from search.services import find_services
 from storage import stack

@@ -42,7 +42,7 @@ from bench_search import REQUIREMENTS, own_environment, say, services
 
 from objectives.digits import Digits
 from objectives.training import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
-from search.fleet import cores, thread_settings
+from search.cores import cores, thread_settings
 from search.launch import load_for_search, prepare_study
 from search.services import find_services
 from search.study import StudyHandle, load_study

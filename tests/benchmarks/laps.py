@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import json
@@ -12,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -77,7 +77,8 @@ class Laps:
 
     def write_at_exit(self, folder: str) -> None:
         """Leave a file in `folder` when the process ends."""
-        atexit.register(self._write, Path(folder) / f"{os.getpid()}.json")
+        # Forked processes end without what `atexit` has.
+        Finalize(None, self._write, args=(Path(folder) / f"{os.getpid()}.json",), exitpriority=0)
 
     def _write(self, path: Path) -> None:
         self._turn()

@@ -1,0 +1,36 @@
+"""What a worker loads at its start or in its first trial, loaded at once.
+
+Imported by the server that workers are forked from (:mod:`search.forking`), and by nothing else: it takes that process
+out of the terminal, whose Ctrl-C and hang-up are for the fleet to pass on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+
+MODULES = (
+    "search.join",
+    "mlflow.pytorch",
+    "torch._inductor",  # by which torch answers a call for deterministic algorithms
+    "torch.export",
+    "torchmetrics",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "yaml",
+    "sklearn.datasets",  # the data of the built-in objectives
+)
+
+_fleet = os.getppid()
+with contextlib.suppress(OSError):
+    os.setsid()
+gc.disable()
+for _name in MODULES:
+    if os.getppid() != _fleet:  # it ended with a mistake to tell: there is nobody to load for
+        os._exit(0)
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
+gc.enable()
+gc.freeze()  # what the collector never touches stays shared between all workers
