@@ -15,12 +15,14 @@ MODULES = (
     "search.join",
     "mlflow.pytorch",
     "torch._inductor",  # by which torch answers a call for deterministic algorithms
-    "torch.export",
+    "torch.export._trace",  # these two by the first export of a model
+    "torch.export.pt2_archive._package",
     "torchmetrics",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "yaml",
-    "sklearn.datasets",  # the data of the built-in objectives
+    "sklearn.datasets",  # the data of the built-in objectives, and how it is divided
+    "sklearn.model_selection",
 )
 
 _fleet = os.getppid()

@@ -77,10 +77,11 @@ def test_each_full_run_has_its_artifacts_and_one_model(search: Search) -> None:
         run = run_of(search, trial)
         files = {f.path for f in search.client.list_artifacts(run.info.run_id)}
         models = run.outputs.model_outputs if run.outputs else []
-        assert {"config.yaml", "metrics.jsonl", "curves.png"} <= files
+        assert {"config.yaml", "metrics.jsonl", "report.md"} <= files
         if trial.state == TrialState.COMPLETE:
             checkpoints = [f.path for f in search.client.list_artifacts(run.info.run_id, "checkpoints")]
             assert checkpoints == ["checkpoints/best.pt"]
+            assert {"curves.png", "gradients.png"} <= files
             assert len(models) == 1
         else:
             assert "checkpoints" not in files
