@@ -39,7 +39,8 @@ def load_ahead(workers: int) -> None:
         return
     _context.set_forkserver_preload(["search.preload"])
     # Its interpreter looks for modules in the current folder otherwise, where the user may have a search.py.
-    with _environment({**thread_settings(workers), "PYTHONSAFEPATH": "1"}), contextlib.suppress(OSError):
+    environment = {**thread_settings(workers), "PYTHONSAFEPATH": "1"}
+    with contextlib.suppress(OSError), _environment(environment), _silence():
         forkserver.ensure_running()
 
 
@@ -52,6 +53,22 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Let what is started have no output: it lives as long as a worker, and who reads the fleet's must not wait for it.
+
+    A killed fleet's workers end later than it.
+    """
+    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    try:
+        _redirect(os.devnull, os.O_WRONLY, list(kept))
+        yield
+    finally:
+        for descriptor, copy in kept.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
 
 
 class ForkedProcess:
@@ -98,9 +115,10 @@ def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all workers draw the same
+    sys.argv[1:] = arguments
     from search.cli import main
 
-    main(arguments)
+    main()
 
 
 def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
