@@ -1,6 +1,6 @@
 """A whole search, beside the same search as tutorials write it, on the same Postgres and MLflow server in one run.
 
-    python tests/benchmarks/bench_search.py [--quick] [--sampled] [--kinds KIND ...]
+    python tests/benchmarks/bench_search.py [--quick] [--sampled] [--epochs N] [--kinds KIND ...]
 
 `ours` is `hpsearch run` as a user starts it, with all that it logs, plots and reports. `plain` is one script started
 once per worker (plain_search.py): RDBStorage, `study.optimize`, a nested fluent run per trial, `log_model` with an
@@ -59,7 +59,7 @@ class Search:
     after: float  # from the end of the last worker to the command's
     starting: float  # of all workers, until they take trials
     worker_time: float
-    cpu: float  # of all workers and what they started
+    cpu: float  # of all workers, what they started, and what they were forked from
     parts: Counter[str]  # of worker time
     trials: str
     epochs: int
@@ -112,7 +112,7 @@ class Bench:
             after=ended - max(one["ended"] for one in workers),
             starting=sum(one["first"] - one["started"] for one in workers),
             worker_time=sum(one["ended"] - one["first"] for one in workers),
-            cpu=sum(one["cpu"] for one in workers),
+            cpu=sum(one["cpu"] for one in workers) + max(one["cpu_before"] for one in workers),
             parts=sum((Counter(one["seconds"]) for one in workers), Counter()),
             trials=f"{states['COMPLETE']} done, {states['PRUNED']} pruned",
             epochs=sum(len(trial.intermediate_values) for trial in study.trials),
@@ -245,8 +245,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=12)
     given = parser.parse_args()
-    trials, epochs, rounds = (6, 4, 1) if given.quick else (24, 12, given.rounds)
+    trials, epochs, rounds = (6, 4, 1) if given.quick else (24, given.epochs, given.rounds)
     searches: dict[str, list[Search]] = {kind: [] for kind in given.kinds}
     with services() as home:
         bench = Bench(home, trials=trials, epochs=epochs, workers=given.workers, sampled=given.sampled)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class Laps:
             "first": self.first,
             "ended": time.time(),
             "cpu": times.user + times.system + times.children_user + times.children_system,
+            # Of the server that this process and its like were forked from, where they were.
+            "cpu_before": sum(psutil.Process(os.getppid()).cpu_times()[:2]) if parent_process() else 0.0,
             "seconds": self.seconds,
         }
         path.write_text(json.dumps(found))
