@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_outage.py [--rounds N] [--epochs N]
 
-20 trials of digits on 3 workers, random sampler and no pruner, so that all train the same configurations. The
-server is killed (SIGKILL) when 5 trials are done, and started again when 15 are. The two kinds take turns; each ratio is
-of two searches of one round. The server shares this machine's cores: its start is part of what is measured.
+20 trials of digits on 3 workers, random sampler and no pruner, so that all train the same configurations. The server is
+killed (SIGKILL) when 5 trials are done, and started again when 15 are. The two kinds take turns; each ratio is of two
+searches of one round. The server shares this machine's cores: its start is part of what is measured.
 """
 
 from __future__ import annotations
