@@ -119,6 +119,8 @@ def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all workers draw the same
     sys.argv[1:] = arguments
+    # What a worker starts itself, such as the processes of a data loader, is started as in any other program.
+    multiprocessing.set_start_method(None, force=True)
     from search.cli import main
 
     main()

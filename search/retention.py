@@ -139,6 +139,8 @@ def _needed_trials(handle: StudyHandle) -> set[int]:
         needed.update(of.trials if of is not None else ())
     if (opening := read_opening(engine, handle.study_id)) is not None:
         needed.add(opening.trial_number)
+    # What is on its way to MLflow would find half of it gone.
+    needed.update(trial.number for trial in handle.trials() if TRACKING in trial.user_attrs)
     return needed
 
 

@@ -108,9 +108,9 @@ class TrialTracking:
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
             journal.append("problem", text=f"{PENDING}: there was no room on disk for its files and its model")
-            return whole
-        if self._spec.models == "all" or (whole and self._spec.models == "complete"):
+        elif self._spec.models == "all" or (whole and self._spec.models == "complete"):
             self._log_model(result)
+        journal.append("published")
         return whole
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
@@ -149,7 +149,7 @@ class TrialTracking:
         best = next(record for record in result.history if record.epoch == result.best_epoch)
         self.journal.append(
             "model",
-            name=f"{self._spec.name}-trial-{self._claim.number}",
+            name=f"{self._spec.name.replace('.', '_')}-trial-{self._claim.number}",  # MLflow refuses dots
             step=best.epoch,
             at=best.timestamp,
             metrics=best.metrics,
@@ -193,7 +193,11 @@ class TrialTracking:
         """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
         if self._journal is None:
             return
-        if self._storage.get_trial(self._claim.trial_id).state.is_finished():
+        try:
+            ended = self._storage.get_trial(self._claim.trial_id).state.is_finished()
+        except KeyError:  # its study was deleted
+            ended = False
+        if ended:
             self.finish("CANCELLED", reason)
         else:
             self.leave()

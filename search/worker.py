@@ -247,7 +247,8 @@ class Worker:
         tracked.finish("INFEASIBLE", reason)
 
     def _fail(self, claim: Claim, tracked: TrialTracking, error: BaseException, run_dir: Path) -> None:
-        reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".split())
+        # Neither the database nor MLflow's takes a NUL.
+        reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".replace("\0", "").split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
             with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed

@@ -8,6 +8,7 @@ shipped. Who has the folder's lock ships it: the process that writes it or, when
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -43,6 +44,7 @@ class Position:
         offset: bytes of the journal that have arrived.
         run: the run's id, once it is known.
         creating: "run" or "model" while one is being created: a reply that was lost may have made it.
+        published: whether all that the trial made was in the journal; only its end may be missing.
         refused: why the tracking server will not have the rest; such a journal waits for a person.
         problem: the first thing that did not arrive and never will.
     """
@@ -50,6 +52,7 @@ class Position:
     offset: int = 0
     run: str | None = None
     creating: str | None = None
+    published: bool = False
     refused: str | None = None
     problem: str | None = None
 
@@ -77,6 +80,8 @@ class Journal:
         self.position = self._read_position()
         self._descriptor = descriptor
         self._size = os.fstat(descriptor).st_size if descriptor is not None else 0
+        self._synced = 0  # bytes of it that survive a power cut
+        self._synced_files: set[Path] = set()
         self._mutex = threading.Lock()
         self._held: deque[bytes] = deque()  # lines that wait for room on the disk
         self._held_bytes = 0
@@ -207,10 +212,18 @@ class Journal:
             self._write_held()
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
-        if self._descriptor is not None:
+        """Make what was written survive a power cut: the files first, for the journal speaks of them."""
+        if self._descriptor is None or self._size == self._synced:
+            return
+        size = self._size
+        with contextlib.suppress(OSError):  # a disk that cannot is told where it is written
+            kept = {path for path in self.folder.glob("*/**/*") if path.is_file()}
+            for path in sorted(kept - self._synced_files):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             os.fsync(self._descriptor)
             sync_folder(self.folder)
+            self._synced, self._synced_files = size, kept
 
     def _read_position(self) -> Position:
         try:
@@ -220,8 +233,8 @@ class Journal:
 
     def remove(self) -> None:
         """Remove the folder: all of it has arrived."""
-        self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()  # not before: another process would find the folder free, and half of it gone
 
     def close(self) -> None:
         """Let another process have it."""
@@ -250,15 +263,19 @@ class Outbox:
             head: its first record: whose journal it is.
         """
         folder, descriptor = self.folder / name, None
+        # Made under a name that nobody looks at, for until it is locked it seems left behind.
+        hidden = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
         try:
-            # Made under a name that nobody looks at, for until it is locked it seems left behind.
-            hidden = self.folder / f".{name}-{uuid.uuid4().hex[:8]}"
             hidden.mkdir(parents=True, mode=0o700)
             descriptor = os.open(hidden / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             folder = self._rename(hidden, name)
-        except OSError as error:
+        except OSError as error:  # a full disk, or a file system without locks
             log.warning("%s cannot be made (%s): what is logged waits in memory", folder, error.strerror)
+            if descriptor is not None:
+                os.close(descriptor)
+                descriptor = None
+            shutil.rmtree(hidden, ignore_errors=True)
         journal = Journal(folder, descriptor, head, live=True)
         journal.append("open", **head)
         return journal
@@ -267,8 +284,11 @@ class Outbox:
         for number in itertools.count(1):
             folder = self.folder / (name if number == 1 else f"{name}.{number}")
             if not folder.exists():
-                with contextlib.suppress(FileExistsError):
+                try:
                     return hidden.rename(folder)
+                except OSError as error:
+                    if error.errno not in {errno.EEXIST, errno.ENOTEMPTY}:
+                        raise
         raise AssertionError
 
     def left(self) -> Iterator[Journal]:

@@ -7,6 +7,7 @@ A row without an end says what an alias names now, as far as is known; the model
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -75,7 +76,8 @@ _OF_STUDY = sa.text(f"""
 
 _END = sa.text("""
     UPDATE hpsearch_promotions SET ended_at = now()
-     WHERE model_name = :model AND alias = :alias AND ended_at IS NULL AND version <> :version
+     WHERE model_name = :model AND alias = :alias AND ended_at IS NULL
+       AND (version, study_id, trial_number) IS DISTINCT FROM (:version, :study, :trial)
 """)
 
 _RECORD = sa.text("""
@@ -134,16 +136,25 @@ def record_promotion(
         by: who did it, for a person to read.
         evidence: what is known of the trial; plain values.
     """
-    place = {"model": model, "alias": alias, "version": version}
+    # The same version may be another trial's: a registered model that was deleted and made again counts from 1.
+    place = {"model": model, "alias": alias, "version": version, "study": trial.study_id, "trial": trial.number}
     connection.execute(_END, place)
-    arguments = {**place, "study": trial.study_id, "trial": trial.number, "by": by, "evidence": json.dumps(evidence)}
-    connection.execute(_RECORD, arguments)
+    connection.execute(_RECORD, {**place, "by": by, "evidence": json.dumps(_without_nan(evidence))})
 
 
 def end_promotion(connection: sa.Connection, promotion: Promotion) -> None:
     """Write that an alias names this version no longer."""
-    place = {"model": promotion.model_name, "alias": promotion.alias, "version": _NO_VERSION}
-    connection.execute(_END, place)
+    place = {"model": promotion.model_name, "alias": promotion.alias}
+    connection.execute(_END, {**place, "version": _NO_VERSION, "study": promotion.study_id, "trial": None})
+
+
+def _without_nan(value: Any) -> Any:
+    """Return plain values with None for what JSON has no number for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    return [_without_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def was_recorded(connection: sa.Connection, model: str, version: int) -> bool:

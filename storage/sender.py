@@ -13,8 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from storage.errors import StorageError
 from storage.outbox import Journal, Outbox
-from storage.shipping import Shipper, one_line
-from storage.tracking import RunDeletedError, is_away
+from storage.shipping import NotYetError, Shipper, one_line
+from storage.tracking import RunDeletedError, is_away, unreachable
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,11 @@ class Sender:
                 self._journals.append(journal)
 
     def _round(self) -> Exception | None:
-        """Ship every journal once; return what is away, if anything is: the journals after it were not tried."""
+        """Ship every journal once; return what is away, if anything is."""
+        away: Exception | None = None
+        for journal in list(self._journals):
+            if journal.live:
+                journal.sync()
         for journal in list(self._journals):
             if self._closing:
                 break
@@ -136,16 +140,25 @@ class Sender:
                 if self._shipper.ship(journal):
                     journal.remove()
                     self._over(journal)
+            except NotYetError:
+                journal.close()
+                self._drop(journal)
             except Exception as error:
-                if _passes(error):
-                    return error
-                self._refuse(journal, error)
-        return None
+                if not _passes(error):
+                    self._refuse(journal, error)
+                    continue
+                away = away or error
+                if isinstance(error, SQLAlchemyError) or unreachable(error):
+                    break  # the others would only wait for it as well
+        return away
 
     def _over(self, journal: Journal) -> None:
+        self.sent += not journal.position.refused
+        self._drop(journal)
+
+    def _drop(self, journal: Journal) -> None:
         with self._changed:
             self._journals.remove(journal)
-            self.sent += not journal.position.refused
             self._changed.notify_all()
 
     def _refuse(self, journal: Journal, error: Exception) -> None:

@@ -42,6 +42,10 @@ class _Batch:
         return not self.entries or (count <= _MOST_METRICS and most_named and self.text + text <= _MOST_TEXT)
 
 
+class NotYetError(Exception):
+    """Whether anybody needs this journal is known when its trial has ended."""
+
+
 class Shipper:
     """Ships journals of one study.
 
@@ -70,6 +74,7 @@ class Shipper:
         """Ship what is there; return whether the journal is over, and can be removed.
 
         Raises:
+            NotYetError: it may never be needed; let go of it, and look again later.
             Exception: something is away (see `storage.tracking.is_away`, or the database), or the server will never
                 have the rest.
         """
@@ -94,8 +99,17 @@ class Shipper:
             self._book.delivered(journal.head["trial"], f"refused: {journal.position.refused}")
 
     def _outlived(self, journal: Journal) -> bool:
-        """Whether a later attempt reports all of the trial again, so that this one's journal has nothing to add."""
-        return self._book.superseded(journal.head["trial"], journal.head["attempt"])
+        """Whether a later attempt has reported all of the trial again, so that this one's journal has nothing to add.
+
+        Raises:
+            NotYetError: a later attempt is at it, and may yet die before it does.
+        """
+        if not self._book.superseded(journal.head["trial"], journal.head["attempt"]):
+            return False
+        ended = self._book.ended(journal.head["trial"])
+        if ended is None:
+            raise NotYetError
+        return ended.state != "FAIL"
 
     def _ship(self, journal: Journal, entries: list[Entry]) -> bool:
         batch = _Batch()
@@ -207,8 +221,8 @@ class Shipper:
                 run = self._tracking.create_trial_run(
                     head["study"], head["number"], parent=parent, tags=head["tags"], began=head.get("began")
                 )
-            self._creating(journal, None)
             page.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
+        self._creating(journal, None)  # it is noted for good: until then the next try looks for it first
         return run
 
     def _creating(self, journal: Journal, what: str | None) -> None:
@@ -250,9 +264,9 @@ class Shipper:
                 params = {key: str(value) for key, value in record["params"].items()}
                 name, tags = record["name"], record["tags"]
                 model = models.create_model(client, experiment, run, name=name, params=params, tags=tags)
-            self._creating(journal, None)
             models.link_model(client, model, run, step=record["step"])
             page.note({MODEL: model})
+        self._creating(journal, None)
         # The points are in the run already: sent again with the model's id they are linked to it.
         linked = epoch_metrics(record["step"], record["at"], record["metrics"], model)
         self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
@@ -262,13 +276,19 @@ class Shipper:
         self._tracking.log(self._run(journal), tags={"hpsearch.tracking": record["text"]})
         journal.position.problem = journal.position.problem or record["text"]
 
+    def _published(self, journal: Journal, _record: dict[str, Any]) -> None:
+        """All that the trial made stands before this."""
+        journal.position.published = True
+
     def _leave(self, journal: Journal, _record: dict[str, Any]) -> None:
         """The trial was given back: the run stays open for its next attempt."""
 
     def _end(self, journal: Journal, record: dict[str, Any]) -> None:
+        if not self._book.superseded(journal.head["trial"], journal.head["attempt"]):
+            self._conclude(journal, record)  # else it was given another go meanwhile
+
+    def _conclude(self, journal: Journal, record: dict[str, Any]) -> None:
         head = journal.head
-        if self._book.superseded(head["trial"], head["attempt"]):
-            return  # it was given another go meanwhile
         self._tracking.end_trial_run(self._run(journal), record["state"], record["reason"], at=record["at"])
         problem = journal.position.problem
         if journal.lost:
@@ -281,8 +301,11 @@ class Shipper:
         """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
         if (ended := self._book.ended(journal.head["trial"])) is not None:
             at = int(journal.path.stat().st_mtime * 1000)
+            if ended.state == "COMPLETE" and not journal.position.published:
+                # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
+                journal.position.problem = f"{PENDING}: the process that sent it died before all was written down"
             kept = ended.state != "FAIL"  # the checkpoints of a failed trial stay: it may be tried again
-            self._end(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": kept})
+            self._conclude(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": kept})
 
 
 _LOGGED = {"params", "epoch", "metrics", "tags"}

@@ -110,6 +110,17 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
 
 
+def unreachable(error: BaseException | None) -> bool:
+    """Whether the server gave no answer at all, so that nothing else need be asked of it now."""
+    import requests
+
+    while error is not None:
+        if isinstance(error, requests.ConnectionError | requests.Timeout | TrackingAwayError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 # What is safe to repeat is repeated when a proxy or a restart cut it off.
 _again = tenacity.retry(
     retry=tenacity.retry_if_exception(is_away),

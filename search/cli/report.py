@@ -26,6 +26,8 @@ def report(
     home: o.Home = None,
 ) -> None:
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
+    from mlflow.exceptions import MlflowException
+
     from search.cli.read import notice_promotions, open_for_reading
     from search.closing import close_study
     from search.errors import SearchError
@@ -33,6 +35,7 @@ def report(
     from search.run import report_path
     from search.study import RUN_ID, TRACKING_URI, load_study
     from search.summary import summarise
+    from storage.shipping import one_line
     from storage.tracking import check_server
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
@@ -50,5 +53,8 @@ def report(
     if uri is not None:
         check_server(uri)
         tracking = services.open_tracking(uri)
-        close_study(handle, summarise(handle), tracking)
-        tracking.log_file(str(handle.attrs[RUN_ID]), path)
+        try:
+            close_study(handle, summarise(handle), tracking)
+            tracking.log_file(str(handle.attrs[RUN_ID]), path)
+        except MlflowException as error:
+            raise SearchError(f"the report is written, but MLflow was not told ({one_line(error)})") from None

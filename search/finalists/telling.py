@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from search.finalists.page import optimism, ranked
 from search.finalists.table import Finalists, current_set, tabulate
 from search.study import RUN_ID, StudyHandle, load_study
 from storage.finalists import finalist_studies
+from storage.shipping import one_line
 from storage.studies import engine_of
 from storage.test_set import read_opening
-from storage.tracking import Tracking
+from storage.tracking import Tracking, is_away
+
+log = logging.getLogger(__name__)
 
 # Tags of runs: of the search's trials that were finalists, and of the study's run.
 FINALIST, WINNER, WINNER_RUN = "hpsearch.finalist", "hpsearch.winner", "hpsearch.winner_run_id"
@@ -28,7 +32,8 @@ def tell_confirmation(handle: StudyHandle, tracking: Tracking) -> None:
         _tell_finalists(handle, held, found, runs, tracking)
     opening = read_opening(engine_of(handle.storage), handle.study_id)
     if opening is not None and opening.scores is not None and opening.trial_number in runs:
-        tracking.annotate(
+        _annotate(
+            tracking,
             runs[opening.trial_number],
             tags={TEST_OPENED: opening.told, "hpsearch.test_confirmed": str(opening.finalists is not None).lower()},
             metrics={f"test_{name}": value for name, value in opening.scores.items()},
@@ -48,7 +53,8 @@ def _tell_finalists(
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
-        tracking.annotate(
+        _annotate(
+            tracking,
             runs[row.trial],
             tags={FINALIST: found.verdict(row), "hpsearch.finalist_rank": str(rank)},
             metrics={key: value for key, value in figures.items() if value is not None},
@@ -56,7 +62,17 @@ def _tell_finalists(
         )
     for number in _former(handle, found):
         if number in runs:
-            tracking.annotate(runs[number], tags={FINALIST: "of an earlier set"}, metrics={}, at=ended)
+            _annotate(tracking, runs[number], tags={FINALIST: "of an earlier set"}, metrics={}, at=ended)
+
+
+def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
+    """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
+    try:
+        tracking.annotate(run, tags=tags, metrics=metrics, at=at)
+    except Exception as error:
+        if is_away(error):
+            raise
+        log.warning("run %s is not told: %s", run, one_line(error))
 
 
 def _former(handle: StudyHandle, found: Finalists) -> set[int]:

@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Environment, PackageLoader
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.page import SHOWN, finalist_lines, opening_line, optimism, ranked
@@ -28,7 +28,7 @@ def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) 
     """Write the report of `handle` to `path` and return it."""
     summary, finalists = summarise(handle), read_finalists(handle)
     opening = read_opening(engine_of(handle.storage), handle.study_id)
-    environment = Environment(loader=PackageLoader("search"), autoescape=select_autoescape())
+    environment = Environment(loader=PackageLoader("search"), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         spec=handle.spec,
         summary=summary,

@@ -64,6 +64,23 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
     assert "Usage: hpsearch" in log.read_text()
 
 
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -> None:
+    load_ahead(3)
+    arguments = [
+        "train",
+        "breast_cancer",
+        "--epochs",
+        "1",
+        "--set",
+        "num_workers=1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    process = ForkedProcess(arguments, dict(os.environ), tmp_path / "log")
+    assert ended(process) == 0, (tmp_path / "log").read_text()
+
+
 _WATCH = """
 import os, signal, sys
 from pathlib import Path

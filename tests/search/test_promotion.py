@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from pathlib import Path
 
+import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 
@@ -14,12 +17,14 @@ from search.errors import SearchError
 from search.noticing import Watch, notice
 from search.promotion import promote, refresh_evidence
 from search.promotions import promotion_lines
+from search.report import write_report
 from search.summary import summarise
 from search.trial_page import print_trial
+from storage.claims import REASON
 from storage.errors import StorageError
 from storage.finalists import finalist_studies
 from storage.locks import registry_lock
-from storage.promotions import end_promotion
+from storage.promotions import TrialOfRun, end_promotion, record_promotion
 from storage.test_set import open_test_set, write_scores
 from tests.search.promoting import Tracked, train_finalists
 
@@ -288,3 +293,32 @@ def test_what_ended_stays_ended(tracked: Tracked) -> None:
     with registry_lock(tracked.storage.engine) as connection:
         end_promotion(connection, tracked.promotions()[0])
     assert tracked.promotions()[0].ended_at == first is not None
+
+
+def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> None:
+    """A registered model that is deleted and made again counts its versions from 1."""
+    promote(tracked.handle, tracked.tracking, trial=1)
+    tracked.client.delete_registered_model(tracked.name)
+    promote(tracked.handle, tracked.tracking, trial=0)
+    assert [(trial, version, holds) for trial, _, version, _, _, holds in tracked.told()] == [
+        (1, 1, False),
+        (0, 1, True),
+    ]
+
+
+def test_a_score_that_is_no_number_is_recorded_as_none(tracked: Tracked) -> None:
+    with tracked.storage.engine.begin() as connection:
+        trial = TrialOfRun(tracked.handle.study_id, tracked.handle.spec.name, 1)
+        evidence = {"test": {"scores": {"loss": math.nan, "auroc": 0.5}}, "best": [math.inf]}
+        record_promotion(connection, trial, model=tracked.name, version=1, alias="a", by="x", evidence=evidence)
+    [promotion] = tracked.promotions()
+    assert promotion.evidence == {"test": {"scores": {"loss": None, "auroc": 0.5}}, "best": [None]}
+
+
+def test_the_report_shows_what_it_is_given_as_text(tracked: Tracked, tmp_path: Path) -> None:
+    reason = "TypeError: expected <class 'torch.Tensor'> & <script>alert(1)</script>"
+    study = optuna.load_study(study_name=tracked.name, storage=tracked.storage)
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs={REASON: reason}))
+    page = write_report(tracked.handle, tmp_path / "report.html", dashboard_url=None).read_text()
+    assert "&lt;class &#39;torch.Tensor&#39;&gt; &amp; &lt;script&gt;alert(1)" in page
+    assert "<script>alert(1)" not in page

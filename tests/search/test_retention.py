@@ -11,10 +11,12 @@ from optuna.trial import TrialState, create_trial
 
 from search.promotion import promote
 from search.retention import Garbage, find_garbage
-from search.study import CHECKPOINT_URL, TRACKING
+from search.study import CHECKPOINT_URL, TRACKING, load_study
 from search.worker import runs_folder
 from storage.claims import ATTEMPT
+from storage.run_book import RunBook
 from storage.stack import StackInfo
+from storage.studies import open_storage
 from tests.search.promoting import Tracked, train_finalists
 
 
@@ -146,3 +148,12 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
     assert [garbage.where for garbage in found] == ["this machine"]
     (problem,) = problems
     assert "unknown protocol 'nosuch'" in problem
+
+
+def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
+    assert on_server(find(tracked, tmp_path)) == [0, 2]
+    with RunBook(tracked.storage.engine).opening(tracked.handle.trials()[2]._trial_id) as page:
+        page.note({TRACKING: "pending: on its way from elsewhere"})
+    handle = load_study(open_storage(database_url, application_name="test"), tracked.name)
+    found, _ = find_garbage(handle, home=tmp_path, tracking=tracked.tracking, keep_top=1)
+    assert on_server(found) == [0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,3 +188,29 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_disk(tmp_path: Pa
     journal = Outbox(tmp_path / "study").open("0007-1", **HEAD)
     journal.append("params", values={"lr": 0.1})
     assert values(journal) == [{"lr": 0.1}]
+
+
+def test_a_file_system_without_locks_costs_nothing_but_the_disk(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    journal = box.open("0007-1", **HEAD)
+    journal.append("params", values={"lr": 0.1})
+    assert values(journal) == [{"lr": 0.1}]
+    assert list(box.folder.iterdir()) == []
+
+
+def test_nobody_takes_a_journal_that_is_being_removed(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = box.open("0007-1", **HEAD)
+    taken: list[Journal] = []
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        taken.extend(box.left())
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    journal.remove()
+    assert taken == []
+    assert list(box.left()) == []

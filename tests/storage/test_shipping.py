@@ -8,11 +8,15 @@ import math
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
+import torch
+from mlflow.exceptions import MlflowException
 
+from storage import models
 from storage.errors import StorageError
 from storage.outbox import Journal, Outbox
 from storage.run_book import RUN_ID, TRACKING, RunBook
@@ -61,11 +65,22 @@ class Post:
 
     @property
     def run_id(self) -> str:
+        return self.note(RUN_ID)
+
+    def note(self, key: str = TRACKING) -> str:
         with self.storage.engine.connect() as connection:
             query = "SELECT value_json FROM trial_user_attributes WHERE trial_id = :id AND key = :key"
-            value = connection.execute(sa.text(query), {"id": self.trial_id, "key": RUN_ID}).scalar()
+            value = connection.execute(sa.text(query), {"id": self.trial_id, "key": key}).scalar()
         assert value is not None
         return str(value).strip('"')
+
+    def begin_attempt(self, attempt: int) -> None:
+        query = """
+            INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at)
+            VALUES (:trial, :attempt, gen_random_uuid(), 'w', 'p', now() + interval '1 h')
+        """
+        with self.storage.engine.begin() as connection:
+            connection.execute(sa.text(query), {"trial": self.trial_id, "attempt": attempt})
 
     def points(self, key: str) -> list[tuple[int, float]]:
         return [(point.step, point.value) for point in self.tracking.client.get_metric_history(self.run_id, key)]
@@ -205,9 +220,87 @@ def test_of_a_worker_that_died_after_settling_the_run_is_ended_and_what_a_retry_
 ) -> None:
     journal = post.open()
     journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.append("published")
     journal.close()
     post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState[state])
     assert sending() == 0
     assert post.tracking.client.get_run(post.run_id).data.tags["hpsearch.state"] == state.lower()
     assert post.points("val_loss") == [(0, 0.5)]
     assert post.delivered == delivered, "whose checkpoints may go"
+
+
+def test_of_a_journal_that_breaks_off_before_its_model_the_checkpoint_stays(
+    post: Post, sending: Callable[[], int]
+) -> None:
+    """The trial was COMPLETE before: a remake that was interrupted, or what a power cut left."""
+    journal = post.open(resumed=True)
+    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.close()
+    post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState.COMPLETE)
+    assert sending() == 0
+    assert post.delivered == [], "its checkpoint is all that is left of its weights"
+    assert post.note().startswith("pending"), "so that sync makes it again"
+
+
+@pytest.mark.parametrize(("state", "points"), [("FAIL", [(0, 0.5)]), ("COMPLETE", None), (None, None)])
+def test_of_an_attempt_before_the_last_what_nobody_reported_again_is_sent(
+    post: Post, sending: Callable[[], int], state: str | None, points: list[tuple[int, float]] | None
+) -> None:
+    journal = post.open()
+    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.append("leave")
+    journal.close()
+    post.begin_attempt(2)
+    if state is not None:
+        post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState[state])
+    assert sending() == 0
+    assert post.box.waiting() == (state is None), "until the trial has ended nobody knows whether it is needed"
+    if points is None:
+        assert RUN_ID not in post.attrs()
+    else:
+        assert post.points("val_loss") == points
+        assert post.tracking.client.get_run(post.run_id).info.status == "FAILED"
+
+
+def test_a_model_whose_making_was_cut_off_is_made_once(
+    post: Post, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, cut = models.link_model, []
+
+    def first_cut(*args: Any, **kwargs: Any) -> None:
+        if not cut:
+            cut.append(True)
+            raise ConnectionError("the server was killed")
+        link(*args, **kwargs)
+
+    monkeypatch.setattr(models, "link_model", first_cut)
+    journal = post.open()
+    models.export_model(torch.nn.Linear(2, 1).eval(), torch.zeros(4, 2), journal.model)
+    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.append("model", name="m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={})
+    with pytest.raises(ConnectionError):
+        post.shipper.ship(journal)
+    post.shipper.ship(journal)
+    found = post.tracking.client.search_logged_models([post.tracking.experiment_id], f"source_run_id = '{post.run_id}'")
+    assert [model.status for model in found] == ["READY"]
+
+
+def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
+    post: Post, storage: PostgresStorage, tracking: Tracking, tmp_path: Path, sending: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    ship = post.shipper.ship
+
+    def choke(journal: Journal) -> bool:
+        if journal.name == "0000-1":
+            raise MlflowException("Internal server error")  # as for a full artifact store
+        return ship(journal)
+
+    monkeypatch.setattr(post.shipper, "ship", choke)
+    for attempt in (1, 2):
+        journal = post.open(attempt=attempt)
+        journal.append("epoch", step=attempt, at=1.0, values={"val_loss": 0.5})
+        journal.append("leave")
+        journal.close()
+    assert sending() == 1
+    assert post.points("val_loss") == [(2, 0.5)]
