@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _INTERVAL = 1.0  # seconds in which epochs gather before they are sent together
 _LEFT_EVERY = 30.0  # seconds between two looks for journals whose writers died
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 15.0  # seconds between two tries while something is away
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 5.0  # seconds between two tries while something is away
 _ENOUGH = 3  # failures in a row after which nobody waits for what is away
 _LONGEST_REQUEST = 35.0  # seconds; see MLFLOW_HTTP_REQUEST_TIMEOUT
 

@@ -88,7 +88,7 @@ class Shipper:
             return True
         finally:
             journal.returned()
-        if not journal.live and not over:
+        if not journal.live and (not over or self._superseded(journal)):
             self._end_for(journal)  # its process died before it could say how it ended
             over = True
         return over
@@ -98,13 +98,16 @@ class Shipper:
         if self._book.ended(journal.head["trial"]) is not None:
             self._book.delivered(journal.head["trial"], f"refused: {journal.position.refused}")
 
+    def _superseded(self, journal: Journal) -> bool:
+        return self._book.superseded(journal.head["trial"], journal.head["attempt"])
+
     def _outlived(self, journal: Journal) -> bool:
         """Whether a later attempt has reported all of the trial again, so that this one's journal has nothing to add.
 
         Raises:
             NotYetError: a later attempt is at it, and may yet die before it does.
         """
-        if not self._book.superseded(journal.head["trial"], journal.head["attempt"]):
+        if not self._superseded(journal):
             return False
         ended = self._book.ended(journal.head["trial"])
         if ended is None:
@@ -284,7 +287,7 @@ class Shipper:
         """The trial was given back: the run stays open for its next attempt."""
 
     def _end(self, journal: Journal, record: dict[str, Any]) -> None:
-        if not self._book.superseded(journal.head["trial"], journal.head["attempt"]):
+        if not self._superseded(journal):
             self._conclude(journal, record)  # else it was given another go meanwhile
 
     def _conclude(self, journal: Journal, record: dict[str, Any]) -> None:

@@ -114,6 +114,8 @@ def soak(
     finally:
         storm.calm()
     wait_for(lambda: arena.reap() or all(worker.ended for worker in arena.workers), "the last workers to leave")
+    # The last worker may have left while its line to MLflow was cut: what it could not send waits on its disk.
+    assert arena.run("sync", arena.name).endswith("nothing is left\n")
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
     assert {t.state for t in trials} == {"COMPLETE"}
     ends = Counter(outcome for t in trials for outcome in t.outcomes)
