@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.console import command
 from search.control import find_trial, whoami
 from search.errors import SearchError
 from search.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
@@ -72,6 +73,9 @@ def promote(
         SearchError: the trial has nothing to promote.
         StorageError: MLflow refuses, or is away.
     """
+    if (of := handle.spec.finalists_of) is not None:
+        again = command("promote", of.study)
+        raise SearchError(f"study {handle.spec.name!r} holds the finalists of {of.study!r}: promote it with: {again}")
     name = model or handle.spec.name
     check_alias(alias)
     check_model_name(name, setting="--model")

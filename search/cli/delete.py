@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.asking import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +50,8 @@ def delete(
         what += (
             ", and the record that its test set was opened" if read_opening(engine_of(storage), handle.study_id) else ""
         )
-        typer.confirm(f"delete {what}?", abort=True)
+        if not confirm(f"delete {what}?"):
+            raise typer.Abort
     for each in (*held, handle):  # the search last: without it nobody would know whose finalists the others are
         folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, checkpoint_url)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.asking import confirm
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +59,7 @@ def gc(  # noqa: PLR0917 typer wants them so
         console.print("nothing can go")
     for problem in problems:
         typer.echo(f"hpsearch: not looked at: {problem}", err=True)
-    if not found or not (yes or typer.confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
+    if not found or not (yes or confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
         return
     freed = 0
     for garbage in found:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
+from search.cli.asking import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +52,9 @@ def open_test(
         candidate = choose_candidate(handle, trial=trial, unconfirmed=unconfirmed)
         number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
         if not yes:
-            typer.confirm(f"open the test set of {study} for trial {number}{mark}? It opens once.", abort=True)
+            question = f"open the test set of {study} for trial {number}{mark}? It opens once."
+            if not confirm(question):
+                raise typer.Abort
         uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
         if uri is None:
             raise SearchError(f"study {study!r} names no tracking server: give --tracking-uri")

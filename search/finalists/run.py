@@ -57,6 +57,11 @@ def run_finalists(
         if checkpoint_url is not None:
             note_checkpoints(held, checkpoint_url)
     _print_begin(console, handle, held, created=created)
+    if created and new_set:
+        console.print(
+            "finalists of an earlier set count no more: until these have a winner, nothing is confirmed by them",
+            style="yellow",
+        )
     if away:
         console.print(f"{away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
     found = tabulate(handle, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from search.cli import _run
+from search.cli.asking import confirm
 from search.cli.secrets import NAMES
+from search.errors import SearchError
 
 
 @pytest.fixture
@@ -180,3 +183,11 @@ def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
     assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"
     by_loss = complete_settings({"objective": "digits", "metric": "loss"}, digits)
     assert (by_loss["metric"], by_loss["direction"]) == ("loss", "minimize")
+
+
+def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SearchError, match="give --yes"):
+        confirm("remove it?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert confirm("remove it?")

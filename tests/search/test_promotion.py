@@ -18,6 +18,7 @@ from search.noticing import Watch, notice
 from search.promotion import promote, refresh_evidence
 from search.promotions import promotion_lines
 from search.report import write_report
+from search.study import load_study
 from search.summary import summarise
 from search.trial_page import print_trial
 from storage.claims import REASON
@@ -111,6 +112,13 @@ def test_an_infeasible_unknown_or_modelless_trial(tracked: Tracked) -> None:
     tracked.client.delete_logged_model(tracked.model_of(2))
     with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote another trial$"):
         promote(tracked.handle, tracked.tracking, trial=2)
+
+
+def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:
+    train_finalists(tracked, [1, 2], winner=1)
+    (name,) = finalist_studies(tracked.storage.engine, tracked.handle.study_id)
+    with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}': promote it with: .*promote"):
+        promote(load_study(tracked.storage, name), tracked.tracking)
 
 
 def test_a_server_that_is_away_is_one_line(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
