@@ -61,7 +61,7 @@ def _is_users(filename: str, file: Path | None) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = ["".join(filter(str.isprintable, line)).strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else ""
 
 

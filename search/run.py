@@ -37,7 +37,7 @@ from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
 from storage.shipping import one_line
 from storage.studies import engine_of
-from storage.tracking import TrackingAwayError
+from storage.tracking import RunDeletedError, TrackingAwayError
 
 _POLL = 0.5  # seconds
 _GRACE = 10.0  # seconds for MLflow after Ctrl-C
@@ -110,6 +110,10 @@ def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str 
         return services.tracking_away
     try:
         open_parent_run(handle, services.open_tracking())
+    except RunDeletedError as error:
+        if required:
+            raise
+        return f"MLflow is told nothing of study {handle.spec.name!r}: {error}"
     except MlflowException as error:
         away = f"--tracking-uri {services.tracking_uri}: MLflow does not answer ({one_line(error)})"
         if required:

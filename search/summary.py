@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
@@ -108,7 +109,9 @@ def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str |
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
     if summary.untracked:
-        lines.append(f"MLflow lacks something of {summary.untracked} trials: see their attribute {TRACKING}")
+        first = next(trial for trial in handle.trials() if TRACKING in trial.user_attrs)
+        why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
+        lines.append(f"MLflow lacks something of {summary.untracked} trials, such as of trial {first.number}: {why}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         lines.append(f"MLflow, best trial: {url}")
     if url := handle.attrs.get(RUN_URL):

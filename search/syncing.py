@@ -6,6 +6,7 @@ from pathlib import Path
 
 import optuna
 
+from search.closing import close_if_spent
 from search.console import PlainConsole, command
 from search.errors import SearchError
 from search.resending import resend
@@ -78,5 +79,6 @@ def _sync(console: PlainConsole, services: Services, handle: StudyHandle, checkp
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
         console.print(f"{said}, {left} are left{why}; try again with: {command('sync', name)}")
         return 1
+    close_if_spent(handle, tracking)
     console.print(f"{said}, nothing is left")
     return 1 if problems else 0

@@ -247,12 +247,11 @@ class Worker:
         tracked.finish("INFEASIBLE", reason)
 
     def _fail(self, claim: Claim, tracked: TrialTracking, error: BaseException, run_dir: Path) -> None:
-        # Neither the database nor MLflow's takes a NUL.
-        reason = self._last_failure = " ".join(f"{type(error).__name__}: {error}".replace("\0", "").split())
+        reason = self._last_failure = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
         if not isinstance(error, ObjectiveError):
             log.error("trial %d failed\n%s", claim.number, traceback.format_exc())
             with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
-                (run_dir / "error.txt").write_text(traceback.format_exc())
+                (run_dir / "error.txt").write_text(_as_text(traceback.format_exc()), encoding="utf-8")
                 tracked.log_file(run_dir / "error.txt")
         if not self._again(claim, tracked, "error", reason):
             self._failures += 1
@@ -283,3 +282,8 @@ class Worker:
         attrs = {REASON: reason, TRACKING: tracked.pending(), **(attrs or {})}
         self._claims.settle(claim, state, outcome, value=value, attrs=attrs)
         log.info("trial %d: %s, %s", claim.number, state, reason)
+
+
+def _as_text(message: str) -> str:
+    """Return what an exception says without what neither a file nor a database takes: NUL, and halves of characters."""
+    return message.replace("\0", "").encode("utf-8", "backslashreplace").decode()

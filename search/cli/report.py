@@ -36,7 +36,7 @@ def report(
     from search.study import RUN_ID, TRACKING_URI, load_study
     from search.summary import summarise
     from storage.shipping import one_line
-    from storage.tracking import check_server
+    from storage.tracking import RunDeletedError, check_server
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)
@@ -56,5 +56,5 @@ def report(
         try:
             close_study(handle, summarise(handle), tracking)
             tracking.log_file(str(handle.attrs[RUN_ID]), path)
-        except MlflowException as error:
+        except (MlflowException, RunDeletedError) as error:
             raise SearchError(f"the report is written, but MLflow was not told ({one_line(error)})") from None
