@@ -57,5 +57,10 @@ class Search:
     client: mlflow.MlflowClient
     parent: str  # run id
 
+    @property
+    def model_name(self) -> str:
+        """How the names of its models begin in MLflow, which takes no dots there."""
+        return self.name.replace(".", "_")
+
 
 EPOCHS = 6

@@ -88,7 +88,7 @@ def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search
     best = search.study.best_trial
     page.goto(address(search, "MLflow, best trial"))
     # The table of logged models; the same name beside each metric only opens a note.
-    page.locator("[role=gridcell] a", has_text=f"{search.name}-trial-{best.number}").first.click()
+    page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{best.number}").first.click()
     expect(page.get_by_role("button", name="Register model").first).to_be_visible(timeout=PATIENCE)
     keep(page, "mlflow-model")
 
@@ -125,7 +125,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     keep(page, "mlflow-children")
     number = int(best.inner_text().rpartition("-")[2])
     best.click()
-    page.locator("[role=gridcell] a", has_text=f"{search.name}-trial-{number}").first.click()
+    page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{number}").first.click()
     page.get_by_role("button", name="Register model").first.click()
     asked = page.get_by_role("dialog")
     asked.get_by_role("combobox").first.click()
