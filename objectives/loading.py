@@ -37,7 +37,7 @@ def load_objective(reference: str) -> Objective:
         raise ObjectiveError(f"{cls.__name__} lacks {lacking}: an objective defines suggest, data and model")
     try:
         objective = cls()
-    except Exception as error:
+    except Exception as error:  # whatever the user's code raises
         raise ObjectiveError(f"{cls.__name__} cannot be made: {blame(error, _file_of(cls))}") from error
     _check(objective)
     return objective
@@ -115,7 +115,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _telling_import_errors(path):
             loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # also Ctrl-C leaves no half of a module
         del sys.modules[name]
         raise
     return module

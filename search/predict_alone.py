@@ -21,7 +21,7 @@ class Refusing(MetaPathFinder):
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = set(packages)
 
-    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002 importlib's interface
         """Find nothing, and refuse what is to be refused."""
         if name.partition(".")[0] in self._packages:
             raise ModuleNotFoundError(f"the model needs {name}, which is not there where it is served", name=name)

@@ -13,7 +13,7 @@ from storage.urls import normalise, redact
 
 if TYPE_CHECKING:
     import sqlalchemy
-    from psycopg2.extensions import connection as Connection  # noqa: N812
+    from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
 
 CONNECT_TIMEOUT = 10  # seconds
 

@@ -21,7 +21,7 @@ class DashboardStorage(PostgresStorage):
     To other processes a finished trial is final, and they keep it for good; files arrive in the background, later.
     """
 
-    def get_all_trials(  # noqa: D102
+    def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         trials = super().get_all_trials(study_id, deepcopy=False, states=states)

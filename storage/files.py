@@ -20,7 +20,7 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C leaves no temporary file
         Path(temporary).unlink(missing_ok=True)
         raise
 

@@ -19,7 +19,7 @@ from storage.errors import StorageError
 from storage.urls import DRIVER, normalise
 
 if TYPE_CHECKING:
-    from psycopg2.extensions import connection as Connection  # noqa: N812
+    from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
 
 OWNER = "hpsearch_owner"
 WORKER = "hpsearch_worker"

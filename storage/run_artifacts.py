@@ -88,7 +88,7 @@ class RunArtifacts:
         except Exception as error:  # away, deleted, refused: nothing to show
             raise ArtifactNotFound(f"MLflow does not give {artifact_id}: {error}") from None
 
-    def write(self, artifact_id: str, content_body: BinaryIO) -> None:  # noqa: ARG002
+    def write(self, artifact_id: str, content_body: BinaryIO) -> None:  # noqa: ARG002 the interface is Optuna's
         """Refuse: what a trial leaves is logged to its run by its worker."""
         raise PermissionError("artifacts are read-only here: log them to the MLflow run")
 

@@ -13,7 +13,7 @@ VERSION_TABLE = "hpsearch_alembic_version"
 IS_CURRENT = f"""
     SELECT EXISTS (SELECT FROM alembic_version WHERE version_num = '{OPTUNA_REVISION}')
        AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
-"""  # noqa: S608
+"""  # noqa: S608 the parts are constants
 
 OPTUNA_TABLES = (
     "studies",

@@ -143,7 +143,7 @@ class Sender:
             except NotYetError:
                 journal.close()
                 self._drop(journal)
-            except Exception as error:
+            except Exception as error:  # a journal that cannot be shipped must not end the shipping
                 if not _passes(error):
                     self._refuse(journal, error)
                     continue

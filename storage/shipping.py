@@ -162,7 +162,7 @@ class Shipper:
         run = self._run(journal)
         try:
             self._tracking.log(run, metrics=batch.metrics, params=batch.params, tags=batch.tags)
-        except Exception as error:
+        except Exception as error:  # MLflow refuses by several types; what is away is raised again
             if is_away(error):
                 raise
             self._tracking.has_run(run)  # if it was deleted, that is all there is to say
@@ -172,7 +172,7 @@ class Shipper:
             for part in parts:
                 try:
                     self._tracking.log(run, **part)
-                except Exception as refusal:
+                except Exception as refusal:  # as above
                     if is_away(refusal):
                         raise
                     self._note(journal, f"MLflow refuses {', '.join(part)}: {one_line(refusal)}")

@@ -42,7 +42,7 @@ class Instruments:
             raise ObjectiveError(f"profile_steps must be at least 0, not {self.profile_steps}")
         if self.tensorboard:
             try:
-                import torch.utils.tensorboard  # noqa: F401
+                import torch.utils.tensorboard  # noqa: F401 only whether it is there
             except ImportError as error:
                 raise ObjectiveError("tensorboard=True needs TensorBoard: pip install tensorboard") from error
 

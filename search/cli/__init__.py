@@ -81,7 +81,7 @@ def _run(arguments: list[str] | None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except Exception as error:
+    except Exception as error:  # the user's mistakes are told; all else is ours, and raised
         from search.errors import USER_ERRORS
 
         if isinstance(error, USER_ERRORS):

@@ -20,6 +20,6 @@ def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Trackin
     try:
         check_server(uri)
         tell(services.open_tracking(uri))
-    except Exception as error:
+    except Exception as error:  # the study is changed already: a server that is away must not hide it
         reason = " ".join(str(error).split())[:200]
         typer.echo(f"warning: MLflow was not told ({reason}); it is when the trials run", err=True)

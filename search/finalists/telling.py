@@ -69,7 +69,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
     try:
         tracking.annotate(run, tags=tags, metrics=metrics, at=at)
-    except Exception as error:
+    except Exception as error:  # what is away is raised again; MLflow refuses by several types
         if is_away(error):
             raise
         log.warning("run %s is not told: %s", run, one_line(error))

@@ -72,7 +72,7 @@ class PostgresStorage(BaseStorage):
 
     # Studies
 
-    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:  # noqa: D102
+    def create_new_study(self, directions: Sequence[StudyDirection], study_name: str | None = None) -> int:
         name = DEFAULT_STUDY_NAME_PREFIX + str(uuid.uuid4()) if study_name is None else study_name
         study_id = studies.create(self._database, name, directions)
         self._names[study_id], self._directions[study_id] = name, list(directions)
@@ -104,41 +104,41 @@ class PostgresStorage(BaseStorage):
 
         return studies.create(self._database, study_name, directions, fill=fill)
 
-    def delete_study(self, study_id: int) -> None:  # noqa: D102
+    def delete_study(self, study_id: int) -> None:
         self._forget(study_id)
         studies.delete(self._database, study_id)
 
-    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:  # noqa: D102
+    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
         studies.set_attr(self._database, "user", study_id, key, value)
 
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:  # noqa: D102
+    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
         studies.set_attr(self._database, "system", study_id, key, value)
 
-    def get_study_id_from_name(self, study_name: str) -> int:  # noqa: D102
+    def get_study_id_from_name(self, study_name: str) -> int:
         return studies.id_of(self._database, study_name)
 
-    def get_study_name_from_id(self, study_id: int) -> str:  # noqa: D102
+    def get_study_name_from_id(self, study_id: int) -> str:
         if study_id not in self._names:
             self._names[study_id] = studies.name_of(self._database, study_id)
         return self._names[study_id]
 
-    def get_study_directions(self, study_id: int) -> list[StudyDirection]:  # noqa: D102
+    def get_study_directions(self, study_id: int) -> list[StudyDirection]:
         if study_id not in self._directions:
             self._directions[study_id] = studies.directions_of(self._database, study_id)
         return list(self._directions[study_id])
 
-    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: D102
+    def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
         return studies.attrs_of(self._database, "user", study_id)
 
-    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:  # noqa: D102
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
         return studies.attrs_of(self._database, "system", study_id)
 
-    def get_all_studies(self) -> list[FrozenStudy]:  # noqa: D102
+    def get_all_studies(self) -> list[FrozenStudy]:
         return studies.read_all(self._database)
 
     # New trials
 
-    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:  # noqa: D102
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         if template_trial is not None:
             return self.import_trials(study_id, [template_trial])[0]
         start = utc_now()
@@ -173,7 +173,7 @@ class PostgresStorage(BaseStorage):
 
     # Writes of a trial
 
-    def set_trial_param(  # noqa: D102
+    def set_trial_param(
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
     ) -> None:
         self._check_distribution(trial_id, param_name, distribution)
@@ -182,27 +182,25 @@ class PostgresStorage(BaseStorage):
         else:
             self._write(trial_id, Batch(params={param_name: (param_value_internal, distribution)}))
 
-    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:  # noqa: D102
+    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
         if (held := self._held.get(trial_id)) is not None:
             held.user_attrs[key] = value
         else:
             self._write(trial_id, Batch(user_attrs={key: value}))
 
-    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:  # noqa: D102
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
         if (held := self._held.get(trial_id)) is not None:
             held.system_attrs[key] = value
         else:
             self._write(trial_id, Batch(system_attrs={key: value}))
 
-    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:  # noqa: D102
+    def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
         writing.write_step(self._database, trial_id, self._attempt(trial_id), step, intermediate_value)
         if (owned := self._owned.get(trial_id)) is not None:
             with self._lock:
                 owned.trial.intermediate_values[step] = float(intermediate_value)
 
-    def set_trial_state_values(  # noqa: D102
-        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
-    ) -> bool:
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         now = utc_now()
         move = writing.write_state(self._database, trial_id, self._attempt(trial_id), state, values=values, now=now)
         if move.made and (owned := self._owned.get(trial_id)) is not None:
@@ -277,7 +275,7 @@ class PostgresStorage(BaseStorage):
 
     # Reads
 
-    def get_trial(self, trial_id: int) -> FrozenTrial:  # noqa: D102
+    def get_trial(self, trial_id: int) -> FrozenTrial:
         with self._lock:
             held = self._held.get(trial_id)
             if (owned := self._owned.get(trial_id)) is not None:
@@ -308,13 +306,13 @@ class PostgresStorage(BaseStorage):
         trial = self.read_trial(trial_id)
         self._cache(self._study_of[trial_id]).replace(trial)
 
-    def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:  # noqa: D102
+    def get_trial_user_attrs(self, trial_id: int) -> dict[str, Any]:
         return self.get_trial(trial_id).user_attrs
 
-    def get_trial_system_attrs(self, trial_id: int) -> dict[str, Any]:  # noqa: D102
+    def get_trial_system_attrs(self, trial_id: int) -> dict[str, Any]:
         return self.get_trial(trial_id).system_attrs
 
-    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:  # noqa: D102
+    def get_trial_id_from_study_id_trial_number(self, study_id: int, trial_number: int) -> int:
         if (known := self._cache(study_id).id_of(trial_number)) is not None:
             return known
         statement = "SELECT trial_id FROM trials WHERE study_id = :study_id AND number = :number"
@@ -323,7 +321,7 @@ class PostgresStorage(BaseStorage):
             raise KeyError(f"there is no trial {trial_number} in the study with id {study_id}")
         return int(rows[0].trial_id)
 
-    def get_all_trials(  # noqa: D102
+    def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         wanted = frozenset(TrialState if states is None else (state for state in TrialState if state in states))

@@ -36,7 +36,7 @@ class Cli:
             text=True,
         )
 
-    def __call__(self, *arguments: str, code: int = 0, input: str = "", **environment: str) -> str:  # noqa: A002
+    def __call__(self, *arguments: str, code: int = 0, input: str = "", **environment: str) -> str:  # noqa: A002 as subprocess names it
         process = self.start(*arguments, **environment)
         output, _ = process.communicate(input)
         assert process.returncode == code, output

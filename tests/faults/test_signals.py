@@ -25,7 +25,7 @@ def test_a_worker_that_is_told_to_leave_ends_its_epoch_or_is_killed_in_it(
         wait_for(lambda: arena.obeyed(number), "the worker to be in mid-epoch")  # noqa: B023 called at once
     for worker in workers:
         worker.send(signal.SIGTERM)
-        wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023
+        wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")  # noqa: B023 called at once
     workers[1].send(signal.SIGKILL)
     wait_for(lambda: arena.reap() or workers[1].ended, "the worker to be killed")
     (arena.orders / "open").touch()

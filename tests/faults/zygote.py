@@ -38,7 +38,7 @@ def serve() -> None:
             if (pid := os.fork()) == 0:
                 try:
                     code = become(told)
-                except BaseException:
+                except BaseException:  # a forked child must not go on as its parent
                     traceback.print_exc()
                     code = 70
                 leave(code)

@@ -143,7 +143,7 @@ def test_readers_never_see_half_of_a_finished_trial(ours: Callable[[], PostgresS
                     storage.set_trial_intermediate_value(trial_id, step, float(step))
                     storage.set_trial_user_attr(trial_id, "last", step)
                 storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [1.0])
-        except BaseException as error:
+        except BaseException as error:  # a thread has nobody to raise to
             errors.append(error)
 
     writers = [threading.Thread(target=write, args=(s,)) for s in (ours(), ours(), theirs)]
