@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import pwd
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg2
 import pytest
 import sqlalchemy as sa
-from optuna.distributions import FloatDistribution
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
@@ -33,12 +27,10 @@ from storage.roles import create_databases
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
 from storage.urls import build
+from tests.storage.shaking import COMPLETE, X, check, run_trials
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer
-
-X = FloatDistribution(0, 1)
-COMPLETE = (TrialState.COMPLETE,)
 
 
 @pytest.fixture
@@ -51,36 +43,6 @@ def storage(database_url: str) -> Iterator[PostgresStorage]:
 @pytest.fixture
 def study_id(storage: PostgresStorage) -> int:
     return storage.create_new_study([StudyDirection.MAXIMIZE], "s")
-
-
-def run_trials(storage: PostgresStorage, study_id: int, trials: int) -> list[int]:
-    """Run trials by all kinds of calls; each step's value tells the trial and the step."""
-    made = []
-    for _ in range(trials):
-        trial_id = storage.create_new_trial(study_id)
-        storage.set_trial_param(trial_id, "x", 0.5, X)
-        for step in range(4):
-            storage.set_trial_intermediate_value(trial_id, step, trial_id * 10.0 + step)
-            storage.set_trial_user_attr(trial_id, f"a{step}", step)
-            storage.get_all_trials(study_id, deepcopy=False, states=COMPLETE)
-        assert storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [float(trial_id)])
-        made.append(trial_id)
-    made += storage.import_trials(study_id, [create_trial(value=-1.0, params={"x": 0.5}, distributions={"x": X})] * 2)
-    return made
-
-
-def check(storage: PostgresStorage, study_id: int, made: list[list[int]]) -> None:
-    """The study has exactly the trials that were made, each whole."""
-    trials = storage.get_all_trials(study_id)
-    assert [t.number for t in trials] == list(range(len(trials)))
-    assert [t._trial_id for t in trials] == sorted(trial_id for one in made for trial_id in one)
-    for trial in trials:
-        assert trial.state == TrialState.COMPLETE
-        assert trial.params == {"x": 0.5}
-        if trial.value != -1.0:
-            assert trial.value == trial._trial_id
-            assert trial.intermediate_values == {step: trial._trial_id * 10.0 + step for step in range(4)}
-            assert trial.user_attrs == {f"a{step}": step for step in range(4)}
 
 
 def test_cut_connections_lose_nothing(
@@ -357,60 +319,3 @@ def test_deadlocks_are_repeated(storage: PostgresStorage, study_id: int, databas
     with ThreadPoolExecutor(2) as pool:
         tries = list(pool.map(lock, (one, two), (two, one)))
     assert sorted(tries) == [1, 2]
-
-
-# Behind PgBouncer
-
-
-@pytest.fixture
-def bouncer(postgres_server: PostgresServer, database: str, open_folder: Path) -> Iterator[str]:
-    """URL of the database through PgBouncer in transaction mode, with two connections for everybody."""
-    binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
-    if binary is None:
-        pytest.skip("PgBouncer is not installed")
-    port, url = ports.choose(None), sa.make_url(postgres_server.url(database))
-    config = open_folder / "pgbouncer.ini"
-    config.write_text(
-        f"""[databases]
-{database} = host=127.0.0.1 port={postgres_server.port} user={url.username} password={url.password}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 2
-server_reset_query =
-"""
-    )
-    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
-    process = subprocess.Popen(
-        [binary, "-q", str(config)], user=user, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    through = url.set(port=port)
-    try:
-        while True:
-            assert process.poll() is None, "PgBouncer ended"
-            try:
-                psycopg2.connect(through.set(drivername="postgresql").render_as_string(hide_password=False)).close()
-                break
-            except psycopg2.OperationalError:
-                time.sleep(0.05)
-        yield through.render_as_string(hide_password=False)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def test_behind_pgbouncer_in_transaction_mode(bouncer: str, storage: PostgresStorage, study_id: int) -> None:
-    """More clients than connections, each statement on whichever is free."""
-    shared = [open_storage(bouncer, application_name=f"b{n}", patience=30) for n in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda s: run_trials(s, study_id, 4), shared))
-    check(storage, study_id, made)
-    trial_id = shared[0].create_new_trial(study_id)
-    with shared[0].together(trial_id):
-        shared[0].set_trial_param(trial_id, "x", 0.5, X)
-    assert shared[1].get_trial(trial_id).params == {"x": 0.5}
-    for opened in shared:
-        opened.engine.dispose()

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 import pytest
@@ -24,86 +18,14 @@ from storage.claims import (
     SPEC,
     STOPPED,
     WORKER,
-    Claim,
     ClaimLostError,
-    Claims,
     Lost,
     Nothing,
     Stopped,
     running_now,
 )
-from storage.connect import make_engine
 from storage.errors import StorageError
-from storage.studies import open_storage
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[sa.Engine]:
-    engine = make_engine(database_url, application_name="test")
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def storage(database_url: str) -> BaseStorage:
-    return open_storage(database_url, application_name="test storage")
-
-
-@pytest.fixture
-def study_id(storage: BaseStorage) -> int:
-    study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "s")
-    budget(storage, study_id, n_trials=2)
-    return study_id
-
-
-def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
-    storage.set_study_user_attr(study_id, SPEC, {"retries": 1, **spec})
-
-
-Join = Callable[..., Claims]
-
-
-@pytest.fixture
-def join(engine: sa.Engine, study_id: int) -> Join:
-    """Another worker, in this process: it counts as alive until its lease ends."""
-
-    def make(lease: float = 60.0) -> Claims:
-        make.count += 1  # type: ignore[attr-defined]
-        return Claims(engine, study_id, worker=f"w{make.count}", lease=lease, patience=10.0)  # type: ignore[attr-defined]
-
-    make.count = 0  # type: ignore[attr-defined]
-    return make
-
-
-def take(claims: Claims) -> Claim:
-    got = claims.claim()
-    assert isinstance(got, Claim)
-    return got
-
-
-def states(storage: BaseStorage, study_id: int) -> list[str]:
-    return [t.state.name for t in storage.get_all_trials(study_id)]
-
-
-def rows(engine: sa.Engine, query: str, **parameters: object) -> list[Any]:
-    with engine.connect() as connection:
-        return list(connection.execute(sa.text(query), parameters))
-
-
-def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
-    query = "SELECT attempt, outcome FROM hpsearch_attempts ORDER BY trial_id, attempt"
-    return [tuple(row) for row in rows(engine, query)]
-
-
-def kill(engine: sa.Engine, claim: Claim) -> None:
-    """Make the claim look like that of a worker of this machine that has ended."""
-    child = subprocess.run([sys.executable, "-c", _NAME], capture_output=True, text=True, check=True)
-    with engine.begin() as connection:
-        statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"
-        connection.execute(sa.text(statement), {"process": child.stdout.strip(), "trial": claim.trial_id})
-
-
-_NAME = "from storage.worker_process import current_process; print(current_process())"
+from tests.storage.claims.support import Join, budget, kill, outcomes, rows, states, take
 
 
 def test_the_budget_bounds_what_is_started(storage: BaseStorage, study_id: int, join: Join) -> None:
@@ -147,82 +69,6 @@ def test_a_dead_workers_trial_is_taken_over_at_once_with_its_parameters(
     assert (again.trial_id, again.number, again.attempt, again.resumed) == (claim.trial_id, 0, 2, True)
     assert storage.get_trial(again.trial_id).params == {"x": value}
     assert outcomes(engine) == [(1, "lost"), (2, None)]
-
-
-@pytest.fixture
-def settled_server(postgres_server: Any, engine: sa.Engine) -> None:
-    """A server that has been up for longer than the lease of a tenth of a second."""
-    while not rows(engine, "SELECT pg_postmaster_start_time() < now() - interval '0.2 second' AS up")[0].up:
-        time.sleep(0.02)
-
-
-def expire(engine: sa.Engine) -> None:
-    while not rows(engine, "SELECT bool_and(expires_at < now()) AS over FROM hpsearch_attempts")[0].over:
-        time.sleep(0.02)
-
-
-@pytest.mark.usefixtures("settled_server")
-def test_a_frozen_worker_loses_its_trial_and_can_change_nothing(
-    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
-) -> None:
-    frozen, living = join(lease=0.1), join(lease=0.1)
-    claim = take(frozen)
-    frozen.report(claim, 0, 0.5)
-    expire(engine)
-    again = take(living)
-    assert (again.trial_id, again.attempt) == (claim.trial_id, 2)
-    for act in (
-        lambda: frozen.report(claim, 1, 0.9),
-        lambda: frozen.settle(claim, "COMPLETE", "complete", value=0.9),
-        lambda: frozen.settle(claim, "WAITING", "released"),
-    ):
-        with pytest.raises(ClaimLostError, match=r"trial 0 was taken over by w2 \(attempt 2\)"):
-            act()
-    assert not frozen.renew(claim)
-    frozen.let_go(claim)
-    assert storage.get_trial(claim.trial_id).intermediate_values == {0: 0.5}
-    assert living.renew(again)
-    living.report(again, 1, 0.6)
-    living.settle(again, "PRUNED", "pruned", value=0.6)
-    trial = storage.get_trial(claim.trial_id)
-    assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.PRUNED, 0.6, {0: 0.5, 1: 0.6})
-    assert outcomes(engine) == [(1, "lost"), (2, "pruned")]
-
-
-@pytest.mark.usefixtures("settled_server")
-def test_a_report_and_a_renewal_keep_a_lease(engine: sa.Engine, join: Join) -> None:
-    holder = join(lease=0.1)
-    claim = take(holder)
-    expire(engine)
-    assert holder.renew(claim), "an attempt that nobody took over is still live"
-    later = join(lease=60.0)
-    later.report(claim, 0, 0.5)
-    expires = rows(engine, "SELECT expires_at > now() + interval '50 seconds' AS far FROM hpsearch_attempts")
-    assert expires[0].far
-    assert take(holder).number == 1
-
-
-def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.Engine, join: Join) -> None:
-    claim = take(join(lease=3600.0))  # longer than this server has been up
-    with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE hpsearch_attempts SET expires_at = now() - interval '1 minute'"))
-    other = join(lease=3600.0)
-    assert take(other).number == 1
-    assert other.claim() == Nothing(running=2)
-    assert join(lease=0.1).claim() == Nothing(running=2), "it is not its own lease that counts"
-    assert claim.attempt == 1
-
-
-@pytest.mark.usefixtures("settled_server")
-def test_after_an_outage_each_worker_has_the_time_of_its_lease_to_come_back(engine: sa.Engine, join: Join) -> None:
-    take(join(lease=1.0))
-    expire(engine)
-    first_back = join()
-    first_back.note_outage()
-    assert take(first_back).number == 1, "the trial whose lease ended in the outage is left alone"
-    while not isinstance(first_back.claim(), Claim):
-        time.sleep(0.02)
-    assert outcomes(engine)[0] == (1, "lost")
 
 
 def test_a_trial_that_kills_its_workers_fails(
@@ -418,98 +264,6 @@ def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
     assert running_now(engine, study_id) == 2
     kill(engine, first)
     assert running_now(engine, study_id) == 1
-
-
-WORKER_PROGRAM = """
-import sys
-from storage.claims import Claim, Claims
-from storage.connect import make_engine
-claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
-print("ready", flush=True)
-sys.stdin.readline()
-while isinstance(claim := claims.claim(), Claim):
-    print(claim.number, claim.attempt, flush=True)
-    claims.settle(claim, "COMPLETE", "complete", value=1.0)
-"""
-
-
-def spawn(url: str, study_id: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WORKER_PROGRAM, url, str(study_id)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def test_many_processes_one_of_them_killed_run_exactly_the_budget(
-    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
-) -> None:
-    budget(storage, study_id, n_trials=200, retries=5)
-    workers = [spawn(database_url, study_id) for _ in range(5)]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
-    assert workers[0].stdout is not None
-    workers[0].stdout.readline()
-    workers[0].kill()
-    for worker in workers:
-        worker.communicate()
-    # The killed one may have been the last with a claim: the next worker finds what it left.
-    finisher = spawn(database_url, study_id)
-    finisher.communicate("go\n")
-    trials = storage.get_all_trials(study_id)
-    assert Counter(t.state for t in trials) == {TrialState.COMPLETE: 200}
-    assert [t.number for t in trials] == list(range(200))
-    assert workers[0].returncode == -signal.SIGKILL
-    assert all(attempt <= 2 for attempt, _ in outcomes(engine))
-    overlapping = """
-        SELECT count(*) FROM hpsearch_attempts a JOIN hpsearch_attempts b USING (trial_id)
-         WHERE a.attempt < b.attempt AND a.ended_at > b.started_at
-    """
-    assert rows(engine, overlapping)[0][0] == 0
-
-
-EIGHT_PROGRAM = """
-import sys
-from storage.claims import Claim, Claims
-from storage.connect import make_engine
-engine = make_engine(sys.argv[1], application_name="w")
-print("ready", flush=True)
-for line in sys.stdin:
-    claims, done = Claims(engine, int(line), worker="w"), 0
-    while isinstance(claim := claims.claim(), Claim):
-        claims.settle(claim, "COMPLETE", "complete", value=1.0)
-        done += 1
-    print(done, flush=True)
-"""
-
-
-def test_eight_workers_run_exactly_the_budget_fifty_times_in_a_row(storage: BaseStorage, database_url: str) -> None:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", EIGHT_PROGRAM, database_url]
-    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
-
-    def replies() -> list[str]:
-        return [worker.stdout.readline().strip() for worker in workers if worker.stdout]
-
-    def search(study_id: int) -> int:
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.write(f"{study_id}\n")
-            worker.stdin.flush()
-        return sum(map(int, replies()))
-
-    assert replies() == ["ready"] * 8
-    for time_ in range(50):
-        study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], f"s{time_}")
-        budget(storage, study_id, n_trials=20)
-        assert search(study_id) == 20
-        assert search(study_id) == 0, "started again"
-        trials = storage.get_all_trials(study_id)
-        assert [(t.number, t.state) for t in trials] == [(n, TrialState.COMPLETE) for n in range(20)]
-    for worker in workers:
-        worker.communicate()
 
 
 def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:

@@ -1,0 +1,25 @@
+"""What a storage sends to its database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+
+from storage.study_storage import PostgresStorage
+
+
+@contextmanager
+def statements(storage: PostgresStorage) -> Iterator[list[str]]:
+    """What is sent to the database, each element a round trip."""
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        sent.append(statement)
+
+    sa.event.listen(storage.engine, "before_cursor_execute", note)
+    try:
+        yield sent
+    finally:
+        sa.event.remove(storage.engine, "before_cursor_execute", note)
