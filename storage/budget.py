@@ -10,11 +10,13 @@ import sqlalchemy as sa
 
 from storage.claims import SPEC
 from storage.errors import StorageError
+from storage.locks import UNLESS_FROZEN
 
-_LOCKED = sa.text("""
+_LOCKED = sa.text(f"""
+    {UNLESS_FROZEN}
     SELECT a.value_json AS spec FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = :spec
      WHERE s.study_id = :study FOR UPDATE OF s, a
-""")
+""")  # noqa: S608 the parts are constants
 
 # After the lock, in a statement of its own: the one that waits for a lock sees the trials of before it waited.
 _STARTED = sa.text("""

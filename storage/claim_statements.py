@@ -1,22 +1,28 @@
-"""The statements by which trials are claimed and reported on. Times are the database's."""
+"""The statements by which trials are claimed and reported on. Times are the database's.
+
+They are those of the moment, not of the transaction's beginning: a claim may have waited for its lock since.
+"""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
+from storage.locks import UNLESS_FROZEN
+
 # The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
 # the budget was changed reads the new one.
-STUDY = sa.text("""
+STUDY = sa.text(f"""
+    {UNLESS_FROZEN}
     SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
                 THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
-           stopped.value_json::jsonb #>> '{}' AS stopped
+           stopped.value_json::jsonb #>> '{{}}' AS stopped
       FROM studies s
       JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
       LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
      WHERE s.study_id = :study
        FOR UPDATE OF s, spec
-""")
+""")  # noqa: S608 the parts are constants
 
 MADE = sa.text("""
     SELECT trial_id, number, attempt FROM hpsearch_attempts JOIN trials USING (trial_id)
@@ -26,7 +32,8 @@ MADE = sa.text("""
 # A lease that ran out while the server itself was down says nothing about the worker.
 LIVE = sa.text("""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state,
-           a.expires_at < now() AND pg_postmaster_start_time() < now() - a.lease * interval '1 second' AS expired,
+           a.expires_at < clock_timestamp()
+           AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second' AS expired,
            (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = a.trial_id AND b.outcome IN ('lost', 'failed'))
            AS failures
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
@@ -49,8 +56,9 @@ CHOICE = sa.text("""
 
 _LEASED = """
     lease AS (
-        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, expires_at)
-        SELECT trial_id, attempt, :claim, :worker, :process, :lease, now() + :lease * interval '1 second' FROM mine
+        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, started_at, expires_at)
+        SELECT trial_id, attempt, :claim, :worker, :process, :lease, clock_timestamp(),
+               clock_timestamp() + :lease * interval '1 second' FROM mine
     ), noted AS (
         INSERT INTO trial_user_attributes (trial_id, key, value_json)
         SELECT trial_id, key, value_json FROM mine,
@@ -62,7 +70,8 @@ _LEASED = """
 
 TAKE = sa.text(f"""
     WITH mine AS (
-        UPDATE trials t SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', now()))
+        UPDATE trials t
+           SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', clock_timestamp()))
          WHERE trial_id = :trial AND state = 'WAITING'
         RETURNING trial_id, number,
                   (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)
@@ -74,7 +83,7 @@ TAKE = sa.text(f"""
 CREATE = sa.text(f"""
     WITH mine AS (
         INSERT INTO trials (study_id, number, state, datetime_start)
-        VALUES (:study, :number, 'RUNNING', timezone('utc', now()))
+        VALUES (:study, :number, 'RUNNING', timezone('utc', clock_timestamp()))
         RETURNING trial_id, 1 AS attempt
     ), {_LEASED}
     SELECT trial_id FROM mine
@@ -82,7 +91,7 @@ CREATE = sa.text(f"""
 
 REPORT = sa.text("""
     WITH mine AS (
-        UPDATE hpsearch_attempts a SET expires_at = now() + :lease * interval '1 second'
+        UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
           FROM trials t
          WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
            AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
@@ -110,6 +119,6 @@ REPORT = sa.text("""
 FAILURES = sa.text("SELECT count(*) FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')")
 
 RENEW = sa.text("""
-    UPDATE hpsearch_attempts SET expires_at = now() + :lease * interval '1 second'
+    UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)

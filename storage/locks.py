@@ -14,7 +14,13 @@ log = logging.getLogger(__name__)
 # The first of the two 32-bit keys of a lock says what is locked, the second which one.
 _STUDY, _TURN, _NAME, _REGISTRY = 0x68700001, 0x68700002, 0x68700003, 0x68700005
 
-_LOCK = sa.text("SELECT pg_advisory_xact_lock(:kind, :key)")
+# Sent with the first statement of a transaction in which others wait for this process: the server ends it, and lets
+# go of its locks, when the process freezes in it (stopped by a signal, a paused machine), and the process repeats it.
+UNLESS_FROZEN = "SET LOCAL idle_in_transaction_session_timeout = '10s';"
+
+_UNLESS_FROZEN_IN_A_REQUEST = "SET LOCAL idle_in_transaction_session_timeout = '120s';"  # to MLflow
+
+_LOCK = sa.text(f"{_UNLESS_FROZEN_IN_A_REQUEST} SELECT pg_advisory_xact_lock(:kind, :key)")
 _LOCK_NAME = sa.text("SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
 
 
@@ -42,7 +48,10 @@ def registry_lock(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
-_PATIENCE = sa.text("SELECT set_config('lock_timeout', :milliseconds, true)")
+_TURN_WITHIN = sa.text(f"""
+    {UNLESS_FROZEN} SELECT set_config('lock_timeout', :milliseconds, true);
+    SELECT pg_advisory_xact_lock(:kind, :key)
+""")
 
 
 @contextmanager
@@ -55,13 +64,23 @@ def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) 
     with ExitStack() as stack:
 
         def take() -> bool:
-            connection = stack.enter_context(engine.connect())  # closing it ends the transaction, and the turn
+            connection = engine.connect()
+            stack.callback(_close, connection)  # which ends the transaction, and the turn
             try:
-                connection.execute(_PATIENCE, {"milliseconds": str(int(patience * 1000))})
-                connection.execute(_LOCK, {"kind": _TURN, "key": study_id})
+                milliseconds = str(int(patience * 1000))
+                connection.execute(_TURN_WITHIN, {"milliseconds": milliseconds, "kind": _TURN, "key": study_id})
             except DBAPIError as error:
                 log.warning("no turn to write a suggestion: %s", " ".join(str(error.orig).split()))
                 return False
             return True
 
         yield take
+
+
+def _close(connection: sa.Connection) -> None:
+    try:
+        connection.rollback()
+    except DBAPIError:  # the server was faster
+        connection.invalidate()
+    finally:
+        connection.close()

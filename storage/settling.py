@@ -98,14 +98,14 @@ def why_lost(connection: sa.Connection, trial_id: int, attempt: int) -> str:
 
 _SETTLE = sa.text("""
     WITH mine AS (
-        UPDATE hpsearch_attempts a SET ended_at = now(), outcome = :outcome
+        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome
           FROM trials t
          WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
            AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
         RETURNING a.trial_id
     ), ended AS (
         UPDATE trials SET state = CAST(:state AS trialstate),
-               datetime_complete = CASE WHEN :state = 'WAITING' THEN NULL ELSE timezone('utc', now()) END
+               datetime_complete = CASE WHEN :state = 'WAITING' THEN NULL ELSE timezone('utc', clock_timestamp()) END
          WHERE trial_id IN (SELECT trial_id FROM mine)
     ), valued AS (
         INSERT INTO trial_values (trial_id, objective, value, value_type)
@@ -122,7 +122,7 @@ _SETTLE = sa.text("""
 """)
 
 _END = sa.text("""
-    UPDATE hpsearch_attempts SET ended_at = now(), outcome = :outcome
+    UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = :outcome
      WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
 """)
 

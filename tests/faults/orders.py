@@ -122,6 +122,11 @@ def _raise(_: Path) -> None:
     raise KeyError("no such layer")
 
 
+def _freeze(_: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # the signal may reach another thread first: this one must not get on meanwhile
+
+
 def _allocate(_: Path) -> None:
     import torch
 
@@ -152,7 +157,7 @@ def _away(_: Path) -> None:
 
 ACTIONS: dict[str, Callable[[Path], Any]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "freeze": _freeze,
     "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _raise,
     "exit": lambda _: sys.exit(3),

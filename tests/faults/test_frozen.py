@@ -64,6 +64,27 @@ def test_the_frozen_can_change_nothing_when_they_wake_up(
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * n_trials
 
 
+def test_a_worker_that_freezes_within_a_claim_holds_up_nobody(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """It has the lock that every claim takes: the server ends its transaction, and it claims again when it wakes up."""
+    arena.create(3, [Order("in claim", "freeze", trial=1, when="after")])
+
+    def replace(running: list[Worker]) -> None:
+        for worker in arena.frozen():
+            if worker in running:
+                running.remove(worker)
+                running.append(arena.start())
+
+    arena.work(1, meanwhile=replace)
+    (frozen,) = arena.frozen()
+    frozen.send(signal.SIGCONT)
+    wait_for(lambda: arena.reap() or frozen.ended, "the frozen worker to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    assert [t.outcomes for t in trials] == [["complete"]] * 3
+
+
 def test_a_lease_is_kept_while_an_epoch_takes_longer_than_it(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:

@@ -188,6 +188,8 @@ def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
         with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
             assert not take_too()
         assert "no turn to write a suggestion" in caplog.text
+        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
+            assert take_too(), "the server takes it from who does nothing with it"
     with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
         assert take(), "the turn ends with its block"
 

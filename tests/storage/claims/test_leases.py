@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -69,6 +71,23 @@ def test_a_report_and_a_renewal_keep_a_lease(engine: sa.Engine, join: Join) -> N
     expires = rows(engine, "SELECT expires_at > now() + interval '50 seconds' AS far FROM hpsearch_attempts")
     assert expires[0].far
     assert take(holder).number == 1
+
+
+def test_a_lease_begins_when_the_trial_is_taken_not_when_the_claim_began_to_wait(
+    engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with ThreadPoolExecutor(1) as pool:
+        with engine.begin() as holder:
+            holder.execute(sa.text("SELECT FROM studies WHERE study_id = :id FOR UPDATE"), {"id": study_id})
+            claim = pool.submit(take, join(lease=7.0))
+            while not rows(engine, waiting):
+                time.sleep(0.005)
+            released = holder.execute(sa.text("SELECT clock_timestamp()")).scalar_one()
+        claim.result()
+    (attempt,) = rows(engine, "SELECT started_at, expires_at FROM hpsearch_attempts")
+    assert attempt.started_at > released
+    assert attempt.expires_at >= released + timedelta(seconds=7.0)
 
 
 def test_leases_that_ended_while_the_server_was_down_are_given_time(engine: sa.Engine, join: Join) -> None:
