@@ -42,10 +42,16 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
 def open_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
     """Return the study's parent run, made if it is missing; all who ask at once get the same one.
 
+    One that is there is found without the study's lock, which a frozen process may hold.
+
     Raises:
         StorageError: its run, or the experiment, was deleted.
         MlflowException: the server does not answer, or refuses.
     """
+    attrs = handle.attrs
+    known = attrs.get(RUN_ID)
+    if known is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(known):
+        return str(known)
     with study_lock(engine_of(handle.storage), handle.study_id):
         return ensure_parent_run(handle, tracking)
 

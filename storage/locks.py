@@ -18,7 +18,7 @@ _STUDY, _TURN, _NAME, _REGISTRY = 0x68700001, 0x68700002, 0x68700003, 0x68700005
 # go of its locks, when the process freezes in it (stopped by a signal, a paused machine), and the process repeats it.
 UNLESS_FROZEN = "SET LOCAL idle_in_transaction_session_timeout = '10s';"
 
-_UNLESS_FROZEN_IN_A_REQUEST = "SET LOCAL idle_in_transaction_session_timeout = '120s';"  # to MLflow
+_UNLESS_FROZEN_IN_A_REQUEST = "SET LOCAL idle_in_transaction_session_timeout = '60s';"  # to MLflow
 
 _LOCK = sa.text(f"{_UNLESS_FROZEN_IN_A_REQUEST} SELECT pg_advisory_xact_lock(:kind, :key)")
 _LOCK_NAME = sa.text("SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")

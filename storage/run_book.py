@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
+from storage.errors import StorageError
 from storage.retry import retrying
 from storage.settling import REASON
 
@@ -26,8 +28,10 @@ INFEASIBLE = "hpsearch:infeasible"
 
 PENDING = "pending"  # how TRACKING begins while records are on their way
 
-_PATIENCE = 10.0  # seconds to wait for whoever else opens the run of the same trial, and for the database
+_PATIENCE = 10.0  # seconds to wait for the database
+_LOCK_PATIENCE = 5.0  # seconds to wait for whoever else opens the run of the same trial
 _LONGEST_HOLD = 120.0  # seconds after which the server ends the transaction of a process that froze in it
+_LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 _KIND = 0x68700006  # of the advisory lock; see storage.locks
 
 
@@ -44,6 +48,10 @@ class TrialGoneError(Exception):
     """The trial is no longer in the database: its study was deleted."""
 
 
+class RunHeldError(StorageError):
+    """Another process is at the trial's run, and slow, or frozen."""
+
+
 class RunBook:
     """The runs and models of trials, as the database of their study notes them."""
 
@@ -56,11 +64,20 @@ class RunBook:
 
         Raises:
             TrialGoneError: there is no such trial any more.
+            RunHeldError: another process holds it.
         """
         with self._engine.begin() as connection:
-            for name, seconds in (("lock_timeout", _PATIENCE), ("idle_in_transaction_session_timeout", _LONGEST_HOLD)):
+            for name, seconds in (
+                ("lock_timeout", _LOCK_PATIENCE),
+                ("idle_in_transaction_session_timeout", _LONGEST_HOLD),
+            ):
                 connection.execute(_LIMIT, {"name": name, "value": str(int(seconds * 1000))})
-            connection.execute(_LOCK, {"kind": _KIND, "trial": trial_id})
+            try:
+                connection.execute(_LOCK, {"kind": _KIND, "trial": trial_id})
+            except DBAPIError as error:
+                if getattr(error.orig, "pgcode", None) != _LOCK_NOT_AVAILABLE:
+                    raise
+                raise RunHeldError("another process is at the run of the same trial") from None
             if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
                 raise TrialGoneError
             yield Page(connection, trial_id)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,25 @@ def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
         journal.close()
     assert sending() == 1
     assert post.points("val_loss") == [(2, 0.5)]
+
+
+def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_nothing(
+    post: Post, sending: Callable[..., int]
+) -> None:
+    held = post.open()
+    held.append("epoch", step=0, at=1.0, values={"val_loss": 1.0})
+    held.close()
+    study_id = post.storage.get_study_id_from_name(post.name)
+    head = {"study": post.name, "trial": post.storage.create_new_trial(study_id), "number": 1, "attempt": 1}
+    other = post.box.open("0001-1", **head, resumed=False, metric="val_loss", tags={})
+    other.append("leave")
+    other.close()
+    sender = Sender(post.box, post.shipper)
+    with RunBook(post.storage.engine).opening(post.trial_id):
+        sender.start()
+        while post.box.has("0001"):
+            time.sleep(0.01)
+        assert post.box.has("0000")
+    sender.close()
+    assert sending() == 0
+    assert post.points("val_loss") == [(0, 1.0)]
