@@ -14,8 +14,8 @@ from search.launch import open_parent_run
 from search.promotions import promotion_lines
 from search.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise
+from storage.answers import one_line
 from storage.claims import REASON
-from storage.shipping import one_line
 from storage.tracking import State, Tracking, TrialRun
 
 log = logging.getLogger(__name__)

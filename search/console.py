@@ -1,4 +1,4 @@
-"""The console of every verb, and how it writes the commands that a user is to type."""
+"""The console of every verb, and how it writes numbers of things and the commands that a user is to type."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class PlainConsole(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to the caller: a reader that goes away must not end a search."""
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 worker`` or ``2 workers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def command(*arguments: str) -> str:

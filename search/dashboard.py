@@ -9,11 +9,12 @@ import threading
 
 from search.noticing import Watch
 from search.services import MLFLOW_UI_URL
+from storage.answers import check_server
 from storage.connect import check_database
 from storage.dashboard import serve_dashboard
 from storage.run_artifacts import RunArtifacts
 from storage.studies import open_storage
-from storage.tracking import Tracking, check_server
+from storage.tracking import Tracking
 
 
 def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int) -> None:

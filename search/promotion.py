@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
@@ -13,7 +14,7 @@ from search.evidence import Evidence, gather_evidence, version_tags, why_unconfi
 from search.finalists import read_finalists
 from search.model_card import describe
 from search.promotions import current
-from search.study import INFEASIBLE, RUN_ID, TRACKING, StudyHandle
+from search.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle
 from search.summary import summarise
 from storage.claims import REASON
 from storage.locks import registry_lock
@@ -85,7 +86,8 @@ def promote(
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.model_of(run_id)
     if model_id is None:
-        why = chosen.user_attrs.get(TRACKING, "it was not exported, or was removed since")
+        known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
+        why = textwrap.shorten(str(known or "it was not exported, or was removed since"), 160, placeholder=" ...")
         raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
     evidence = gather_evidence(handle, chosen, tracking.client)
     with registry_lock(engine_of(handle.storage)) as connection:

@@ -22,10 +22,10 @@ from search.study import TRACKING, StudyHandle
 from search.study_checkpoints import StudyCheckpoints
 from search.tracker import Tracker
 from search.trial_tracking import TrialTracking
+from storage.answers import one_line
 from storage.checkpoint_pointers import read_pointers
 from storage.claims import ATTEMPT, REASON, Claim
 from storage.run_book import PENDING
-from storage.shipping import one_line
 from storage.studies import engine_of
 
 log = logging.getLogger(__name__)

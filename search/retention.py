@@ -14,7 +14,7 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study import INFEASIBLE, RUN_ID, TRACKING, StudyHandle, load_study
+from search.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle, load_study
 from search.study_checkpoints import StudyCheckpoints, open_checkpoints
 from search.summary import summarise
 from search.worker import runs_folder
@@ -23,6 +23,7 @@ from storage.errors import StorageError
 from storage.files import size_of
 from storage.finalists import finalist_studies
 from storage.registry import Registry
+from storage.run_book import RunBook
 from storage.run_storage import Kept, RunStorage
 from storage.studies import engine_of
 from storage.test_set import read_opening
@@ -108,7 +109,8 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
     def remove() -> int:
         # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
         needed = _needed_trials(handle)
-        return sum(_remove(storage, registry, there) for run, there in kept.items() if candidates[run] not in needed)
+        free = {run_id: there for run_id, there in kept.items() if candidates[run_id] not in needed}
+        return sum(_remove(handle, candidates[run_id], there, storage, registry) for run_id, there in free.items())
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
     numbers = tuple(sorted(candidates[run_id] for run_id in kept))
@@ -116,9 +118,12 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
     return [Garbage(handle.spec.name, what, numbers, size, "MLflow", remove)]
 
 
-def _remove(storage: RunStorage, registry: Registry, kept: Kept) -> int:
+def _remove(handle: StudyHandle, number: int, kept: Kept, storage: RunStorage, registry: Registry) -> int:
     if registry.versions_of_runs([kept.run_id]):
         return 0
+    trial_id = handle.storage.get_trial_id_from_study_id_trial_number(handle.study_id, number)
+    with RunBook(engine_of(handle.storage)).opening(trial_id) as page:  # first: nobody is to choose it meanwhile
+        page.note({REMOVED: "hpsearch gc removed its model and its best checkpoint"})
     storage.remove(kept)
     return kept.model_bytes + kept.checkpoint_bytes
 

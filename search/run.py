@@ -17,7 +17,7 @@ from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from search.closing import close_study
-from search.console import PlainConsole, command
+from search.console import PlainConsole, command, counted
 from search.errors import SearchError
 from search.fleet import Fleet, Slot, visible_gpus
 from search.keeper import kept_up
@@ -32,12 +32,12 @@ from search.study import RUN_ID, StudyHandle
 from search.study_checkpoints import note_checkpoints, open_checkpoints
 from search.summary import summarise, summary_lines
 from search.tracker import Tracker
+from storage.answers import TrackingAwayError, one_line
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
 from storage.progress import Progress, read_progress
-from storage.shipping import one_line
 from storage.studies import engine_of
-from storage.tracking import RunDeletedError, TrackingAwayError
+from storage.tracking import RunDeletedError
 
 _POLL = 0.5  # seconds
 _GRACE = 10.0  # seconds for MLflow after Ctrl-C
@@ -80,7 +80,7 @@ def run_search(
         smoke_warning = smoke_test(handle, objective, None if away else services.open_tracking())
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
-    what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {workers} workers"
+    what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {counted(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")

@@ -20,7 +20,7 @@ from objectives.training import Splits, evaluate
 from objectives.training.build import checked_splits
 from search import predict_alone
 from search.control import find_trial
-from search.errors import SearchError
+from search.errors import SearchError, nearest
 from search.study import RUN_ID, StudyHandle, load_study
 from storage.promotions import trials_of_runs
 from storage.registry import Registry, Version
@@ -101,12 +101,14 @@ def find_version(registry: Registry, reference: str) -> Version:
     model, at, alias = name.rpartition("@")
     if at and model and alias and "/" not in name:
         if (version := registry.version_by_alias(model, alias)) is None:
-            raise SearchError(f"{reference}: MLflow has no model {model!r} with the alias {alias!r}")
+            there = nearest(name, (f"{known}@{its}" for known, its in registry.aliases()))
+            raise SearchError(f"{reference}: MLflow has no model {model!r} with the alias {alias!r}{there}")
         return version
     model, _, number = name.rpartition("/")
     if model and "/" not in model and number.isdecimal() and int(number) > 0:
         if (version := registry.version(model, int(number))) is None:
-            raise SearchError(f"{reference}: MLflow has no version {number} of a model {model!r}")
+            there = nearest(name, (f"{known}/{version}" for (known, _), version in registry.aliases().items()))
+            raise SearchError(f"{reference}: MLflow has no version {number} of a model {model!r}{there}")
         return version
     raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from search.errors import SearchError
 from storage import stack
+from storage.answers import TrackingAwayError, check_server
 from storage.connect import check_database
 from storage.home import home_dir
-from storage.tracking import Tracking, TrackingAwayError, check_server
+from storage.tracking import Tracking
 from storage.urls import normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
@@ -60,22 +61,34 @@ def find_services(
         SearchError: only one of the two URLs was given where both are needed.
         StorageError: a service cannot be used.
     """
+    check_pair(storage_url, tracking_uri, both=both)
     directory = home_dir(home)
-    if storage_url is None and tracking_uri is None:
+    if storage_url is None:
         info = stack.up(directory, progress=progress)
         return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url, embedded=True)
-    if storage_url is None:
-        raise SearchError(
-            "--tracking-uri is given but --storage-url is not: give both, or neither to use the embedded stack"
-        )
-    if tracking_uri is None and both:
-        raise SearchError(
-            "--storage-url is given but --tracking-uri is not: give both, or neither to use the embedded stack"
-        )
     url = normalise(storage_url)
     check_database(url)
     away = None if tracking_uri is None else why_away(tracking_uri, required=tracking_required)
     return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL), tracking_away=away)
+
+
+def check_pair(storage_url: str | None, tracking_uri: str | None, *, both: bool = True) -> None:
+    """Refuse one of the two URLs without the other, and a database that is none of Postgres; no service is asked.
+
+    Raises:
+        SearchError: only one of the two URLs was given where `both` are needed.
+        StorageError: the database's URL is no URL of a Postgres.
+    """
+    if storage_url is not None:
+        normalise(storage_url)
+    for given, missing, flags in (
+        (tracking_uri, storage_url, ("--tracking-uri", "--storage-url")),
+        (storage_url if both else None, tracking_uri, ("--storage-url", "--tracking-uri")),
+    ):
+        if given is not None and missing is None:
+            raise SearchError(
+                f"{flags[0]} is given but {flags[1]} is not: give both, or neither to use the embedded stack"
+            )
 
 
 def why_away(uri: str, *, required: bool = False) -> str | None:

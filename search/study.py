@@ -27,6 +27,7 @@ TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"
 INFEASIBLE = run_book.INFEASIBLE  # of a trial
 RUN_ID, RUN_URL, TRACKING = run_book.RUN_ID, run_book.RUN_URL, run_book.TRACKING  # also of a trial
+REMOVED = run_book.REMOVED  # of a trial
 PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
 STARTED_AT = "hpsearch:started_at"
 FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk

@@ -24,8 +24,9 @@ from search.control import find_trial, whoami
 from search.errors import SearchError
 from search.finalists import read_finalists
 from search.samplers import training_seed
-from search.study import RUN_ID, StudyHandle
+from search.study import REMOVED, RUN_ID, StudyHandle
 from search.summary import summarise
+from storage.answers import one_line
 from storage.studies import engine_of
 from storage.test_set import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
 from storage.tracking import Tracking
@@ -133,13 +134,15 @@ def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: 
         raise SearchError(
             f"trial {trial.number} of {handle.spec.name!r} has no run in MLflow: its weights are not kept"
         )
+    if removed := trial.user_attrs.get(REMOVED):
+        raise SearchError(f"the weights of trial {trial.number} are not kept ({removed}); nothing was opened")
     try:
         return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
     except Exception as error:  # MLflow's client raises what its transport does
-        reason, send = " ".join(str(error).split())[:200], command("sync", handle.spec.name)
+        send = command("sync", handle.spec.name)
         raise SearchError(
             f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-            f"had ({reason}); nothing was opened; should they wait on a machine, send them: {send}"
+            f"had ({one_line(error)}); nothing was opened; should they wait on a machine, send them: {send}"
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +17,9 @@ from storage.attempts import Attempt, read_attempts
 from storage.rungs import rung_key
 from storage.settling import REASON
 from storage.studies import engine_of
+
+# What became of an attempt after which its trial waits.
+_ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
 
 
 def print_trial(console: Console, handle: StudyHandle, number: int) -> None:
@@ -35,11 +38,24 @@ def print_trial(console: Console, handle: StudyHandle, number: int) -> None:
     _print_section(console, "epochs", _epochs(handle, trial))
 
 
+def why_waiting(handle: StudyHandle, trial: FrozenTrial) -> str:
+    """Return why a trial waits: what became of its last attempt."""
+    attempts = read_attempts(engine_of(handle.storage), trial._trial_id)
+    if not attempts:
+        return "enqueued: no worker has taken it yet"
+    last = attempts[-1]
+    ended = _ENDED.get((last.outcome or "").partition(",")[0], "ended")
+    why = f" ({trial.user_attrs[REASON]})" if REASON in trial.user_attrs else ""
+    return f"attempt {last.number} {ended}{why}: the next free worker goes on with it"
+
+
 def _facts(handle: StudyHandle, trial: FrozenTrial) -> list[tuple[str, str]]:
     attrs = trial.user_attrs
-    facts: list[tuple[str, object]] = [("reason", attrs.get(REASON)), ("pruning", _pruning(attrs.get(PRUNING)))]
+    reason = why_waiting(handle, trial) if trial.state == TrialState.WAITING else attrs.get(REASON)
+    facts: list[tuple[str, object]] = [("reason", reason), ("pruning", _pruning(attrs.get(PRUNING)))]
     if trial.value is not None:
-        facts.append(("value", f"{handle.spec.metric} {format_value(trial.value)}"))
+        last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
+        facts.append(("value", f"{handle.spec.metric} {format_value(trial.value)}{last}"))
     if trial.duration is not None:
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from its first start to its end"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(handle, trial=trial.number)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from storage.answers import one_line
 from storage.errors import StorageError
 from storage.tracking import MODEL_ID
 
@@ -243,5 +244,4 @@ def _telling(what: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        reason = " ".join(str(error).split())[:300]
-        raise StorageError(f"the model registry of MLflow did not {what}: {reason}") from None
+        raise StorageError(f"the model registry of MLflow did not {what}: {one_line(error)}") from None

@@ -25,6 +25,7 @@ RUN_URL = "hpsearch:mlflow_url"
 MODEL = "hpsearch:mlflow_model_id"
 TRACKING = "hpsearch:tracking"  # of a trial that has ended: what of it MLflow does not have, or not yet
 INFEASIBLE = "hpsearch:infeasible"
+REMOVED = "hpsearch:removed"  # of a trial: who removed its model and its best checkpoint, to free their space
 
 PENDING = "pending"  # how TRACKING begins while records are on their way
 

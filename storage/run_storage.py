@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from storage.answers import one_line
 from storage.errors import StorageError
 from storage.tracking import MODEL_ID, Tracking
 
@@ -126,6 +127,6 @@ def _telling(what: str) -> Iterator[None]:
     except StorageError:
         raise
     except MlflowException as error:
-        raise StorageError(f"MLflow did not {what}: {' '.join(str(error).split())[:300]}") from None
+        raise StorageError(f"MLflow did not {what}: {one_line(error)}") from None
     except Exception as error:  # a store of artifacts has errors of its own
         raise StorageError(f"MLflow did not {what}: {type(error).__name__}: {error}") from None

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from storage.answers import is_away, one_line, unreachable
 from storage.errors import StorageError
 from storage.outbox import Journal, Outbox
-from storage.shipping import NotYetError, Shipper, one_line
-from storage.tracking import RunDeletedError, is_away, unreachable
+from storage.shipping import NotYetError, Shipper
+from storage.tracking import RunDeletedError
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storage import models
+from storage.answers import is_away, one_line
 from storage.outbox import Entry, Journal
 from storage.run_artifacts import artifact_attrs
 from storage.run_book import MODEL, PENDING, RUN_ID, RUN_URL, Ended, RunBook, TrialGoneError
-from storage.tracking import MODEL_ID, State, Tracking, allowed_name, epoch_metrics, is_away
+from storage.tracking import MODEL_ID, State, Tracking, allowed_name, epoch_metrics
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -318,8 +319,3 @@ def state_of(ended: Ended) -> State:
     """Return how a trial ended in the words of its run."""
     states: dict[str, State] = {"COMPLETE": "COMPLETE", "PRUNED": "PRUNED", "FAIL": "FAIL"}
     return "INFEASIBLE" if ended.infeasible else states[ended.state]
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error as one line."""
-    return " ".join(str(getattr(error, "orig", None) or error).split())[:200]

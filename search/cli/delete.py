@@ -25,7 +25,7 @@ def delete(
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
     from search.cli.read import open_for_reading
-    from search.console import command
+    from search.console import command, counted
     from search.errors import SearchError
     from search.study import load_study
     from search.study_checkpoints import open_checkpoints
@@ -43,7 +43,9 @@ def delete(
     for each in (handle, *held):
         if alive := running_now(engine_of(storage), each.study_id):
             name = each.spec.name
-            raise SearchError(f"study {name!r} has {alive} running trials: stop it first: {command('stop', name)}")
+            raise SearchError(
+                f"study {name!r} has {counted(alive, 'running trial')}: stop it first: {command('stop', name)}"
+            )
     if not yes:
         what = f"study {study} with {summarise(handle).finished} finished trials"
         what += ", its finalists" if held else ""

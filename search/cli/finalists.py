@@ -44,6 +44,9 @@ def finalists(
     it stopped, and shows the table when all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
     from search.forking import load_ahead
+    from search.services import check_pair
+
+    check_pair(storage_url, tracking_uri)  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 

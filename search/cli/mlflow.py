@@ -8,7 +8,8 @@ import typer
 
 from search.services import Services
 from search.study import RUN_ID, TRACKING_URI, StudyHandle
-from storage.tracking import Tracking, check_server
+from storage.answers import check_server
+from storage.tracking import Tracking
 
 
 def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Tracking], object]) -> None:

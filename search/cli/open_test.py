@@ -41,8 +41,8 @@ def open_test(
     from search.study import TRACKING_URI, load_study
     from search.summary import summarise
     from search.test_set import choose_candidate, open_for
+    from storage.answers import check_server
     from storage.test_set import AlreadyOpenError
-    from storage.tracking import check_server
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

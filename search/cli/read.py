@@ -9,10 +9,11 @@ import optuna
 from search.errors import SearchError
 from search.services import Services, find_services
 from search.study import TRACKING_URI, StudyHandle
+from storage.answers import check_server
 from storage.errors import StorageError
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
-from storage.tracking import Tracking, check_server
+from storage.tracking import Tracking
 
 
 def open_for_reading(

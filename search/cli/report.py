@@ -35,8 +35,8 @@ def report(
     from search.run import report_path
     from search.study import RUN_ID, TRACKING_URI, load_study
     from search.summary import summarise
-    from storage.shipping import one_line
-    from storage.tracking import RunDeletedError, check_server
+    from storage.answers import check_server, one_line
+    from storage.tracking import RunDeletedError
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

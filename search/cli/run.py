@@ -56,6 +56,9 @@ def run(
     )  # fmt: skip
     check_settings(settings)
     from search.forking import load_ahead
+    from search.services import check_pair
+
+    check_pair(storage_url, tracking_uri)  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 

@@ -45,12 +45,14 @@ def show(
 
 
 def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None, *, every: bool) -> None:
+    from optuna.trial import TrialState
     from rich.table import Table
 
     from search.finalists import read_finalists
     from search.finalists.page import finalist_table
     from search.promotions import promotion_lines
     from search.summary import format_value, summarise, summary_lines
+    from search.trial_page import why_waiting
     from storage.claims import REASON, STOPPED, WORKER
 
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
@@ -66,6 +68,8 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     for trial in trials if every else trials[-20:]:
         value = "" if trial.value is None else format_value(trial.value)
         worker, reason = trial.user_attrs.get(WORKER, ""), trial.user_attrs.get(REASON, "")
+        if trial.state == TrialState.WAITING:
+            reason = why_waiting(handle, trial)
         epochs = str(len(trial.intermediate_values))
         table.add_row(
             str(trial.number),

@@ -16,15 +16,16 @@ import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.console import command
+from search.console import command, counted
 from search.control import running_trials
 from search.errors import SearchError
-from search.finalists.table import current_set
+from search.finalists.table import newest_set
 from search.samplers import derive_seed
 from search.spec import FinalistsOf, NoPruning, Random, StudySpec, parse_spec
 from search.study import (
     CHECKPOINT_URL,
     FOLDER,
+    REMOVED,
     RUN_ID,
     RUN_URL,
     SOURCE,
@@ -66,7 +67,7 @@ def create_or_join(
         SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
     """
     with name_lock(engine_of(handle.storage), handle.spec.name):
-        held = None if new_set else current_set(handle)
+        held = None if new_set else newest_set(handle)
         if held is not None:
             _require_agreement(handle, held, top=top, seeds=seeds)
             return held, False
@@ -77,17 +78,30 @@ def create_or_join(
         return _create(handle, chosen, top=top or TOP, seeds=fresh_seeds(handle, seeds or SEEDS)), True
 
 
-def best_configurations(handle: StudyHandle, top: int) -> list[FrozenTrial]:
-    """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest."""
+def best_configurations(handle: StudyHandle, top: int, *, removed: bool = False) -> list[FrozenTrial]:
+    """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
+
+    Args:
+        handle: the study.
+        top: how many.
+        removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
+    """
     complete = [
         t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None and math.isfinite(t.value)
     ]
     sign = -1 if handle.spec.direction == "maximize" else 1
     chosen: list[FrozenTrial] = []
     for trial in sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number)):
+        if REMOVED in trial.user_attrs and not removed:
+            continue
         if len(chosen) < top and all(trial.params != other.params for other in chosen):
             chosen.append(trial)
     return chosen
+
+
+def passed_over(handle: StudyHandle, top: int) -> list[int]:
+    """Return the trials that would be among the best `top`, had their models not been removed."""
+    return [t.number for t in best_configurations(handle, top, removed=True) if REMOVED in t.user_attrs]
 
 
 def fresh_seeds(handle: StudyHandle, count: int) -> list[int]:
@@ -147,7 +161,7 @@ def _require_over(handle: StudyHandle) -> None:
     ended = handle.attrs.get(STOPPED) is not None or _out_of_time(handle)
     if ended and (running := running_trials(handle)):
         wait = command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {running} running trials: wait for them: {wait}")
+        raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
         raise SearchError(
             f"study {name!r} is not over, {finished} of its {budget} trials are done: let it end, or stop it first: "

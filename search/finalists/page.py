@@ -6,7 +6,8 @@ import statistics
 
 from rich.table import Table
 
-from search.finalists.table import FinalistRow, Finalists, current_set, tabulate
+from search.console import counted
+from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
 from search.study import StudyHandle
 from storage.studies import engine_of
 from storage.test_set import Opening, read_opening
@@ -16,8 +17,10 @@ SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "canno
 
 def confirmation_lines(handle: StudyHandle) -> list[str]:
     """Return what finalists and the test set say of a study's best trial, in lines of plain text; none without any."""
-    held = current_set(handle)
-    lines = [] if held is None else finalist_lines(handle, tabulate(handle, held))
+    counting, newest = read_finalists(handle), newest_set(handle)
+    lines = [] if counting is None else finalist_lines(handle, counting)
+    if counting is not None and newest is not None and newest.spec.name != counting.study:
+        lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(handle, tabulate(handle, newest))[0]}")
     opening = read_opening(engine_of(handle.storage), handle.study_id)
     return lines if opening is None else [*lines, opening_line(handle, opening)]
 
@@ -66,7 +69,7 @@ def finalist_table(handle: StudyHandle, found: Finalists) -> Table:
 def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
     """Return what the table says: who wins, whether that is a tie, and by how much the search over-stated."""
     n_seeds = len(found.seeds)
-    seeds = f"{n_seeds} fresh seed{'s' if n_seeds > 1 else ''}"
+    seeds = counted(n_seeds, "fresh seed")
     if found.pending:
         n_trials = len(found.rows) * n_seeds
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained, on {seeds}"]

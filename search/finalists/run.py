@@ -9,9 +9,9 @@ from objectives import load_objective
 from search.closing import close_study
 from search.console import PlainConsole, command
 from search.errors import SearchError
-from search.finalists.companion import create_or_join
+from search.finalists.companion import create_or_join, passed_over
 from search.finalists.page import finalist_lines, finalist_table
-from search.finalists.table import Finalists, tabulate
+from search.finalists.table import Finalists, read_finalists, tabulate
 from search.fleet import Fleet
 from search.run import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
@@ -19,6 +19,7 @@ from search.steps import steps
 from search.study import RUN_URL, TRACKING_URI, StudyHandle, load_study
 from search.study_checkpoints import note_checkpoints
 from search.summary import summarise
+from storage.answers import one_line
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
 from storage.studies import open_storage
@@ -57,10 +58,9 @@ def run_finalists(
         if checkpoint_url is not None:
             note_checkpoints(held, checkpoint_url)
     _print_begin(console, handle, held, created=created)
-    if created and new_set:
+    if (counting := read_finalists(handle)) is not None and counting.study != held.spec.name:
         console.print(
-            "finalists of an earlier set count no more: until these have a winner, nothing is confirmed by them",
-            style="yellow",
+            f"until these have a winner, that of {counting.study} stays: trial {counting.winner}", style="yellow"
         )
     if away:
         console.print(f"{away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
@@ -84,6 +84,12 @@ def _print_begin(console: Console, handle: StudyHandle, held: StudyHandle, *, cr
     console.print(f"finalists of {handle.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
     if len(of.trials) < of.top:
         console.print(f"only {len(of.trials)} of its trials are complete and differ, fewer than --top {of.top}")
+    if created and (gone := passed_over(handle, of.top)):
+        console.print(
+            f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "
+            "what could be tested and promoted",
+            style="yellow",
+        )
 
 
 def _finish(
@@ -125,6 +131,7 @@ def _tell(console: Console, services: Services, handle: StudyHandle) -> None:
     try:
         close_study(handle, summarise(handle), services.open_tracking())
     except Exception as error:  # the values are in the database: a server that is away must not hide them
-        reason = " ".join(str(error).split())[:200]
         again = command("finalists", handle.spec.name)
-        console.print(f"MLflow was not told of the finalists ({reason}); tell it with: {again}", style="yellow")
+        console.print(
+            f"MLflow was not told of the finalists ({one_line(error)}); tell it with: {again}", style="yellow"
+        )

@@ -76,16 +76,33 @@ class Finalists:
         return next(row for row in self.rows if row.trial == trial)
 
 
-def current_set(handle: StudyHandle) -> StudyHandle | None:
-    """Return the study that holds the finalists of a study, the one made last; None without any."""
+def finalist_sets(handle: StudyHandle) -> list[StudyHandle]:
+    """Return the studies that hold finalists of a study, the one made last first."""
     names = finalist_studies(engine_of(handle.storage), handle.study_id)
-    return load_study(handle.storage, names[-1]) if names else None
+    return [load_study(handle.storage, name) for name in reversed(names)]
+
+
+def newest_set(handle: StudyHandle) -> StudyHandle | None:
+    """Return the study that holds the finalists that were chosen last; None without any."""
+    return next(iter(finalist_sets(handle)), None)
+
+
+def counting_set(handle: StudyHandle) -> tuple[StudyHandle, Finalists] | None:
+    """Return the set that counts: the newest that has a winner, or without any the newest; None without a set.
+
+    A set that is chosen anew replaces another when it has a winner itself, and not before.
+    """
+    tables = ((held, tabulate(handle, held)) for held in finalist_sets(handle))
+    first = next(tables, None)
+    if first is None or first[1].winner is not None:
+        return first
+    return next((table for table in tables if table[1].winner is not None), first)
 
 
 def read_finalists(handle: StudyHandle) -> Finalists | None:
-    """Return the finalists of a study as they stand, or None when none were chosen yet."""
-    held = current_set(handle)
-    return None if held is None else tabulate(handle, held)
+    """Return the finalists of a study that count, as they stand, or None when none were chosen yet."""
+    counting = counting_set(handle)
+    return None if counting is None else counting[1]
 
 
 def tabulate(handle: StudyHandle, held: StudyHandle) -> Finalists:

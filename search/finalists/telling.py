@@ -7,13 +7,13 @@ import logging
 from typing import Any
 
 from search.finalists.page import optimism, ranked
-from search.finalists.table import Finalists, current_set, tabulate
+from search.finalists.table import Finalists, counting_set
 from search.study import RUN_ID, StudyHandle, load_study
+from storage.answers import is_away, one_line
 from storage.finalists import finalist_studies
-from storage.shipping import one_line
 from storage.studies import engine_of
 from storage.test_set import read_opening
-from storage.tracking import Tracking, is_away
+from storage.tracking import Tracking
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ ARTIFACT = "finalists.json"
 def tell_confirmation(handle: StudyHandle, tracking: Tracking) -> None:
     """Write the finalists' table and the test scores to the runs in MLflow. Safe to call again, and at once."""
     runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in handle.trials() if RUN_ID in trial.user_attrs}
-    held = current_set(handle)
-    if held is not None and not (found := tabulate(handle, held)).pending:
-        _tell_finalists(handle, held, found, runs, tracking)
+    counting = counting_set(handle)
+    if counting is not None and not counting[1].pending:
+        _tell_finalists(handle, *counting, runs, tracking)
     opening = read_opening(engine_of(handle.storage), handle.study_id)
     if opening is not None and opening.scores is not None and opening.trial_number in runs:
         _annotate(
@@ -79,6 +79,8 @@ def _former(handle: StudyHandle, found: Finalists) -> set[int]:
     """Return the trials that were finalists of an earlier set only."""
     numbers: set[int] = set()
     for name in finalist_studies(engine_of(handle.storage), handle.study_id):
+        if name == found.study:
+            break
         of = load_study(handle.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else [])
     return numbers - {row.trial for row in found.rows}

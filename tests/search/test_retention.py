@@ -9,9 +9,11 @@ import pytest
 from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState, create_trial
 
+from search.errors import SearchError
 from search.promotion import promote
 from search.retention import Garbage, find_garbage
 from search.study import CHECKPOINT_URL, TRACKING, load_study
+from search.test_set import choose_candidate, open_for
 from search.worker import runs_folder
 from storage.claims import ATTEMPT
 from storage.run_book import RunBook
@@ -45,7 +47,9 @@ def files_of(stack: StackInfo, tracked: Tracked, trial: int) -> set[str]:
     return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
-def test_models_beyond_the_best_go_with_their_files(tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
+def test_models_beyond_the_best_go_with_their_files(
+    tracked: Tracked, tmp_path: Path, stack: StackInfo, database_url: str
+) -> None:
     (garbage,) = find(tracked, tmp_path)
     assert garbage.trials == (0, 2)
     assert garbage.size == 2 * 2 * 1000
@@ -55,6 +59,11 @@ def test_models_beyond_the_best_go_with_their_files(tracked: Tracked, tmp_path: 
     assert files_of(stack, tracked, 0) == {"config.yaml"}
     assert files_of(stack, tracked, 1) == {"config.yaml", "best.pt"}
     assert find(tracked, tmp_path) == []
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
+        promote(again, tracked.tracking, trial=2)
+    with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
+        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), tracked.tracking)
 
 
 def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:

@@ -15,12 +15,20 @@ from search.cli import _run
 from search.console import PlainConsole
 from search.errors import SearchError
 from search.finalists import Finalists, read_finalists
-from search.finalists.companion import PARENT_TRIAL, TRAINING_SEED, best_configurations, create_or_join, parent_of
+from search.finalists.companion import (
+    PARENT_TRIAL,
+    TRAINING_SEED,
+    best_configurations,
+    create_or_join,
+    parent_of,
+    passed_over,
+)
 from search.finalists.page import confirmation_lines, finalist_table
 from search.samplers import derive_seed, training_seed
-from search.study import FOLDER, INFEASIBLE, StudyHandle, load_study
+from search.study import FOLDER, INFEASIBLE, REMOVED, StudyHandle, load_study
 from search.suggesting import suggest
 from storage.claims import SPEC, STOPPED, Claim, Claims, Nothing
+from storage.run_book import RunBook
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
 from storage.test_set import open_test_set, write_scores
@@ -152,10 +160,34 @@ def test_a_new_set_has_seeds_that_no_other_has(handle: StudyHandle) -> None:
     assert first.spec.finalists_of is not None
     assert second.spec.finalists_of is not None
     assert len({*first.spec.finalists_of.seeds, *second.spec.finalists_of.seeds}) == 6
-    assert table(handle).study == "s.finalists-2"
+    assert table(handle).study == "s.finalists-2", "neither has a winner: the newest counts"
     assert create_or_join(handle, top=None, seeds=None)[0].study_id == second.study_id
     handle.storage.delete_study(second.study_id)
     assert table(handle).study == "s.finalists"
+
+
+def test_a_new_set_counts_from_when_it_has_a_winner(handle: StudyHandle) -> None:
+    first, _ = create_or_join(handle, top=2, seeds=1)
+    train(first, lambda trial, _: {1: 0.6, 3: 0.7}[trial])
+    second, _ = create_or_join(handle, top=2, seeds=1, new_set=True)
+    train(second, lambda *_: 0.6, trials=1)
+    assert (table(handle).study, table(handle).winner) == ("s.finalists", 3)
+    assert confirmation_lines(handle)[0].startswith("winner: trial 3")
+    assert confirmation_lines(handle)[-1] == (
+        "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
+    )
+    train(second, lambda *_: 0.5)
+    assert (table(handle).study, table(handle).winner) == ("s.finalists-2", 1)
+    assert len(confirmation_lines(handle)) == 3
+
+
+def test_a_trial_whose_model_was_removed_is_passed_over(handle: StudyHandle, database_url: str) -> None:
+    best = handle.trials()[1]
+    with RunBook(handle.storage.engine).opening(best._trial_id) as page:
+        page.note({REMOVED: "hpsearch gc removed its model"})
+    again = load_study(open_storage(database_url, application_name="another process"), "s")
+    assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
+    assert passed_over(again, 3) == [1]
 
 
 def test_a_set_that_is_deleted_is_made_again_as_it_was(handle: StudyHandle) -> None:
@@ -196,7 +228,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     claim = Claims(storage.engine, handle.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     handle.set_attr(STOPPED, "by ann@host")
-    with pytest.raises(SearchError, match=r"has 1 running trials: wait for them: hpsearch stop s --wait$"):
+    with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
         create_or_join(handle, top=1, seeds=1)
     Claims(storage.engine, handle.study_id, worker="host:1").settle(claim, "WAITING", "released")
     assert create_or_join(handle, top=1, seeds=1)[1]
@@ -332,7 +364,7 @@ def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Say) -> 
     held, _ = create_or_join(handle, top=2, seeds=2)
     claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
-    assert "'s.finalists' has 1 running trials" in say("delete", "s", "--yes", code=2)
+    assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
     Claims(held.storage.engine, held.study_id, worker="host:1").settle(claim, "WAITING", "released")
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]

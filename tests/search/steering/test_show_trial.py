@@ -30,7 +30,7 @@ def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -
         r"trial 0 of s: PRUNED",
         r" +reason +it fell behind",
         r" +pruning +successive_halving pruner, epoch 3, value 0.5, cutoff 0.75, peers 4, rung 1",
-        r" +value +accuracy 0.5",
+        r" +value +accuracy 0.5, of its last epoch",
         r" +width +16",
         r" +1 +host:1 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\d{4}-\S+ \S+ +released",
         r" +2 +host:1 +\d{4}-\S+ \S+ +\d{4}-\S+ \S+ +pruned",
@@ -40,6 +40,17 @@ def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -
         r" +3 +0.5 *",
     ):
         assert re.search(rf"^{line} *$", page, re.MULTILINE), f"{line}\n{page}"
+
+
+def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Study) -> None:
+    study.enqueue_trial({"width": 16})
+    assert "enqueued: no worker has taken it yet" in say("show", "s")
+    claims.settle(take(claims), "WAITING", "released")
+    waits = "attempt 1 was given back: the next free worker goes on with it"
+    assert waits in say("show", "s")
+    assert waits in say("show", "s", "--trial", "0")
+    claims.settle(take(claims), "WAITING", "failed", attrs={REASON: "out of memory"})
+    assert "attempt 2 failed (out of memory): the next" in say("show", "s")
 
 
 def test_a_trial_that_runs_has_no_end_and_one_from_elsewhere_no_attempts(

@@ -1,0 +1,82 @@
+"""Whether an MLflow server answers, and what an error of its client says in a line."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from storage.errors import StorageError
+
+_LONGEST = 200  # characters of an error in a line
+
+
+class TrackingAwayError(StorageError):
+    """The tracking server does not answer, or not yet: what is logged can wait for it."""
+
+
+def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
+    """Ask the tracking server for its health.
+
+    Raises:
+        TrackingAwayError: no MLflow server answers there, or one that is not ready.
+        StorageError: `uri` is not an HTTP address, or what answers there is something else.
+    """
+    parts = urlsplit(uri)
+    shown = uri if "@" not in parts.netloc else uri.replace(parts.netloc, parts.netloc.rpartition("@")[2])
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise StorageError(f"{setting} {shown}: must be the http(s):// address of an MLflow tracking server")
+    if "@" in parts.netloc:
+        raise StorageError(
+            f"{setting} {shown}: must not hold a password; set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD instead"
+        )
+    remedy = "start the MLflow server, or correct the address"
+    try:
+        with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=5) as reply:  # noqa: S310 scheme was checked
+            if reply.status == 200 and reply.read(16).strip() == b"OK":
+                return
+        raise StorageError(f"{setting} {shown}: what answers there is not an MLflow server; {remedy}")
+    except urllib.error.HTTPError as error:
+        kind = TrackingAwayError if error.code >= 500 else StorageError
+        raise kind(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise TrackingAwayError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+
+
+# The server understands the request and will never take it, however often it is repeated.
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST"}
+_REFUSALS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"}
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the same request may succeed later: no answer, a server that is starting, or that lets us in later."""
+    import requests
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return error.error_code not in _REFUSALS
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return error.response.status_code >= 500 or error.response.status_code in {401, 403, 408, 425, 429}
+    return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
+
+
+def unreachable(error: BaseException | None) -> bool:
+    """Whether the server gave no answer at all, so that nothing else need be asked of it now."""
+    import requests
+
+    while error is not None:
+        if isinstance(error, requests.ConnectionError | requests.Timeout | TrackingAwayError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as one line: where no server answered, what became of the connection and not of the request."""
+    if not isinstance(error, StorageError) and unreachable(error):
+        while (cause := error.__cause__ or error.__context__) is not None:
+            error = cause
+        return f"no answer: {getattr(error, 'strerror', None) or error}"
+    return " ".join(str(getattr(error, "orig", None) or error).split())[:_LONGEST]
