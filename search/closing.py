@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search.finalists.companion import parent_of
 from search.finalists.page import confirmation_lines
 from search.finalists.telling import tell_confirmation
-from search.launch import open_parent_run
+from search.parent_run import open_parent_run
 from search.promotions import promotion_lines
 from search.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
 from search.summary import Summary, format_value, summarise

@@ -21,8 +21,9 @@ from search.console import PlainConsole, command, counted
 from search.errors import SearchError
 from search.fleet import Fleet, Slot, visible_gpus
 from search.keeper import kept_up
-from search.launch import load_for_search, open_parent_run, prepare_study
+from search.launch import load_for_search, prepare_study
 from search.live import LiveView
+from search.parent_run import open_parent_run
 from search.report import write_report
 from search.resending import resend
 from search.services import Services, find_services

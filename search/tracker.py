@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from search.launch import open_parent_run
+from search.parent_run import open_parent_run
 from search.study import StudyHandle
 from search.study_checkpoints import StudyCheckpoints
 from search.system_metrics import SystemMetrics

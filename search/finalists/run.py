@@ -83,7 +83,9 @@ def _print_begin(console: Console, handle: StudyHandle, held: StudyHandle, *, cr
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
     console.print(f"finalists of {handle.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
     if len(of.trials) < of.top:
-        console.print(f"only {len(of.trials)} of its trials are complete and differ, fewer than --top {of.top}")
+        console.print(
+            f"only {len(of.trials)} of its trials are complete, differ and have their models, fewer than --top {of.top}"
+        )
     if created and (gone := passed_over(handle, of.top)):
         console.print(
             f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "

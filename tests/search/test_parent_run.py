@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from search.launch import open_parent_run
+from search.parent_run import open_parent_run
 from search.study import TRACKING_URI
 from storage.locks import study_lock
 from storage.tracking import Tracking

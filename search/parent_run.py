@@ -1,0 +1,63 @@
+"""The run in MLflow that all trials of a study hang under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search.finalists.companion import parent_of
+from search.study import RUN_ID, RUN_URL, TRACKING_URI, StudyHandle
+from storage.locks import study_lock
+from storage.studies import engine_of
+from storage.tracking import Tracking
+
+
+def open_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+    """Return the study's parent run, made if it is missing; all who ask at once get the same one.
+
+    One that is there is found without the study's lock, which a frozen process may hold.
+
+    Raises:
+        StorageError: its run, or the experiment, was deleted.
+        MlflowException: the server does not answer, or refuses.
+    """
+    attrs = handle.attrs
+    known = attrs.get(RUN_ID)
+    if known is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(known):
+        return str(known)
+    with study_lock(engine_of(handle.storage), handle.study_id):
+        return ensure_parent_run(handle, tracking)
+
+
+def ensure_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+    """Return the study's parent run, made if it is missing; call it under the study's lock.
+
+    The runs of finalists are children of the run of the search that they are of.
+    """
+    spec = handle.spec
+    if spec.finalists_of is not None:
+        parent = parent_of(handle)
+        with study_lock(engine_of(parent.storage), parent.study_id):
+            run_id = ensure_parent_run(parent, tracking)
+        for key in (RUN_ID, RUN_URL, TRACKING_URI):
+            handle.set_attr(key, parent.attrs[key])
+        return run_id
+    known = handle.attrs.get(RUN_ID)
+    run_id = tracking.study_run(
+        spec.name, handle.study_id, params=_parameters(spec.model_dump(exclude={"finalists_of"})), known=known
+    )
+    handle.set_attr(RUN_ID, run_id)
+    handle.set_attr(RUN_URL, tracking.run_url(run_id))
+    handle.set_attr(TRACKING_URI, tracking.uri)
+    return run_id
+
+
+def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec flat: ``sampler.n_startup_trials`` and so on."""
+    flat: dict[str, Any] = {}
+    for key, value in spec.items():
+        if isinstance(value, dict):
+            flat[key] = value["name"]
+            flat |= {f"{key}.{k}": v for k, v in value.items() if k != "name"}
+        else:
+            flat[key] = value
+    return flat
