@@ -19,8 +19,6 @@ USER_ERRORS = (SearchError, StorageError, ObjectiveError)
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known names closest to `name`, else the list of all of them."""
     names = sorted(known)
-    if not names:
-        return "; there is none yet"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 
 from search.finalists import read_finalists
 from search.study import RUN_ID, RUN_URL, StudyHandle
+from storage.answers import one_line
 from storage.claims import ATTEMPT, REASON
 from storage.run_artifacts import read_artifact
 from storage.studies import engine_of
@@ -140,7 +141,7 @@ def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
     except Exception as error:  # no such file, the server is away: the study's own record is the better part
-        log.warning("run %s gives no config.yaml: %s", run_id, " ".join(str(error).split())[:200])
+        log.warning("run %s gives no config.yaml: %s", run_id, one_line(error))
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -18,8 +18,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from search.errors import SearchError
 from search.study import RUN_ID, load_study
+from storage.answers import one_line
 from storage.errors import StorageError
-from storage.locks import registry_lock
+from storage.locks import registry_lock, still_held
 from storage.promotions import (
     Promotion,
     TrialOfRun,
@@ -103,6 +104,7 @@ class _Noticing:
             version = named.get((difference.model, difference.version or 0))
             trial = trials.get(version.run_id or "") if version is not None else None
             old = difference.recorded
+            still_held(connection)
             if version is not None and trial is not None:
                 self._record(connection, difference.alias, version, trial)
                 changed.add(trial.study_name)
@@ -195,7 +197,7 @@ class Watch:
                 known = notice(self._storage, self._tracking(), known=known)
                 told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
-                log.info("promotions are not noticed for now: %s", " ".join(str(error).split())[:300])
+                log.info("promotions are not noticed for now: %s", one_line(error))
             except Exception:  # whatever it is, it must not end the noticing for good
                 if not told:
                     log.exception("promotions are not noticed for now")

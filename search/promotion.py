@@ -17,7 +17,7 @@ from search.promotions import current
 from search.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle
 from search.summary import summarise
 from storage.claims import REASON
-from storage.locks import registry_lock
+from storage.locks import registry_lock, still_held
 from storage.promotions import Promotion, TrialOfRun, record_promotion
 from storage.registry import CHAMPION, PROMOTED_BY, Registry, Version, check_alias, check_model_name, previous_alias
 from storage.studies import engine_of
@@ -95,6 +95,7 @@ def promote(
         tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
+        still_held(connection)
         replaced = held if held is not None and held.number != version.number else None
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))

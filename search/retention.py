@@ -22,14 +22,16 @@ from storage.claims import ATTEMPT
 from storage.errors import StorageError
 from storage.files import size_of
 from storage.finalists import finalist_studies
+from storage.locks import name_lock
 from storage.registry import Registry
 from storage.run_book import RunBook
-from storage.run_storage import Kept, RunStorage
+from storage.run_storage import RunStorage
 from storage.studies import engine_of
 from storage.test_set import read_opening
 from storage.tracking import Tracking
 
 KEEP_TOP = 5
+_BY_GC = "hpsearch gc removed its model and its best checkpoint"
 
 _ATTEMPT_DIR = re.compile(r"(\d{4,})-(\d+)")
 
@@ -96,7 +98,7 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
     runs = storage.untouched(str(handle.attrs[RUN_ID])) if surplus else {}
     needed = _needed_trials(handle)
     candidates = {
-        str(trial.user_attrs[RUN_ID]): trial.number
+        str(trial.user_attrs[RUN_ID]): trial
         for trial in surplus
         if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
     }
@@ -107,25 +109,29 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
         return []
 
     def remove() -> int:
+        book = RunBook(engine_of(handle.storage))
         # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
-        needed = _needed_trials(handle)
-        free = {run_id: there for run_id, there in kept.items() if candidates[run_id] not in needed}
-        return sum(_remove(handle, candidates[run_id], there, storage, registry) for run_id, there in free.items())
+        # Those are chosen under the same lock, and not from what is marked.
+        with name_lock(engine_of(handle.storage), handle.spec.name):
+            needed = _needed_trials(handle)
+            left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
+            left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
+            book.mark(left.values(), REMOVED, _BY_GC)
+        freed = 0
+        try:
+            for run_id in list(left):
+                if not registry.versions_of_runs([run_id]):
+                    storage.remove(kept[run_id])
+                    freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
+                    del left[run_id]
+        finally:
+            book.unmark(left.values(), REMOVED)
+        return freed
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
-    numbers = tuple(sorted(candidates[run_id] for run_id in kept))
+    numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
     what = f"models and best checkpoints beyond the best {keep_top}"
     return [Garbage(handle.spec.name, what, numbers, size, "MLflow", remove)]
-
-
-def _remove(handle: StudyHandle, number: int, kept: Kept, storage: RunStorage, registry: Registry) -> int:
-    if registry.versions_of_runs([kept.run_id]):
-        return 0
-    trial_id = handle.storage.get_trial_id_from_study_id_trial_number(handle.study_id, number)
-    with RunBook(engine_of(handle.storage)).opening(trial_id) as page:  # first: nobody is to choose it meanwhile
-        page.note({REMOVED: "hpsearch gc removed its model and its best checkpoint"})
-    storage.remove(kept)
-    return kept.model_bytes + kept.checkpoint_bytes
 
 
 def _ranked(handle: StudyHandle) -> list[FrozenTrial]:

@@ -36,6 +36,7 @@ from search.tracker import Tracker
 from storage.answers import TrackingAwayError, one_line
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
+from storage.locks import LockHeldError, LockLostError
 from storage.progress import Progress, read_progress
 from storage.studies import engine_of
 from storage.tracking import RunDeletedError
@@ -81,7 +82,7 @@ def run_search(
         smoke_warning = smoke_test(handle, objective, None if away else services.open_tracking())
     begin = summarise(handle)
     at = "new" if created else f"{begin.finished} of its trials are done"
-    what = f" ({at}): {spec.n_trials} trials of {spec.objective}, {counted(workers, 'worker')}"
+    what = f" ({at}): {counted(spec.n_trials, 'trial')} of {spec.objective}, {counted(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := handle.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
@@ -115,8 +116,8 @@ def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str 
         if required:
             raise
         return f"MLflow is told nothing of study {handle.spec.name!r}: {error}"
-    except MlflowException as error:
-        away = f"--tracking-uri {services.tracking_uri}: MLflow does not answer ({one_line(error)})"
+    except (MlflowException, LockHeldError, LockLostError) as error:
+        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({one_line(error)})"
         if required:
             raise TrackingAwayError(away) from None
         return away
@@ -211,8 +212,7 @@ def _finish(
         write_report(handle, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(handle.attrs[RUN_ID]), report)
     except Exception as error:  # the search is done: a server that is away must not hide its result
-        reason = " ".join(str(error).split())[:200]
-        again = command("report", handle.spec.name)
+        reason, again = one_line(error), command("report", handle.spec.name)
         console.print(f"MLflow was not told the end of the study ({reason}); tell it with: {again}", style="yellow")
     console.print()
     for line in summary_lines(handle, summary, dashboard_url=services.dashboard_url):

@@ -101,16 +101,20 @@ def find_version(registry: Registry, reference: str) -> Version:
     model, at, alias = name.rpartition("@")
     if at and model and alias and "/" not in name:
         if (version := registry.version_by_alias(model, alias)) is None:
-            there = nearest(name, (f"{known}@{its}" for known, its in registry.aliases()))
+            there = _like(name, [f"{known}@{its}" for known, its in registry.aliases()])
             raise SearchError(f"{reference}: MLflow has no model {model!r} with the alias {alias!r}{there}")
         return version
     model, _, number = name.rpartition("/")
     if model and "/" not in model and number.isdecimal() and int(number) > 0:
         if (version := registry.version(model, int(number))) is None:
-            there = nearest(name, (f"{known}/{version}" for (known, _), version in registry.aliases().items()))
+            there = _like(name, [f"{known}/{version}" for (known, _), version in registry.aliases().items()])
             raise SearchError(f"{reference}: MLflow has no version {number} of a model {model!r}{there}")
         return version
     raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
+
+
+def _like(name: str, with_alias: list[str]) -> str:
+    return nearest(name, with_alias) if with_alias else "; see MLflow's page of models"
 
 
 def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StudyHandle, int]:

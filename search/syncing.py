@@ -7,7 +7,7 @@ from pathlib import Path
 import optuna
 
 from search.closing import close_if_spent
-from search.console import PlainConsole, command
+from search.console import PlainConsole, command, counted
 from search.errors import SearchError
 from search.resending import resend
 from search.services import Services, find_services, why_away
@@ -72,7 +72,7 @@ def _sync(console: PlainConsole, services: Services, handle: StudyHandle, checkp
     with steps(console) as tell:
         left = tracker.deliver(tell, then=lambda: problems.extend(resend(handle, tracker, checkpoints, tell=tell)))
     sent = tracker.sender.sent
-    said = f"{name}: {sent} trials sent"
+    said = f"{name}: {counted(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:

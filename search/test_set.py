@@ -23,6 +23,7 @@ from search.console import command
 from search.control import find_trial, whoami
 from search.errors import SearchError
 from search.finalists import read_finalists
+from search.finalists.table import newest_set
 from search.samplers import training_seed
 from search.study import REMOVED, RUN_ID, StudyHandle
 from search.summary import summarise
@@ -65,7 +66,13 @@ def choose_candidate(handle: StudyHandle, *, trial: int | None, unconfirmed: boo
     found = read_finalists(handle)
     winner = None if found is None else found.winner
     name, again = handle.spec.name, command("finalists", handle.spec.name)
+    newest = newest_set(handle)
     if not unconfirmed:
+        if newest is not None and found is not None and newest.spec.name != found.study:
+            raise SearchError(
+                f"finalists of {name!r} were chosen anew, in {newest.spec.name}, and are not done: go on with {again}, "
+                f"or open the test set for the winner of {found.study} with --unconfirmed --trial {winner}"
+            )
         if found is None:
             raise SearchError(
                 f"study {name!r} has no finalists: the best of a search over-states itself; choose a winner with "

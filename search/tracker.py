@@ -20,6 +20,8 @@ from storage.shipping import Shipper
 from storage.studies import engine_of
 from storage.tracking import Tracking
 
+_STARTING = 15.0  # seconds that a server may take to start
+
 
 def outbox_folder(home: Path, study: StudyHandle) -> Path:
     """Return the folder of what this machine has for MLflow of a study."""
@@ -115,7 +117,7 @@ class Tracker:
 
         Args:
             tell: is told how far it is.
-            patience: seconds to go on for; a server that is away is not waited for at all.
+            patience: seconds to go on for; a server that is away is waited for as if it were starting.
             then: called when all of it has arrived; it may begin journals, which are shipped too.
         """
 
@@ -125,7 +127,7 @@ class Tracker:
 
         self.sender.start()
         try:
-            if not self.sender.flush(patience, told):
+            if not self.sender.flush(patience, told, starting=_STARTING):
                 then()
                 self.sender.flush(patience, told)
         finally:

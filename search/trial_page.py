@@ -13,7 +13,7 @@ from search.promotions import promotion_lines
 from search.pruning.judge import halving_of
 from search.study import INFEASIBLE, PRUNING, RUN_URL, TRACKING, StudyHandle
 from search.summary import format_seconds, format_value
-from storage.attempts import Attempt, read_attempts
+from storage.attempts import Attempt, last_attempts, read_attempts
 from storage.rungs import rung_key
 from storage.settling import REASON
 from storage.studies import engine_of
@@ -38,20 +38,24 @@ def print_trial(console: Console, handle: StudyHandle, number: int) -> None:
     _print_section(console, "epochs", _epochs(handle, trial))
 
 
-def why_waiting(handle: StudyHandle, trial: FrozenTrial) -> str:
-    """Return why a trial waits: what became of its last attempt."""
-    attempts = read_attempts(engine_of(handle.storage), trial._trial_id)
-    if not attempts:
+def why_waiting(handle: StudyHandle) -> dict[int, str]:
+    """Return why trials wait, by their numbers: what became of the last attempt at each."""
+    waiting = [trial for trial in handle.trials() if trial.state == TrialState.WAITING]
+    last = last_attempts(engine_of(handle.storage), [trial._trial_id for trial in waiting]) if waiting else {}
+    return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
+
+
+def _why(trial: FrozenTrial, last: Attempt | None) -> str:
+    if last is None:
         return "enqueued: no worker has taken it yet"
-    last = attempts[-1]
-    ended = _ENDED.get((last.outcome or "").partition(",")[0], "ended")
-    why = f" ({trial.user_attrs[REASON]})" if REASON in trial.user_attrs else ""
-    return f"attempt {last.number} {ended}{why}: the next free worker goes on with it"
+    ended = _ENDED.get(last.outcome or "", "was to be made again")
+    why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
+    return f"attempt {last.number} {ended}{why}: it is the next to be taken"
 
 
 def _facts(handle: StudyHandle, trial: FrozenTrial) -> list[tuple[str, str]]:
     attrs = trial.user_attrs
-    reason = why_waiting(handle, trial) if trial.state == TrialState.WAITING else attrs.get(REASON)
+    reason = why_waiting(handle).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [("reason", reason), ("pruning", _pruning(attrs.get(PRUNING)))]
     if trial.value is not None:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""

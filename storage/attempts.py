@@ -25,6 +25,19 @@ _ATTEMPTS = sa.text("""
 """)
 
 
+_LAST = sa.text("""
+    SELECT DISTINCT ON (trial_id) trial_id, attempt AS number, worker, started_at, ended_at, outcome
+      FROM hpsearch_attempts WHERE trial_id = ANY(:trials) ORDER BY trial_id, attempt DESC
+""")
+
+
+def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, Attempt]:
+    """Return the last attempt at each of these trials that was ever attempted: trial id to attempt."""
+    with engine.connect() as connection:
+        rows = connection.execute(_LAST, {"trials": trial_ids}).mappings().all()
+    return {row["trial_id"]: Attempt(**{key: row[key] for key in row if key != "trial_id"}) for row in rows}
+
+
 def read_attempts(engine: sa.Engine, trial_id: int) -> list[Attempt]:
     """Return the attempts at a trial, the first one first."""
     with engine.connect() as connection:

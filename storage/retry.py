@@ -56,7 +56,8 @@ def retrying(patience: float = PATIENCE) -> tenacity.Retrying:
 
     return tenacity.Retrying(
         retry=_is_to_be_repeated,
-        stop=tenacity.stop_after_delay(patience),
+        # Twice at least: a process that was frozen in its first try wakes up with its patience at an end.
+        stop=tenacity.stop_all(tenacity.stop_after_delay(patience), tenacity.stop_after_attempt(2)),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT),
         before_sleep=announce,
         reraise=True,

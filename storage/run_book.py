@@ -7,15 +7,14 @@ known, or arrive whole, long after its trial has ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError
 
-from storage.errors import StorageError
+from storage.locks import run_lock
 from storage.retry import retrying
 from storage.settling import REASON
 
@@ -30,10 +29,6 @@ REMOVED = "hpsearch:removed"  # of a trial: who removed its model and its best c
 PENDING = "pending"  # how TRACKING begins while records are on their way
 
 _PATIENCE = 10.0  # seconds to wait for the database
-_LOCK_PATIENCE = 5.0  # seconds to wait for whoever else opens the run of the same trial
-_LONGEST_HOLD = 120.0  # seconds after which the server ends the transaction of a process that froze in it
-_LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
-_KIND = 0x68700006  # of the advisory lock; see storage.locks
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,6 @@ class TrialGoneError(Exception):
     """The trial is no longer in the database: its study was deleted."""
 
 
-class RunHeldError(StorageError):
-    """Another process is at the trial's run, and slow, or frozen."""
-
-
 class RunBook:
     """The runs and models of trials, as the database of their study notes them."""
 
@@ -65,20 +56,10 @@ class RunBook:
 
         Raises:
             TrialGoneError: there is no such trial any more.
-            RunHeldError: another process holds it.
+            LockHeldError: another process holds it.
+            LockLostError: this one took too long.
         """
-        with self._engine.begin() as connection:
-            for name, seconds in (
-                ("lock_timeout", _LOCK_PATIENCE),
-                ("idle_in_transaction_session_timeout", _LONGEST_HOLD),
-            ):
-                connection.execute(_LIMIT, {"name": name, "value": str(int(seconds * 1000))})
-            try:
-                connection.execute(_LOCK, {"kind": _KIND, "trial": trial_id})
-            except DBAPIError as error:
-                if getattr(error.orig, "pgcode", None) != _LOCK_NOT_AVAILABLE:
-                    raise
-                raise RunHeldError("another process is at the run of the same trial") from None
+        with run_lock(self._engine, trial_id) as connection:
             if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
                 raise TrialGoneError
             yield Page(connection, trial_id)
@@ -102,6 +83,17 @@ class RunBook:
             return None if row is None else Ended(row.state, bool(row.infeasible), row.reason or "")
 
         return retrying(_PATIENCE)(once)
+
+    def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
+        """Set an attribute of several trials, whatever their states."""
+        arguments = {"trials": list(trial_ids), "key": key, "value": json.dumps(value)}
+        with self._engine.begin() as connection:
+            connection.execute(_MARK, arguments)
+
+    def unmark(self, trial_ids: Iterable[int], key: str) -> None:
+        """Remove an attribute of several trials, where they have it."""
+        with self._engine.begin() as connection:
+            connection.execute(_UNMARK, {"trials": list(trial_ids), "key": key})
 
     def delivered(self, trial_id: int, problem: str | None) -> None:
         """Note that all of a trial that can arrive has arrived, but for the `problem`."""
@@ -141,11 +133,15 @@ class Page:
         self._connection.execute(statement, {"trial": self._trial_id, "keys": list(attrs), "values": values})
 
 
-_LIMIT = sa.text("SELECT set_config(:name, :value, true)")
-_LOCK = sa.text("SELECT pg_advisory_xact_lock(:kind, :trial)")
 _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
 _LATER = sa.text("SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt)")
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
+_MARK = sa.text("""
+    INSERT INTO trial_user_attributes (trial_id, key, value_json)
+    SELECT trial_id, :key, :value FROM trials WHERE trial_id = ANY(CAST(:trials AS int[]))
+    ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+""")
+_UNMARK = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = ANY(CAST(:trials AS int[])) AND key = :key")
 _FORGET = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
 _SET = """
     INSERT INTO {table} (trial_id, key, value_json)

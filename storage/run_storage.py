@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds its best weights
-REMOVED = "hpsearch.removed"  # tag of a run whose model and checkpoint were removed to free their space
+REMOVED_TAG = "hpsearch.removed"  # tag of a run whose model and checkpoint were removed to free their space
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunStorage:
                     max_results=1000,
                     page_token=token,
                 )
-            found.update({str(run.info.run_id): run for run in page if REMOVED not in run.data.tags})
+            found.update({str(run.info.run_id): run for run in page if REMOVED_TAG not in run.data.tags})
             if not (token := page.token):
                 return found
 
@@ -88,7 +88,7 @@ class RunStorage:
                 self._client.delete_logged_model(kept.model_id)
             if kept.checkpoint_bytes:
                 self._remove_files(str(run.info.artifact_uri), of=kept.run_id, path=CHECKPOINTS)
-            self._client.set_tag(kept.run_id, REMOVED, "model and checkpoint")
+            self._client.set_tag(kept.run_id, REMOVED_TAG, "model and checkpoint")
 
     def _model(self, model_id: str) -> Any:
         from mlflow.exceptions import MlflowException

@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from storage.answers import is_away, one_line, unreachable
 from storage.errors import StorageError
+from storage.locks import LockHeldError
 from storage.outbox import Journal, Outbox
 from storage.shipping import NotYetError, Shipper
 from storage.tracking import RunDeletedError
@@ -46,6 +47,7 @@ class Sender:
         self._left_due = time.monotonic()
         self._closing = False
         self._failures = 0  # in a row
+        self._held = 0  # rounds in a row in which somebody else had the run of a journal's trial
         self._rounds = 0
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
         self.away: str | None = None  # why nothing is shipped now
@@ -69,22 +71,31 @@ class Sender:
                 self._due = due
                 self._changed.notify_all()
 
-    def flush(self, patience: float, tell: Callable[[int, int], None] = lambda _sent, _left: None) -> int:
+    def flush(
+        self,
+        patience: float,
+        tell: Callable[[int, int], None] = lambda _sent, _left: None,
+        *,
+        starting: float = 0.0,
+    ) -> int:
         """Wait until everything has arrived, or for `patience` seconds; return how many journals are left.
 
-        A server that is away is not waited for: the next worker on this machine, or `hpsearch sync`, sends the rest.
+        A server that stays away is not waited for: the next worker on this machine, or `hpsearch sync`, sends the rest.
 
         Args:
             patience: seconds.
             tell: is called with how many journals have arrived by now, and how many are left.
+            starting: seconds to wait for a server that does not answer, for it may be on its way.
         """
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
+        deadline = began + patience
         with self._changed:
             before, seen = self.sent, self._rounds
             self._due = self._left_due = time.monotonic()
             self._changed.notify_all()
             while self._thread.is_alive() and time.monotonic() < deadline:
-                if self._rounds > seen and (self._failures >= _ENOUGH or not self._journals):
+                in_vain = max(self._failures, self._held) >= _ENOUGH and time.monotonic() > began + starting
+                if self._rounds > seen and (in_vain or not self._journals):
                     break
                 self._changed.wait(min(deadline - time.monotonic(), 1.0))
                 tell(self.sent - before, len(self._journals))
@@ -131,6 +142,7 @@ class Sender:
     def _round(self) -> Exception | None:
         """Ship every journal once; return what is away, if anything is."""
         away: Exception | None = None
+        held = False
         for journal in list(self._journals):
             if journal.live:
                 journal.sync()
@@ -144,6 +156,8 @@ class Sender:
             except NotYetError:
                 journal.close()
                 self._drop(journal)
+            except LockHeldError:
+                held = True
             except Exception as error:  # a journal that cannot be shipped must not end the shipping
                 if not _passes(error):
                     self._refuse(journal, error)
@@ -151,6 +165,7 @@ class Sender:
                 away = away or error
                 if isinstance(error, SQLAlchemyError) or unreachable(error):
                     break  # the others would only wait for it as well
+        self._held = self._held + 1 if held else 0
         return away
 
     def _over(self, journal: Journal) -> None:
@@ -191,6 +206,8 @@ class Sender:
         elif self._failures:
             log.warning("MLflow is told again")
             self._failures = 0
+        if self._held:
+            self._due = min(self._due, time.monotonic() + _LONGEST_WAIT)
 
 
 def _passes(error: Exception) -> bool:

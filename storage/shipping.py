@@ -76,7 +76,7 @@ class Shipper:
 
         Raises:
             NotYetError: it may never be needed; let go of it, and look again later.
-            Exception: something is away (see `storage.tracking.is_away`, or the database), or the server will never
+            Exception: something is away (see `storage.answers.is_away`, or the database), or the server will never
                 have the rest.
         """
         entries = journal.unsent()

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -121,7 +121,15 @@ class Tracking:
         """Return the page of a run in the MLflow UI, in the view that has models and their "Register model"."""
         return f"{self._ui_url}/#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
-    def study_run(self, study_name: str, study_id: int, *, params: Mapping[str, object], known: str | None) -> str:
+    def study_run(
+        self,
+        study_name: str,
+        study_id: int,
+        *,
+        params: Mapping[str, object],
+        known: str | None,
+        may_create: Callable[[], object] = lambda: None,
+    ) -> str:
         """Return the id of the study's parent run, creating it if need be; call it under the study's lock.
 
         Args:
@@ -129,12 +137,14 @@ class Tracking:
             study_id: the study's id in the database.
             params: the spec, logged as the run's parameters.
             known: the run's id, when the study has it noted.
+            may_create: is called before a run is created, and raises if none may be.
         """
         if known is not None and self.has_run(known):
             return known
         # A study deleted and made again under its name is another study: its number tells them apart.
         if found := self._find(f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'", child=False):
             return found
+        may_create()
         run = self._create(study_name, {STUDY: study_name, STUDY_ID: str(study_id)})
         self.log(run, params=params)
         return run

@@ -47,7 +47,7 @@ def delete(
                 f"study {name!r} has {counted(alive, 'running trial')}: stop it first: {command('stop', name)}"
             )
     if not yes:
-        what = f"study {study} with {summarise(handle).finished} finished trials"
+        what = f"study {study} with {counted(summarise(handle).finished, 'finished trial')}"
         what += ", its finalists" if held else ""
         what += (
             ", and the record that its test set was opened" if read_opening(engine_of(storage), handle.study_id) else ""

@@ -31,7 +31,11 @@ def finalists(
         ),
     ] = 2,
     new_set: Annotated[
-        bool, typer.Option("--new-set", help="Choose anew, by the search as it is now, on other seeds.")
+        bool,
+        typer.Option(
+            "--new-set",
+            help="Choose anew, on other seeds; an earlier winner stands until these have one.",
+        ),
     ] = False,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,

@@ -66,7 +66,9 @@ def gc(  # noqa: PLR0917 typer wants them so
         try:
             freed += garbage.remove()
         except (StorageError, OSError) as error:
-            typer.echo(f"hpsearch: {garbage.study}: {garbage.what} stay: {error}", err=True)
+            typer.echo(f"hpsearch: {garbage.study}: {garbage.what} stay, or some of them: {error}", err=True)
+        except KeyError:
+            typer.echo(f"hpsearch: {garbage.study}: the study was deleted meanwhile", err=True)
     console.print(f"freed {decimal(freed)}")
     if any(garbage.where == "MLflow" for garbage in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")

@@ -8,7 +8,7 @@ import typer
 
 from search.services import Services
 from search.study import RUN_ID, TRACKING_URI, StudyHandle
-from storage.answers import check_server
+from storage.answers import check_server, one_line
 from storage.tracking import Tracking
 
 
@@ -22,5 +22,4 @@ def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Trackin
         check_server(uri)
         tell(services.open_tracking(uri))
     except Exception as error:  # the study is changed already: a server that is away must not hide it
-        reason = " ".join(str(error).split())[:200]
-        typer.echo(f"warning: MLflow was not told ({reason}); it is when the trials run", err=True)
+        typer.echo(f"warning: MLflow was not told ({one_line(error)}); it is when the trials run", err=True)

@@ -45,7 +45,6 @@ def show(
 
 
 def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None, *, every: bool) -> None:
-    from optuna.trial import TrialState
     from rich.table import Table
 
     from search.finalists import read_finalists
@@ -64,12 +63,10 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("trial", "state", "epochs", "value", "worker", "reason"):
         table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
-    trials = handle.trials()
+    trials, waiting = handle.trials(), why_waiting(handle)
     for trial in trials if every else trials[-20:]:
         value = "" if trial.value is None else format_value(trial.value)
-        worker, reason = trial.user_attrs.get(WORKER, ""), trial.user_attrs.get(REASON, "")
-        if trial.state == TrialState.WAITING:
-            reason = why_waiting(handle, trial)
+        worker, reason = trial.user_attrs.get(WORKER, ""), waiting.get(trial.number) or trial.user_attrs.get(REASON, "")
         epochs = str(len(trial.intermediate_values))
         table.add_row(
             str(trial.number),

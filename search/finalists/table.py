@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.errors import SearchError
 from search.finalists.choice import choose
 from search.study import INFEASIBLE, StudyHandle, load_study
 from storage.finalists import finalist_studies
@@ -76,15 +79,16 @@ class Finalists:
         return next(row for row in self.rows if row.trial == trial)
 
 
-def finalist_sets(handle: StudyHandle) -> list[StudyHandle]:
-    """Return the studies that hold finalists of a study, the one made last first."""
-    names = finalist_studies(engine_of(handle.storage), handle.study_id)
-    return [load_study(handle.storage, name) for name in reversed(names)]
+def finalist_sets(handle: StudyHandle) -> Iterator[StudyHandle]:
+    """Yield the studies that hold finalists of a study, the one made last first."""
+    for name in reversed(finalist_studies(engine_of(handle.storage), handle.study_id)):
+        with suppress(SearchError):  # it was deleted just now
+            yield load_study(handle.storage, name)
 
 
 def newest_set(handle: StudyHandle) -> StudyHandle | None:
     """Return the study that holds the finalists that were chosen last; None without any."""
-    return next(iter(finalist_sets(handle)), None)
+    return next(finalist_sets(handle), None)
 
 
 def counting_set(handle: StudyHandle) -> tuple[StudyHandle, Finalists] | None:

@@ -60,9 +60,9 @@ def _tell_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in _former(handle, found):
+    for number in _others(handle, found):
         if number in runs:
-            _annotate(tracking, runs[number], tags={FINALIST: "of an earlier set"}, metrics={}, at=ended)
+            _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
 
 
 def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
@@ -75,12 +75,10 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
         log.warning("run %s is not told: %s", run, one_line(error))
 
 
-def _former(handle: StudyHandle, found: Finalists) -> set[int]:
-    """Return the trials that were finalists of an earlier set only."""
+def _others(handle: StudyHandle, found: Finalists) -> set[int]:
+    """Return the trials that are finalists of other sets only."""
     numbers: set[int] = set()
     for name in finalist_studies(engine_of(handle.storage), handle.study_id):
-        if name == found.study:
-            break
         of = load_study(handle.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else [])
     return numbers - {row.trial for row in found.rows}

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
+from storage.locks import limits
 from storage.study_storage.codec import store, to_utc
 from storage.study_storage.database import Database, text
 
@@ -37,7 +38,7 @@ _CREATE = f"""
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
 """  # noqa: S608 the parts are constants
 
-_FROZEN_CLIENT = "SET LOCAL idle_in_transaction_session_timeout = '30s';"  # must not keep the study locked for ever
+_FROZEN_CLIENT = limits(idle=30)  # must not keep the study locked for ever
 
 _IMPORT = f"""
     {_FROZEN_CLIENT} {_LOCK}

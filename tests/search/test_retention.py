@@ -12,11 +12,13 @@ from optuna.trial import TrialState, create_trial
 from search.errors import SearchError
 from search.promotion import promote
 from search.retention import Garbage, find_garbage
-from search.study import CHECKPOINT_URL, TRACKING, load_study
+from search.study import CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING, load_study
 from search.test_set import choose_candidate, open_for
 from search.worker import runs_folder
 from storage.claims import ATTEMPT
+from storage.errors import StorageError
 from storage.run_book import RunBook
+from storage.run_storage import Kept, RunStorage
 from storage.stack import StackInfo
 from storage.studies import open_storage
 from tests.search.promoting import Tracked, train_finalists
@@ -81,6 +83,26 @@ def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path
     assert garbage.remove() == 0
     assert has_model(tracked, 0)
     assert has_model(tracked, 2)
+
+
+def test_what_could_not_be_removed_is_not_called_so(
+    tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
+) -> None:
+    (garbage,) = find(tracked, tmp_path)
+    remove, removed = RunStorage.remove, []
+
+    def first_only(storage: RunStorage, kept: Kept) -> None:
+        if removed:
+            raise StorageError("MLflow is away")
+        remove(storage, kept)
+        removed.append(kept.run_id)
+
+    monkeypatch.setattr(RunStorage, "remove", first_only)
+    with pytest.raises(StorageError, match="MLflow is away"):
+        garbage.remove()
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED in trial.user_attrs]
+    assert marked == removed
 
 
 def test_a_removal_that_was_cut_short_is_gone_on_with(tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:

@@ -300,6 +300,18 @@ def test_an_error_of_the_caller_is_raised_at_once() -> None:
     assert len(calls) == 1
 
 
+def test_who_was_frozen_for_longer_than_its_patience_tries_once_more() -> None:
+    calls = []
+
+    def call() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise sa.exc.OperationalError("SELECT 1", {}, psycopg2.OperationalError("server closed the connection"))
+        return len(calls)
+
+    assert retrying(0)(call) == 2
+
+
 def test_deadlocks_are_repeated(storage: PostgresStorage, study_id: int, database_url: str) -> None:
     """Two transactions that lock two rows the wrong way round both get through."""
     one, two = (storage.create_new_trial(study_id) for _ in range(2))

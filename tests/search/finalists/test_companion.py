@@ -27,6 +27,7 @@ from search.finalists.page import confirmation_lines, finalist_table
 from search.samplers import derive_seed, training_seed
 from search.study import FOLDER, INFEASIBLE, REMOVED, StudyHandle, load_study
 from search.suggesting import suggest
+from search.test_set import choose_candidate
 from storage.claims import SPEC, STOPPED, Claim, Claims, Nothing
 from storage.run_book import RunBook
 from storage.studies import open_storage
@@ -176,6 +177,9 @@ def test_a_new_set_counts_from_when_it_has_a_winner(handle: StudyHandle) -> None
     assert confirmation_lines(handle)[-1] == (
         "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
     )
+    with pytest.raises(SearchError, match=r"chosen anew, in s.finalists-2, and are not done: go on with"):
+        choose_candidate(handle, trial=None, unconfirmed=False)
+    assert choose_candidate(handle, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
     assert (table(handle).study, table(handle).winner) == ("s.finalists-2", 1)
     assert len(confirmation_lines(handle)) == 3

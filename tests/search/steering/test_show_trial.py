@@ -46,11 +46,13 @@ def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Stu
     study.enqueue_trial({"width": 16})
     assert "enqueued: no worker has taken it yet" in say("show", "s")
     claims.settle(take(claims), "WAITING", "released")
-    waits = "attempt 1 was given back: the next free worker goes on with it"
+    waits = "attempt 1 was given back: it is the next to be taken"
     assert waits in say("show", "s")
     assert waits in say("show", "s", "--trial", "0")
     claims.settle(take(claims), "WAITING", "failed", attrs={REASON: "out of memory"})
-    assert "attempt 2 failed (out of memory): the next" in say("show", "s")
+    assert "attempt 2 failed (out of memory): it is" in say("show", "s")
+    claims.settle(take(claims), "WAITING", "released")
+    assert "attempt 3 was given back: it is" in say("show", "s"), "the reason of the second is another's"
 
 
 def test_a_trial_that_runs_has_no_end_and_one_from_elsewhere_no_attempts(
