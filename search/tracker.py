@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from search.console import counted
 from search.parent_run import open_parent_run
 from search.study import StudyHandle
 from search.study_checkpoints import StudyCheckpoints
@@ -123,7 +124,7 @@ class Tracker:
 
         def told(sent: int, left: int) -> None:
             if sent or left:
-                tell(f"telling MLflow of {sent + left} trials: {sent} done")
+                tell(f"telling MLflow of {counted(sent + left, 'trial')}: {sent} done")
 
         self.sender.start()
         try:

@@ -105,7 +105,7 @@ def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: U
         "hpsearch:tracking" in optuna.load_study(study_name=arena.name, storage=arena.storage_url).trials[0].user_attrs
     )
     if by == "sync":
-        assert "1 trials sent, nothing is left" in arena.run("sync", arena.name)
+        assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
     else:
         arena.work(1)
         if undisturbed(2)[1] < undisturbed(2)[0]:  # the other trial won: only a winner is told of unasked
