@@ -39,7 +39,7 @@ _IN_UPLOADS = 120  # seconds: it is sent a model
 
 _LOCK = "SELECT pg_advisory_xact_lock(:kind, :key)"
 _LOCK_IN_REQUESTS = sa.text(f"{limits(idle=_IN_REQUESTS)} {_LOCK}")
-_LOCK_RUN = sa.text(f"{limits(idle=_IN_UPLOADS, wait=2)} {_LOCK}")
+_LOCK_RUN = sa.text(f"{limits(idle=_IN_UPLOADS, wait=1)} {_LOCK}")
 _LOCK_NAME = sa.text(f"{limits(wait=600)} SELECT pg_advisory_xact_lock(:kind, hashtext(:name))")
 _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
