@@ -10,7 +10,7 @@ from search.closing import close_study
 from search.console import PlainConsole, command
 from search.errors import SearchError
 from search.finalists.companion import create_or_join, passed_over
-from search.finalists.page import finalist_lines, finalist_table
+from search.finalists.page import finalist_lines, finalist_table, opening_line
 from search.finalists.table import Finalists, read_finalists, tabulate
 from search.fleet import Fleet
 from search.run import drive, open_run, tell_failed, tell_outbox
@@ -22,7 +22,8 @@ from search.summary import summarise
 from storage.answers import one_line
 from storage.checkpoints import Checkpoints
 from storage.claims import STOPPED
-from storage.studies import open_storage
+from storage.studies import engine_of, open_storage
+from storage.test_set import read_opening
 
 
 def run_finalists(
@@ -82,10 +83,11 @@ def _print_begin(console: Console, handle: StudyHandle, held: StudyHandle, *, cr
     assert of is not None
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
     console.print(f"finalists of {handle.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    if created and opening is not None:
+        console.print(f"{opening_line(handle, opening)}: another winner could not be tested any more", style="yellow")
     if len(of.trials) < of.top:
-        console.print(
-            f"only {len(of.trials)} of its trials are complete, differ and have their models, fewer than --top {of.top}"
-        )
+        console.print(f"fewer than --top {of.top}: there are no more that are complete, differ and have their models")
     if created and (gone := passed_over(handle, of.top)):
         console.print(
             f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "
