@@ -5,11 +5,15 @@ import pwd
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from optuna.study import StudyDirection
+
+from storage.studies import open_storage
+from storage.study_storage import PostgresStorage
 
 _PROBE = "import subprocess, sys, storage; subprocess.run([sys.executable, '-c', 'import storage'], check=True)"
 
@@ -58,3 +62,25 @@ def ordinary_user() -> OrdinaryUser:
         if user.python(_PROBE).returncode == 0:
             return user
     pytest.skip("the user nobody cannot run this interpreter")
+
+
+Open = Callable[..., PostgresStorage]
+
+
+@pytest.fixture
+def opened(database_url: str) -> Iterator[Open]:
+    """Opens the database as a storage of its own, and closes it after the test."""
+    storages: list[PostgresStorage] = []
+
+    def open_one(application_name: str, *, patience: float) -> PostgresStorage:
+        storages.append(open_storage(database_url, application_name=application_name, patience=patience))
+        return storages[-1]
+
+    yield open_one
+    for storage in storages:
+        storage.engine.dispose()
+
+
+@pytest.fixture
+def study_id(storage: PostgresStorage) -> int:
+    return storage.create_new_study([StudyDirection.MAXIMIZE], "s")

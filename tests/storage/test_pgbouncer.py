@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import psycopg2
 import pytest
 import sqlalchemy as sa
-from optuna.study import StudyDirection
 
 from storage import ports
 from storage.studies import open_storage
@@ -23,19 +22,13 @@ from storage.study_storage import PostgresStorage
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer
+from tests.storage.conftest import Open
 from tests.storage.shaking import X, check, run_trials
 
 
 @pytest.fixture
-def storage(database_url: str) -> Iterator[PostgresStorage]:
-    opened = open_storage(database_url, application_name="shaken", patience=60)
-    yield opened
-    opened.engine.dispose()
-
-
-@pytest.fixture
-def study_id(storage: PostgresStorage) -> int:
-    return storage.create_new_study([StudyDirection.MAXIMIZE], "s")
+def storage(opened: Open) -> PostgresStorage:
+    return opened("shaken", patience=60)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from storage.roles import create_databases
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
 from storage.urls import build
+from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, X, check, run_trials
 
 if TYPE_CHECKING:
@@ -34,15 +35,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def storage(database_url: str) -> Iterator[PostgresStorage]:
-    opened = open_storage(database_url, application_name="shaken", patience=60)
-    yield opened
-    opened.engine.dispose()
-
-
-@pytest.fixture
-def study_id(storage: PostgresStorage) -> int:
-    return storage.create_new_study([StudyDirection.MAXIMIZE], "s")
+def storage(opened: Open) -> PostgresStorage:
+    return opened("shaken", patience=60)
 
 
 def test_cut_connections_lose_nothing(

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
-from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
+from tests.storage.conftest import Open
 from tests.storage.statements import statements
 
 X = FloatDistribution(0, 1)
 
 
 @pytest.fixture
-def storage(database_url: str) -> Iterator[PostgresStorage]:
-    opened = open_storage(database_url, application_name="test", patience=5)
-    yield opened
-    opened.engine.dispose()
+def storage(opened: Open) -> PostgresStorage:
+    return opened("test", patience=5)
 
 
 @pytest.fixture
-def other(database_url: str) -> Iterator[PostgresStorage]:
-    opened = open_storage(database_url, application_name="other", patience=5)
-    yield opened
-    opened.engine.dispose()
-
-
-@pytest.fixture
-def study_id(storage: PostgresStorage) -> int:
-    return storage.create_new_study([StudyDirection.MAXIMIZE], "s")
+def other(opened: Open) -> PostgresStorage:
+    return opened("other", patience=5)
 
 
 def test_the_statements_of_each_call(storage: PostgresStorage, study_id: int) -> None:

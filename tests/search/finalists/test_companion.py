@@ -1,20 +1,15 @@
-"""The study of the finalists: who is chosen, on which seeds, once, and what the verbs make of it."""
+"""The study of the finalists: who is chosen, on which seeds, once."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
 
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution, FloatDistribution
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from objectives import ObjectiveError, load_objective
-from search.cli import _run
-from search.console import PlainConsole
 from search.errors import SearchError
-from search.finalists import Finalists, read_finalists
 from search.finalists.companion import (
     PARENT_TRIAL,
     TRAINING_SEED,
@@ -23,77 +18,16 @@ from search.finalists.companion import (
     parent_of,
     passed_over,
 )
-from search.finalists.page import confirmation_lines, finalist_table
+from search.finalists.page import confirmation_lines
 from search.samplers import derive_seed, training_seed
-from search.study import FOLDER, INFEASIBLE, REMOVED, StudyHandle, load_study
+from search.study import FOLDER, REMOVED, StudyHandle, load_study
 from search.suggesting import suggest
 from search.test_set import choose_candidate
-from storage.claims import SPEC, STOPPED, Claim, Claims, Nothing
+from storage.claims import STOPPED, Claim, Claims
 from storage.run_book import RunBook
 from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
-from storage.test_set import open_test_set, write_scores
-from tests.search.pruning.test_reasons import spec_of
-
-Say = Callable[..., str]
-
-SPACE = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "kind": CategoricalDistribution(("cnn", "mlp"))}
-VALUES = [0.5, 0.9, 0.7, 0.9, 0.8]
-
-
-@pytest.fixture
-def storage(database_url: str) -> PostgresStorage:
-    return open_storage(database_url, application_name="test")
-
-
-def params(number: int) -> dict[str, object]:
-    return {"lr": 1e-2 / (number + 3), "kind": "cnn"}
-
-
-def finished(number: int, value: float, **changes: object) -> FrozenTrial:
-    return create_trial(value=value, params={**params(number), **changes}, distributions=SPACE)
-
-
-def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None) -> StudyHandle:
-    study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
-    spec = spec_of(name="median").model_dump()
-    spec |= {"name": name, "n_trials": len(trials) if budget is None else budget}
-    storage.set_study_user_attr(study._study_id, SPEC, spec)
-    storage.import_trials(study._study_id, trials)
-    return load_study(storage, name)
-
-
-@pytest.fixture
-def handle(storage: PostgresStorage) -> StudyHandle:
-    return search(storage, "s", [finished(n, v) for n, v in enumerate(VALUES)])
-
-
-def train(held: StudyHandle, value_of: Callable[[int, int], float | None], *, trials: int | None = None) -> None:
-    """Run waiting trials as a worker does, with values that are made up; None diverges."""
-    claims = Claims(held.storage.engine, held.study_id, worker="host:1")
-    of = held.spec.finalists_of
-    assert of is not None
-    done = 0
-    while trials is None or done < trials:
-        claim = claims.claim()
-        if isinstance(claim, Nothing):
-            break
-        assert isinstance(claim, Claim)
-        value = value_of(*of.assignment(claim.number))
-        if value is None:
-            claims.settle(claim, "PRUNED", "infeasible", attrs={INFEASIBLE: True})
-        else:
-            claims.settle(claim, "COMPLETE", "complete", value=value)
-        done += 1
-
-
-def table(handle: StudyHandle) -> Finalists:
-    found = read_finalists(handle)
-    assert found is not None
-    return found
-
-
-# The choice of finalists
+from tests.search.finalists.support import SPACE, VALUES, Say, finished, params, search, table, train
 
 
 def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: PostgresStorage) -> None:
@@ -260,159 +194,3 @@ def test_a_failed_finalist_is_tried_again(handle: StudyHandle, say: Say) -> None
     assert table(handle).pending == 1
     train(held, lambda *_: 0.75)
     assert table(handle).row(1).values == (None, 0.75)
-
-
-# The table
-
-
-def test_the_table_of_fresh_seeds_decides(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=3, seeds=2)
-    values = {1: (0.80, 0.82), 3: (0.70, 0.72), 4: (0.85, 0.88)}
-    of = held.spec.finalists_of
-    assert of is not None
-
-    def value(trial: int, seed: int) -> float:
-        return values[trial][of.seeds.index(seed)]
-
-    train(held, value, trials=3)
-    found = table(handle)
-    assert (found.winner, found.pending) == (None, 3)
-    assert [row.values for row in found.rows] == [(0.80, None), (0.70, None), (0.85, None)]
-    assert [row.mean for row in found.rows] == [0.80, 0.70, 0.85]
-    assert "finalists: 3 of 6 trained, on 2 fresh seeds" in confirmation_lines(handle)
-
-    train(held, value)
-    found = table(handle)
-    assert (found.winner, found.tie, found.pending) == (4, (), 0)
-    assert found.seeds == tuple(of.seeds)
-    row = found.row(4)
-    assert (row.search_value, row.values, row.mean) == (0.8, (0.85, 0.88), pytest.approx(0.865))
-    assert row.spread == pytest.approx(0.0212132, abs=1e-6), "the sample standard deviation"
-    lines = confirmation_lines(handle)
-    assert "winner: trial 4, val accuracy 0.8650 on 2 fresh seeds, spread 0.0212 (the search said 0.8000)" in lines
-    assert "the search over-stated its finalists by 0.0717 on average" in lines
-
-
-def test_who_lacks_a_value_cannot_win(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    of = held.spec.finalists_of
-    assert of is not None
-    train(held, lambda trial, seed: None if (trial, seed) == (1, of.seeds[1]) else 0.9 - trial / 10)
-    found = table(handle)
-    assert found.winner == 3
-    row = found.row(1)
-    assert (row.values, row.reasons, row.whole) == ((0.8, None), (None, "diverged"), False)
-    assert (row.mean, row.spread) == (0.8, None)
-    assert found.verdict(row) == "incomplete"
-
-
-def test_no_winner_where_none_is_whole(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=1)
-    train(held, lambda *_: None)
-    assert table(handle).winner is None
-    assert confirmation_lines(handle) == ["finalists: no winner, none has a value for each of 1 fresh seed"]
-
-
-def test_ties_and_unknown_spreads_are_said_to_be_so(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=1)
-    train(held, lambda *_: 0.75)
-    found = table(handle)
-    assert (found.winner, found.tie, found.row(1).spread) == (1, (3,), None)
-    lines = confirmation_lines(handle)
-    assert "a tie with trial 3: their values are equal; the better mean is taken" in lines
-    assert "with one seed the spread is unknown: a difference may be chance" in lines
-
-
-def test_the_table_is_printed_whole(handle: StudyHandle, capsys: pytest.CaptureFixture[str]) -> None:
-    held, _ = create_or_join(handle, top=3, seeds=2)
-    of = held.spec.finalists_of
-    assert of is not None
-    train(held, lambda trial, seed: None if trial == 3 else 0.8 + trial / 100 + of.seeds.index(seed) / 10)
-    PlainConsole().print(finalist_table(handle, table(handle)))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == [
-        ["1", "4", "0.8000", "0.8900", "0.0707", "-0.0900", "0.8400", "0.9400", "winner"],
-        ["2", "1", "0.9000", "0.8600", "0.0707", "+0.0400", "0.8100", "0.9100"],
-        ["-", "3", "0.9000", "-", "unknown", "-", "diverged", "diverged", "cannot", "win"],
-    ]
-
-
-# The verbs
-
-
-@pytest.fixture
-def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*arguments: str, code: int = 0) -> str:
-        assert _run([*arguments, "--storage-url", database_url]) == code
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == (1 if code else 0), captured.err
-        return captured.err if code else captured.out
-
-    return run
-
-
-def test_verbs_know_finalists(handle: StudyHandle, say: Say) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    assert "s.finalists (finalists)" in say("studies")
-    assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
-    assert "in the report of 's'" in say("report", "s.finalists", code=2)
-    assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
-    assert "hpsearch finalists s" in say("start", "s.finalists")
-    assert f"trials=[1, 3], seeds={held.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
-    assert "finalists: 0 of 4 trained" in say("show", "s")
-    train(held, lambda trial, _seed: 0.8 + trial / 100)
-    assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
-
-
-def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Say) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
-    assert isinstance(claim, Claim)
-    assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
-    Claims(held.storage.engine, held.study_id, worker="host:1").settle(claim, "WAITING", "released")
-    said = say("delete", "s", "--yes")
-    assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
-    assert held.storage.get_all_studies() == []
-
-
-def test_finalists_outlive_a_search_that_another_program_deletes(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    handle.storage.delete_study(handle.study_id)
-    with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
-        parent_of(held)
-    again = search(handle.storage, "s", [finished(0, 0.5)])
-    assert read_finalists(again) is None, "another study under the old name"
-    with pytest.raises(SearchError, match="was deleted"):
-        parent_of(held)
-    assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
-
-
-def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
-    path = tmp_path / "spec.toml"
-    path.write_text('objective = "digits"\n[finalists_of]\nstudy = "s"\n')
-    assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
-
-
-# Whom the test set is opened for
-
-
-def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Say) -> None:
-    assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
-    assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
-    held, _ = create_or_join(handle, top=2, seeds=1)
-    assert "are not done, 2 are left" in say("open-test", "s", "--yes", code=2)
-    train(held, lambda trial, _seed: 0.8 + trial / 100)
-    assert "is trial 3: leave it out, or add --unconfirmed" in say("open-test", "s", "--yes", "--trial", "1", code=2)
-    assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
-
-
-def test_an_opened_test_set_is_shown_and_not_opened_again(handle: StudyHandle, say: Say) -> None:
-    engine = handle.storage.engine
-    opening = open_test_set(
-        engine, handle.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
-    )
-    assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
-    write_scores(engine, handle.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
-    assert "test set: accuracy 0.8750, opened on " in say("show", "s")
-    refused = say("open-test", "s", "--yes", code=2)
-    assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused

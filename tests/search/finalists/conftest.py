@@ -1,0 +1,32 @@
+"""A finished search of five trials."""
+
+from __future__ import annotations
+
+import pytest
+
+from search.cli import _run
+from search.study import StudyHandle
+from storage.studies import open_storage
+from storage.study_storage import PostgresStorage
+from tests.search.finalists.support import VALUES, Say, finished, search
+
+
+@pytest.fixture
+def storage(database_url: str) -> PostgresStorage:
+    return open_storage(database_url, application_name="test")
+
+
+@pytest.fixture
+def handle(storage: PostgresStorage) -> StudyHandle:
+    return search(storage, "s", [finished(n, v) for n, v in enumerate(VALUES)])
+
+
+@pytest.fixture
+def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*arguments: str, code: int = 0) -> str:
+        assert _run([*arguments, "--storage-url", database_url]) == code
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == (1 if code else 0), captured.err
+        return captured.err if code else captured.out
+
+    return run

@@ -1,0 +1,63 @@
+"""A search that was never trained, and its finalists, trained as a worker does it, with made-up values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.trial import FrozenTrial, create_trial
+
+from search.finalists import Finalists, read_finalists
+from search.study import INFEASIBLE, StudyHandle, load_study
+from storage.claims import SPEC, Claim, Claims, Nothing
+from storage.study_storage import PostgresStorage
+from tests.search.pruning.test_reasons import spec_of
+
+Say = Callable[..., str]
+
+
+SPACE = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "kind": CategoricalDistribution(("cnn", "mlp"))}
+VALUES = [0.5, 0.9, 0.7, 0.9, 0.8]
+
+
+def params(number: int) -> dict[str, object]:
+    return {"lr": 1e-2 / (number + 3), "kind": "cnn"}
+
+
+def finished(number: int, value: float, **changes: object) -> FrozenTrial:
+    return create_trial(value=value, params={**params(number), **changes}, distributions=SPACE)
+
+
+def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None) -> StudyHandle:
+    study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
+    spec = spec_of(name="median").model_dump()
+    spec |= {"name": name, "n_trials": len(trials) if budget is None else budget}
+    storage.set_study_user_attr(study._study_id, SPEC, spec)
+    storage.import_trials(study._study_id, trials)
+    return load_study(storage, name)
+
+
+def train(held: StudyHandle, value_of: Callable[[int, int], float | None], *, trials: int | None = None) -> None:
+    """Run waiting trials as a worker does, with values that are made up; None diverges."""
+    claims = Claims(held.storage.engine, held.study_id, worker="host:1")
+    of = held.spec.finalists_of
+    assert of is not None
+    done = 0
+    while trials is None or done < trials:
+        claim = claims.claim()
+        if isinstance(claim, Nothing):
+            break
+        assert isinstance(claim, Claim)
+        value = value_of(*of.assignment(claim.number))
+        if value is None:
+            claims.settle(claim, "PRUNED", "infeasible", attrs={INFEASIBLE: True})
+        else:
+            claims.settle(claim, "COMPLETE", "complete", value=value)
+        done += 1
+
+
+def table(handle: StudyHandle) -> Finalists:
+    found = read_finalists(handle)
+    assert found is not None
+    return found

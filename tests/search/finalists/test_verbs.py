@@ -1,0 +1,80 @@
+"""What the verbs make of finalists, and for whom the test set is opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from search.errors import SearchError
+from search.finalists import read_finalists
+from search.finalists.companion import (
+    create_or_join,
+    parent_of,
+)
+from search.study import StudyHandle
+from storage.claims import Claim, Claims
+from storage.test_set import open_test_set, write_scores
+from tests.search.finalists.support import Say, finished, search, train
+
+
+def test_verbs_know_finalists(handle: StudyHandle, say: Say) -> None:
+    held, _ = create_or_join(handle, top=2, seeds=2)
+    assert "s.finalists (finalists)" in say("studies")
+    assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
+    assert "in the report of 's'" in say("report", "s.finalists", code=2)
+    assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
+    assert "hpsearch finalists s" in say("start", "s.finalists")
+    assert f"trials=[1, 3], seeds={held.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
+    assert "finalists: 0 of 4 trained" in say("show", "s")
+    train(held, lambda trial, _seed: 0.8 + trial / 100)
+    assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
+
+
+def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Say) -> None:
+    held, _ = create_or_join(handle, top=2, seeds=2)
+    claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
+    assert isinstance(claim, Claim)
+    assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
+    Claims(held.storage.engine, held.study_id, worker="host:1").settle(claim, "WAITING", "released")
+    said = say("delete", "s", "--yes")
+    assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
+    assert held.storage.get_all_studies() == []
+
+
+def test_finalists_outlive_a_search_that_another_program_deletes(handle: StudyHandle) -> None:
+    held, _ = create_or_join(handle, top=2, seeds=2)
+    handle.storage.delete_study(handle.study_id)
+    with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
+        parent_of(held)
+    again = search(handle.storage, "s", [finished(0, 0.5)])
+    assert read_finalists(again) is None, "another study under the old name"
+    with pytest.raises(SearchError, match="was deleted"):
+        parent_of(held)
+    assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
+
+
+def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text('objective = "digits"\n[finalists_of]\nstudy = "s"\n')
+    assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
+
+
+def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Say) -> None:
+    assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
+    assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
+    held, _ = create_or_join(handle, top=2, seeds=1)
+    assert "are not done, 2 are left" in say("open-test", "s", "--yes", code=2)
+    train(held, lambda trial, _seed: 0.8 + trial / 100)
+    assert "is trial 3: leave it out, or add --unconfirmed" in say("open-test", "s", "--yes", "--trial", "1", code=2)
+    assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
+
+
+def test_an_opened_test_set_is_shown_and_not_opened_again(handle: StudyHandle, say: Say) -> None:
+    engine = handle.storage.engine
+    opening = open_test_set(
+        engine, handle.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
+    )
+    assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
+    write_scores(engine, handle.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
+    assert "test set: accuracy 0.8750, opened on " in say("show", "s")
+    refused = say("open-test", "s", "--yes", code=2)
+    assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused
