@@ -73,7 +73,7 @@ def users_code(what: str) -> Iterator[None]:
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        from objectives.training.guards import is_out_of_memory  # torch is there by now
+        from objectives.training.loop.guards import is_out_of_memory  # torch is there by now
 
         if is_out_of_memory(error):
             raise

@@ -12,9 +12,9 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
 
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
-    from objectives.training.data import Dataset, Splits
-    from objectives.training.loader import Augment
-    from objectives.training.metrics import Metrics
+    from objectives.training.data.dataset import Dataset, Splits
+    from objectives.training.data.loader import Augment
+    from objectives.training.evaluation.metrics import Metrics
 
 
 class Objective(ABC):
@@ -86,7 +86,7 @@ class Objective(ABC):
 
     def metrics(self, train: Dataset) -> Metrics:
         """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to."""
-        from objectives.training.metrics import metrics_for
+        from objectives.training.evaluation.metrics import metrics_for
 
         return metrics_for(self.metric, train)
 
@@ -96,7 +96,7 @@ class Objective(ABC):
         Raises:
             ObjectiveError: the built-in sets have no such metric, or it is better the other way round.
         """
-        from objectives.training.metrics import DIRECTIONS
+        from objectives.training.evaluation.metrics import DIRECTIONS
 
         if type(self).metrics is Objective.metrics:
             if metric not in DIRECTIONS:

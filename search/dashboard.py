@@ -7,14 +7,14 @@ import os
 import sys
 import threading
 
-from search.noticing import Watch
+from search.promotion.registry_watch import Watch
 from search.services import MLFLOW_UI_URL
-from storage.answers import check_server
-from storage.connect import check_database
-from storage.dashboard import serve_dashboard
-from storage.run_artifacts import RunArtifacts
-from storage.studies import open_storage
-from storage.tracking import Tracking
+from storage.dashboard.app import serve_dashboard
+from storage.database.connect import check_database
+from storage.mlflow.artifacts import RunArtifacts
+from storage.mlflow.client import Tracking
+from storage.mlflow.health import check_server
+from storage.study_storage.opening import open_storage
 
 
 def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search.errors import SearchError
-from storage import stack
-from storage.answers import TrackingAwayError, check_server
-from storage.connect import check_database
+from storage.database.connect import check_database
+from storage.embedded import stack
 from storage.home import home_dir
-from storage.tracking import Tracking
+from storage.mlflow.client import Tracking
+from storage.mlflow.health import TrackingAwayError, check_server
 from storage.urls import normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.

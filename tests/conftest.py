@@ -16,12 +16,12 @@ import psycopg2
 import pytest
 from psycopg2 import sql
 
-from storage import stack as embedded
-from storage.migrate import migrate
-from storage.postgres import Server
-from storage.postgres_account import make_folder
-from storage.postgres_data import SUPERUSER
-from storage.roles import OWNER, WORKER, Databases, create_databases
+from storage.database.migrate import migrate
+from storage.database.roles import OWNER, WORKER, Databases, create_databases
+from storage.embedded import stack as embedded
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
 from storage.urls import build
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
@@ -34,7 +34,7 @@ _GUARD = """
 import shutil, sys
 from pathlib import Path
 sys.stdin.read()
-from storage.stack import down
+from storage.embedded.stack import down
 home = Path(sys.argv[1])
 down(home)
 shutil.rmtree(home.parent, ignore_errors=True)

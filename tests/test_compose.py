@@ -22,8 +22,8 @@ from typing import Any
 import psycopg2
 import pytest
 
-from storage.postgres import Server
-from storage.postgres_account import make_folder
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_server import Server
 
 ROOT = Path(__file__).parent.parent
 TOOLS = Path(sys.executable).parent

@@ -1,12 +1,12 @@
 """The training loop: torch and a small session protocol, nothing of the service."""
 
 from objectives.training.config import TrainConfig
-from objectives.training.data import Dataset, Splits
-from objectives.training.evaluate import evaluate
-from objectives.training.guards import DeviceMemoryError, NonFiniteError
-from objectives.training.metrics import Metrics
-from objectives.training.preprocess import Standardize
-from objectives.training.records import EpochRecord
+from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.preprocess import Standardize
+from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.metrics import Metrics
+from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+from objectives.training.reproducibility.records import EpochRecord
 from objectives.training.result import FitResult
 from objectives.training.session import LocalSession, Session, Verdict, promotable
 from objectives.training.trainer import Trainer

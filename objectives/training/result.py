@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from objectives.training.accelerate import peak_memory, plain
-from objectives.training.data import Dataset
-from objectives.training.records import EpochRecord
-from objectives.training.run import Run
-from objectives.training.run_dir import RunDir
+from objectives.training.data.dataset import Dataset
+from objectives.training.loop.performance import peak_memory, plain
+from objectives.training.loop.run import Run
+from objectives.training.reports.run_dir import RunDir
+from objectives.training.reproducibility.records import EpochRecord
 from objectives.training.session import Verdict
 
 Status = Literal["completed", "pruned", "stopped"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from objectives.errors import ObjectiveError
-from objectives.training import checkpoint
-from objectives.training.records import EpochRecord, MetricsFile
+from objectives.training.reproducibility import checkpoint
+from objectives.training.reproducibility.records import EpochRecord, MetricsFile
 
 log = logging.getLogger("objectives.training")
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.errors import ObjectiveError
-from objectives.training.accelerate import peak_memory, reset_peak_memory
-from objectives.training.build import build, oddities
 from objectives.training.config import TrainConfig
-from objectives.training.epoch import train_epoch
-from objectives.training.guards import NonFiniteError, told_apart
-from objectives.training.instruments import NONE, Instruments
-from objectives.training.records import EpochRecord
-from objectives.training.reproducibility import repeatable_cublas, reproducible, set_seed
+from objectives.training.loop.build import build, oddities
+from objectives.training.loop.epoch import train_epoch
+from objectives.training.loop.guards import NonFiniteError, told_apart
+from objectives.training.loop.instruments import NONE, Instruments
+from objectives.training.loop.performance import peak_memory, reset_peak_memory
+from objectives.training.loop.resume import restore
+from objectives.training.loop.run import Run
+from objectives.training.reports.run_dir import RunDir
+from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from objectives.training.result import FitResult, conclude
-from objectives.training.resume import restore
-from objectives.training.run import Run
-from objectives.training.run_dir import RunDir
 from objectives.training.session import LocalSession, Session, Verdict
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def configured(objective: Objective, pairs: list[str] | None) -> TrainConfig:
     from objectives.errors import ObjectiveError, nearest
     from objectives.training import TrainConfig
     from search.errors import SearchError
-    from search.spec_file import parse_options
+    from search.spec.spec_file import parse_options
 
     values = objective.default_config().to_dict()
     for key, value in parse_options("--set", pairs or []).items():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
-from search.cli.asking import confirm
+from search.cli.confirm import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -24,18 +24,18 @@ def delete(
     home: o.Home = None,
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
-    from search.cli.read import open_for_reading
+    from search.cli.open_study import open_for_reading
     from search.console import command, counted
     from search.errors import SearchError
-    from search.study import load_study
-    from search.study_checkpoints import open_checkpoints
-    from search.summary import summarise
-    from search.tracker import outbox_folder
-    from search.worker import runs_folder
-    from storage.claims import running_now
-    from storage.finalists import finalist_studies
-    from storage.studies import engine_of
-    from storage.test_set import read_opening
+    from search.study.checkpoints import open_checkpoints
+    from search.study.study import load_study
+    from search.study.summary import summarise
+    from search.tracking.tracker import outbox_folder
+    from search.worker.loop import runs_folder
+    from storage.records.test_openings import read_opening
+    from storage.study_storage.opening import engine_of
+    from storage.trials.claims import running_now
+    from storage.trials.finalist_sets import finalist_studies
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)

@@ -25,10 +25,10 @@ def extend(
 ) -> None:
     """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
     from search.cli.mlflow import tell_mlflow
-    from search.cli.read import open_for_reading
-    from search.closing import reopen_study
-    from search.control import extend_study
-    from search.study import load_study
+    from search.cli.open_study import open_for_reading
+    from search.publish.study import reopen_study
+    from search.study.steering import extend_study
+    from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

@@ -47,7 +47,7 @@ def finalists(
     The best of many over-states itself: the winner is chosen on the fresh seeds alone. Called again it goes on where
     it stopped, and shows the table when all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
-    from search.forking import load_ahead
+    from search.fleet.forking import load_ahead
     from search.services import check_pair
 
     check_pair(storage_url, tracking_uri)  # before anything is loaded
@@ -55,7 +55,7 @@ def finalists(
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.finalists.run import run_finalists
+        from search.run.finalists import run_finalists
 
     return run_finalists(
         study, top=top, seeds=seeds, new_set=new_set, workers=workers, storage_url=storage_url,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from search.cli import options as o
-from search.cli.asking import confirm
+from search.cli.confirm import confirm
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from search.retention import Garbage
+    from search.study.cleanup import Garbage
 
 
 def register(app: typer.Typer) -> None:
@@ -36,12 +36,12 @@ def gc(  # noqa: PLR0917 typer wants them so
     """
     from rich.filesize import decimal
 
-    from search.cli.read import open_for_reading, tracking_of
+    from search.cli.open_study import open_for_reading, tracking_of
     from search.console import PlainConsole
-    from search.retention import find_garbage
-    from search.study import RUN_ID, load_study
-    from storage.claims import SPEC
+    from search.study.cleanup import find_garbage
+    from search.study.study import RUN_ID, load_study
     from storage.errors import StorageError
+    from storage.trials.claims import SPEC
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     made = [frozen.study_name for frozen in storage.get_all_studies() if SPEC in frozen.user_attrs]

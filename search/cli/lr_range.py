@@ -28,7 +28,7 @@ def lr_range(
 ) -> None:
     """Train with a climbing learning rate until the loss diverges; print a rate to start from and draw the loss."""
     from objectives import load_objective
-    from objectives.training.lr_range import lr_range as climb
+    from objectives.training.checks.lr_range import lr_range as climb
     from objectives.training.trainer import device_named
 
     found = load_objective(objective)

@@ -34,8 +34,8 @@ def migrate(
 ) -> None:
     """Create or upgrade the tables; the embedded stack does it by itself. Safe to repeat, and many at once."""
     from search.errors import SearchError
-    from storage.migrate import migrate as migrate_tables
-    from storage.roles import create_databases
+    from storage.database.migrate import migrate as migrate_tables
+    from storage.database.roles import create_databases
     from storage.urls import redact
 
     url = storage_url

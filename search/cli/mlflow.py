@@ -7,9 +7,9 @@ from collections.abc import Callable
 import typer
 
 from search.services import Services
-from search.study import RUN_ID, TRACKING_URI, StudyHandle
-from storage.answers import check_server, one_line
-from storage.tracking import Tracking
+from search.study.study import RUN_ID, TRACKING_URI, StudyHandle
+from storage.mlflow.client import Tracking
+from storage.mlflow.health import check_server, one_line
 
 
 def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Tracking], object]) -> None:

@@ -27,7 +27,7 @@ def show(objective: Objective_, settings: Set = None) -> None:
     from rich.table import Table
 
     from objectives import load_objective
-    from objectives.training import describe
+    from objectives.training.reports import describe
 
     found = load_objective(objective)
     config = configured(found, settings)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from search.cli import options as o
-from search.cli.asking import confirm
+from search.cli.confirm import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -33,16 +33,16 @@ def open_test(
 ) -> None:
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
     from search.cli.mlflow import tell_mlflow
-    from search.cli.read import open_for_reading
-    from search.closing import close_study
+    from search.cli.open_study import open_for_reading
     from search.console import command
     from search.errors import SearchError
-    from search.finalists.page import confirmation_lines
-    from search.study import TRACKING_URI, load_study
-    from search.summary import summarise
-    from search.test_set import choose_candidate, open_for
-    from storage.answers import check_server
-    from storage.test_set import AlreadyOpenError
+    from search.finalists.text import confirmation_lines
+    from search.promotion.open_test import choose_candidate, open_for
+    from search.publish.study import close_study
+    from search.study.study import TRACKING_URI, load_study
+    from search.study.summary import summarise
+    from storage.mlflow.health import check_server
+    from storage.records.test_openings import AlreadyOpenError
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

@@ -32,12 +32,12 @@ def promote(  # noqa: PLR0917 typer wants them so
     home: o.Home = None,
 ) -> None:
     """Register a trial's model in MLflow with its evidence, and let an alias name it."""
-    from search.cli.read import open_for_reading, tracking_of
-    from search.closing import write_note
+    from search.cli.open_study import open_for_reading, tracking_of
     from search.console import command
-    from search.promotion import promote as do
-    from search.study import load_study
-    from search.summary import summarise
+    from search.promotion.promote import promote as do
+    from search.publish.study import write_note
+    from search.study.study import load_study
+    from search.study.summary import summarise
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

@@ -28,15 +28,15 @@ def report(
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
     from mlflow.exceptions import MlflowException
 
-    from search.cli.read import notice_promotions, open_for_reading
-    from search.closing import close_study
+    from search.cli.open_study import notice_promotions, open_for_reading
     from search.errors import SearchError
+    from search.publish.study import close_study
     from search.report import write_report
-    from search.run import report_path
-    from search.study import RUN_ID, TRACKING_URI, load_study
-    from search.summary import summarise
-    from storage.answers import check_server, one_line
-    from storage.tracking import RunDeletedError
+    from search.run.search import report_path
+    from search.study.study import RUN_ID, TRACKING_URI, load_study
+    from search.study.summary import summarise
+    from storage.mlflow.client import RunDeletedError
+    from storage.mlflow.health import check_server, one_line
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

@@ -9,7 +9,7 @@ import typer
 from search.cli import options as o
 
 if TYPE_CHECKING:
-    from storage.tracking import Tracking
+    from storage.mlflow.client import Tracking
 
 
 def register(app: typer.Typer) -> None:
@@ -30,10 +30,10 @@ def retry(
 ) -> None:
     """Run a failed or infeasible trial again: same number, same parameters, same MLflow run, retries counted anew."""
     from search.cli.mlflow import tell_mlflow
-    from search.cli.read import open_for_reading
-    from search.closing import reopen_study, reopen_trial_run
-    from search.control import retry_trial
-    from search.study import load_study
+    from search.cli.open_study import open_for_reading
+    from search.publish.study import reopen_study, reopen_trial_run
+    from search.study.steering import retry_trial
+    from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     handle = load_study(storage, study)

@@ -55,7 +55,7 @@ def run(
         seed=seed, retries=retries, timeout=timeout, models=models,
     )  # fmt: skip
     check_settings(settings)
-    from search.forking import load_ahead
+    from search.fleet.forking import load_ahead
     from search.services import check_pair
 
     check_pair(storage_url, tracking_uri)  # before anything is loaded
@@ -63,7 +63,7 @@ def run(
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.run import run_search
+        from search.run.search import run_search
 
     return run_search(
         settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri,

@@ -34,8 +34,8 @@ def mlflow(
 ) -> None:
     """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
     from search.errors import SearchError
-    from storage.connect import connect
-    from storage.services import mlflow_command
+    from storage.database.connect import connect
+    from storage.embedded.commands import mlflow_command
     from storage.urls import normalise
 
     variable = "MLFLOW_BACKEND_STORE_URI"

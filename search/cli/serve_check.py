@@ -28,9 +28,9 @@ def serve_check(
     Exit code 0 when it scores what its trial recorded, 1 when it does not.
     """
     from search.errors import SearchError
-    from search.serve_check import serve_check as check
+    from search.promotion.serve_check import serve_check as check
     from search.services import find_services
-    from storage.studies import open_storage
+    from storage.study_storage.opening import open_storage
 
     services = find_services(storage_url, tracking_uri, home=home)
     if services.tracking_uri is None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from search.errors import SearchError
-from search.spec import StudySpec, parse_spec
-from search.spec_file import parse_options, read_spec_file
+from search.spec.spec import StudySpec, parse_spec
+from search.spec.spec_file import parse_options, read_spec_file
 
 
 def gather_settings(

@@ -11,7 +11,7 @@ from search.cli import options as o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from search.study import StudyHandle
+    from search.study.study import StudyHandle
 
 
 def register(app: typer.Typer) -> None:
@@ -30,10 +30,10 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
-    from search.cli.read import notice_promotions, open_for_reading
+    from search.cli.open_study import notice_promotions, open_for_reading
     from search.console import PlainConsole
-    from search.study import load_study
-    from search.trial_page import print_trial
+    from search.report.trial import print_trial
+    from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)
@@ -48,11 +48,11 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     from rich.table import Table
 
     from search.finalists import read_finalists
-    from search.finalists.page import finalist_table
-    from search.promotions import promotion_lines
-    from search.summary import format_value, summarise, summary_lines
-    from search.trial_page import why_waiting
-    from storage.claims import REASON, STOPPED, WORKER
+    from search.finalists.text import finalist_table
+    from search.report.promotions import promotion_lines
+    from search.report.trial import why_waiting
+    from search.study.summary import format_value, summarise, summary_lines
+    from storage.trials.claims import REASON, STOPPED, WORKER
 
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
         if key == "finalists_of" and value is None:

@@ -33,7 +33,7 @@ def smoke(
     import dataclasses
 
     from objectives import load_objective
-    from objectives.training.smoke import smoke as overfit
+    from objectives.training.checks.smoke import smoke as overfit
     from objectives.training.trainer import device_named
 
     found = load_objective(objective)

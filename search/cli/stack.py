@@ -19,7 +19,7 @@ def up(home: o.Home = None) -> None:
 
     from search.console import PlainConsole
     from search.steps import steps
-    from storage import stack
+    from storage.embedded import stack
     from storage.home import home_dir
 
     with steps(PlainConsole(stderr=True)) as tell:
@@ -31,7 +31,7 @@ def up(home: o.Home = None) -> None:
 
 def down(home: o.Home = None) -> None:
     """Stop the embedded services; everything they hold stays for the next start."""
-    from storage import stack
+    from storage.embedded import stack
     from storage.home import home_dir
 
     stopped = stack.down(home_dir(home))
@@ -40,7 +40,7 @@ def down(home: o.Home = None) -> None:
 
 def status(home: o.Home = None) -> int:
     """Show the embedded services; exit code 0 when all run, 3 when not."""
-    from storage import stack
+    from storage.embedded import stack
     from storage.home import home_dir
 
     services = stack.status(home_dir(home))

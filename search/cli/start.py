@@ -14,10 +14,10 @@ def register(app: typer.Typer) -> None:
 
 def start(study: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """Let a stopped study go on: trials are handed out again; start workers with 'run' or 'worker'."""
-    from search.cli.read import open_for_reading
+    from search.cli.open_study import open_for_reading
     from search.console import command
-    from search.control import start_study
-    from search.study import load_study
+    from search.study.steering import start_study
+    from search.study.study import load_study
 
     _, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)

@@ -22,10 +22,10 @@ def stop(
     home: o.Home = None,
 ) -> None:
     """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
-    from search.cli.read import open_for_reading
+    from search.cli.open_study import open_for_reading
     from search.console import command
-    from search.control import running_trials, stop_study
-    from search.study import load_study
+    from search.study.steering import running_trials, stop_study
+    from search.study.study import load_study
 
     _, storage = open_for_reading(storage_url, None, home)
     handle = load_study(storage, study)

@@ -16,13 +16,13 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """List the studies and where they stand."""
     from rich.table import Table
 
-    from search.cli.read import notice_promotions, open_for_reading
+    from search.cli.open_study import notice_promotions, open_for_reading
     from search.console import PlainConsole, command
-    from search.spec import parse_spec
-    from storage.claims import SPEC, STOPPED
-    from storage.progress import read_progress
-    from storage.promotions import promotions_of
-    from storage.studies import engine_of
+    from search.spec.spec import parse_spec
+    from storage.records.promotions import promotions_of
+    from storage.study_storage.opening import engine_of
+    from storage.trials.claims import SPEC, STOPPED
+    from storage.trials.progress import read_progress
 
     services, storage = open_for_reading(storage_url, None, home)
     notice_promotions(services, storage)

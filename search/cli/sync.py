@@ -24,7 +24,7 @@ def sync(
     home: o.Home = None,
 ) -> int:
     """Send MLflow what was logged while it was away, and models that a lost machine still had; safe to repeat."""
-    from search.syncing import sync_studies
+    from search.run.sync import sync_studies
 
     return sync_studies(
         study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home

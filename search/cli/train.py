@@ -48,7 +48,7 @@ def train(
     """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
     from objectives import load_objective
     from objectives.training import DeviceMemoryError, EpochRecord, LocalSession, NonFiniteError, Trainer, Verdict
-    from objectives.training.instruments import Instruments
+    from objectives.training.loop.instruments import Instruments
 
     class Printing(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
@@ -103,7 +103,7 @@ def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
 def _conclude(
     objective: Objective, config: TrainConfig, result: FitResult, folder: Path, *, seed: int, test: bool
 ) -> None:
-    from objectives.training.held_out import score_test
+    from objectives.training.checks.held_out import score_test
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     typer.echo(f"{best}; {folder / 'report.md'}")

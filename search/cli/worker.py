@@ -43,7 +43,7 @@ def worker(
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
     with loading():
-        from search.join import join_study
+        from search.worker.join import join_study
 
     return join_study(
         study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,

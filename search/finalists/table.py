@@ -12,9 +12,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
 from search.finalists.choice import choose
-from search.study import INFEASIBLE, StudyHandle, load_study
-from storage.finalists import finalist_studies
-from storage.studies import engine_of
+from search.study.study import INFEASIBLE, StudyHandle, load_study
+from storage.study_storage.opening import engine_of
+from storage.trials.finalist_sets import finalist_studies
 
 
 @dataclass(frozen=True)

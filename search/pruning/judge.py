@@ -15,10 +15,10 @@ from search.pruning import percentile, threshold
 from search.pruning.brackets import bracket_of, shares
 from search.pruning.decision import Case, Decision
 from search.pruning.halving import Halving
-from search.spec import Hyperband, Median, NoPruning, Percentile, StudySpec, SuccessiveHalving, Threshold
-from storage.rungs import read_rung, rung_key
-from storage.studies import engine_of
+from search.spec.spec import Hyperband, Median, NoPruning, Percentile, StudySpec, SuccessiveHalving, Threshold
 from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import engine_of
+from storage.study_storage.rungs import read_rung, rung_key
 
 
 class Judge:

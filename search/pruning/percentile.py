@@ -9,7 +9,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from search.pruning.decision import Case, Decision, Grounds, first_of_interval
-from search.spec import Median, Percentile
+from search.spec.spec import Median, Percentile
 
 
 def judge(case: Case, options: Median | Percentile, finished: Callable[[], Sequence[FrozenTrial]]) -> Decision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from search.pruning.decision import Case, Decision, first_of_interval
-from search.spec import Threshold
+from search.spec.spec import Threshold
 
 
 def judge(case: Case, options: Threshold) -> Decision:

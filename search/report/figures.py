@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from optuna.trial import TrialState
 
 from search.finalists.table import Finalists
-from search.study import StudyHandle
-from search.summary import Summary
+from search.study.study import StudyHandle
+from search.study.summary import Summary
 
 _GREY = "rgba(140, 140, 140, 0.45)"
 

@@ -9,17 +9,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from optuna.trial import FrozenTrial, TrialState
 
-from search.finalists.page import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.finalists.table import Finalists, read_finalists
+from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.report.figures import draw
 from search.report.pruned import pruned_by_epoch
-from search.smoke_test import SMOKE
-from search.study import INFEASIBLE, RUN_URL, StudyHandle
-from search.summary import Summary, format_seconds, format_value, study_page, summarise
-from storage.claims import REASON
-from storage.promotions import Promotion, promotions_of
-from storage.studies import engine_of
-from storage.test_set import read_opening
+from search.study.smoke import SMOKE
+from search.study.study import INFEASIBLE, RUN_URL, StudyHandle
+from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
+from storage.records.promotions import Promotion, promotions_of
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import REASON
 
 _TOP = 10
 
@@ -28,7 +28,7 @@ def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) 
     """Write the report of `handle` to `path` and return it."""
     summary, finalists = summarise(handle), read_finalists(handle)
     opening = read_opening(engine_of(handle.storage), handle.study_id)
-    environment = Environment(loader=PackageLoader("search"), autoescape=True)
+    environment = Environment(loader=PackageLoader("search.report"), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         spec=handle.spec,
         summary=summary,

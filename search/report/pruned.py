@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from search.study import PRUNING, StudyHandle
+from search.study.study import PRUNING, StudyHandle
 
 
 def pruned_by_epoch(handle: StudyHandle) -> list[dict[str, str]]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from optuna.trial import FrozenTrial
 
+from storage.database.statements import Database
 from storage.study_storage.codec import STATES, distribution, restore, to_local
-from storage.study_storage.database import Database
 
 _OF_FINISHED = """
     FROM {table} x JOIN trials t ON t.trial_id = x.trial_id

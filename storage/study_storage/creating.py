@@ -11,9 +11,9 @@ import sqlalchemy as sa
 from optuna.distributions import distribution_to_json
 from optuna.trial import FrozenTrial
 
-from storage.locks import limits
+from storage.database.locks import limits
+from storage.database.statements import Database, text
 from storage.study_storage.codec import store, to_utc
-from storage.study_storage.database import Database, text
 
 # Everybody who makes trials, Optuna's RDBStorage included, holds the study's row while it numbers and inserts them. So
 # ids and numbers of a study rise together, and the highest number + 1, found in the index, is the count that RDBStorage

@@ -1,7 +1,7 @@
 """Writes of a trial: each is one statement, which locks the trial, checks who may write, and writes.
 
-Two guards stand before a write. A trial that somebody owns (see `storage.claims`) is written by its live attempt alone,
-while it is RUNNING; any other trial by whoever has its id, until it is finished.
+Two guards stand before a write. A trial that somebody owns (see `storage.trials.claims`) is written by its live
+attempt alone, while it is RUNNING; any other trial by whoever has its id, until it is finished.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
+from storage.database.statements import Database, Rows
 from storage.errors import ClaimLostError
 from storage.study_storage.codec import FINISHED, STATES, store
-from storage.study_storage.database import Database, Rows
 
 # `mine` is the trial, locked against whoever would finish it at the same time; `open` is it where it may be written.
 _ANYBODY = """

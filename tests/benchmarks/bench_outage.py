@@ -26,7 +26,7 @@ import optuna
 import psutil
 from bench_search import own_environment, say, services
 
-from storage import stack
+from storage.embedded import stack
 
 TRIALS, WORKERS = 20, 3
 

@@ -39,10 +39,10 @@ import mlflow
 import optuna
 from laps import FOLDER
 
-from search.cores import cores, thread_settings
-from search.launch import load_for_search, prepare_study
+from search.fleet.cores import cores, thread_settings
 from search.services import find_services
-from storage import stack
+from search.study.prepare import load_for_search, prepare_study
+from storage.embedded import stack
 
 HERE = Path(__file__).parent
 OBJECTIVE = str(HERE / "timed_digits.py")

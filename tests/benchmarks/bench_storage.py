@@ -30,13 +30,13 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from storage_ways import GRPC, KINDS, PUBLIC, Runner, Watched, engine_of, finished, opened, running, study_on, suggest
 
-from storage.migrate import migrate
-from storage.postgres import Server
-from storage.postgres_account import make_folder
-from storage.postgres_data import SUPERUSER
-from storage.roles import create_databases
-from storage.studies import open_storage
+from storage.database.migrate import migrate
+from storage.database.roles import create_databases
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
 from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
 from storage.urls import build
 
 warnings.simplefilter("ignore")

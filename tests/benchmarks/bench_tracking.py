@@ -42,19 +42,19 @@ from bench_search import REQUIREMENTS, own_environment, say, services
 
 from objectives.digits import Digits
 from objectives.training import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
-from search.cores import cores, thread_settings
-from search.launch import load_for_search, prepare_study
+from search.fleet.cores import cores, thread_settings
+from search.sampling.suggest import suggest
 from search.services import find_services
-from search.study import StudyHandle, load_study
-from search.study_checkpoints import open_checkpoints
-from search.suggesting import suggest
-from search.tracker import Tracker
-from search.trial_tracking import TrialTracking
-from storage import stack
-from storage.claims import Claim, Claims
+from search.study.checkpoints import open_checkpoints
+from search.study.prepare import load_for_search, prepare_study
+from search.study.study import StudyHandle, load_study
+from search.tracking.tracker import Tracker
+from search.tracking.trial_run import TrialTracking
+from storage.embedded import stack
 from storage.home import home_dir
-from storage.studies import engine_of, open_storage
-from storage.tracking import Tracking
+from storage.mlflow.client import Tracking
+from storage.study_storage.opening import engine_of, open_storage
+from storage.trials.claims import Claim, Claims
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})

@@ -16,10 +16,10 @@ from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.pruning import Judge
-from search.spec import parse_spec
-from storage.claims import SPEC, Claim, Claims
-from storage.studies import open_storage
+from search.spec.spec import parse_spec
 from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import SPEC, Claim, Claims
 
 EPOCHS = 10
 GRPC = importlib.util.find_spec("grpc") is not None

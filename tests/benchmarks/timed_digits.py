@@ -6,20 +6,20 @@ import os
 
 from laps import FOLDER, Laps
 
-import search.join
-import search.worker
+import search.worker.join
+import search.worker.loop
 from objectives.digits import Digits as _Digits
-from objectives.training.run_dir import RunDir
+from objectives.training.reports.run_dir import RunDir
 from objectives.training.trainer import Trainer
-from search.checkpointing import TrialCheckpoints
 from search.pruning import Judge
-from search.session import TrialSession
-from search.study_checkpoints import StudyCheckpoints
-from search.trial_tracking import TrialTracking
-from storage import models
-from storage.claims import Claims
-from storage.sender import Sender
+from search.study.checkpoints import StudyCheckpoints
+from search.tracking.trial_run import TrialTracking
+from search.worker.checkpoints import TrialCheckpoints
+from search.worker.session import TrialSession
+from storage.mlflow import exported_model
+from storage.mlflow.sender import Sender
 from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claims
 
 
 class Digits(_Digits):
@@ -37,10 +37,10 @@ def watched() -> Laps:
         (Trainer, "_epoch", "training"),
         (Trainer, "_finish", "judging the best weights"),
         (Sender, "flush", "waiting for MLflow at the end"),
-        (models, "export_model", "exporting the model"),
-        (search.worker, "suggest", "suggesting"),
-        (search.worker.Worker, "_wait", "waiting for others"),
-        (search.join, "close_if_spent", "closing the study"),
+        (exported_model, "export_model", "exporting the model"),
+        (search.worker.loop, "suggest", "suggesting"),
+        (search.worker.loop.Worker, "_wait", "waiting for others"),
+        (search.worker.join, "close_if_spent", "closing the study"),
     ):
         laps.watch(owner, name, label)
     for owner, label in (
@@ -53,13 +53,13 @@ def watched() -> Laps:
         (RunDir, "run files"),
     ):
         laps.watch_all(owner, label)
-    work = search.worker.Worker.work
+    work = search.worker.loop.Worker.work
 
-    def begin(worker: search.worker.Worker) -> int:
+    def begin(worker: search.worker.loop.Worker) -> int:
         laps.begin()
         return work(worker)
 
-    search.worker.Worker.work = begin
+    search.worker.loop.Worker.work = begin
     return laps
 
 

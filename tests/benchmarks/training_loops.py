@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from objectives import Objective
 from objectives.digits import cnn, mlp
 from objectives.training import Splits, Standardize, TrainConfig
-from objectives.training.build import build
-from objectives.training.epoch import train_epoch
-from objectives.training.optim import parameter_groups
-from objectives.training.reproducibility import reproducible
+from objectives.training.loop.build import build
+from objectives.training.loop.epoch import train_epoch
+from objectives.training.optimizers.optimizer import parameter_groups
+from objectives.training.reproducibility.seeds import reproducible
 
 ROWS, BATCH, EPOCHS = 8_000, 64, 1000
 ROUNDS = {"mlp": 41, "cnn": 15}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlflow
 import pytest
 
-from storage.stack import StackInfo
+from storage.embedded.stack import StackInfo
 from tests.e2e.support import EPOCHS, Cli, Search
 
 

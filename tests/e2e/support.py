@@ -11,7 +11,7 @@ from pathlib import Path
 import mlflow
 import optuna
 
-from storage.stack import StackInfo
+from storage.embedded.stack import StackInfo
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
     page.goto(address(search, "Optuna dashboard"))
     expect(page.get_by_text(search.name).first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text("Best Trial").first).to_be_visible(timeout=PATIENCE)
-    best = search.study.best_trial
+    best = search.study.study.best_trial
     expect(page.get_by_text(f"Best Trial (number={best.number})").first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text(str(best.value)).first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard")
@@ -80,13 +80,13 @@ def test_the_parent_run_shows_the_best_value_and_its_children(page: Page, search
     expect(page.get_by_role("heading", name=search.name)).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_role("link", name=f"{search.name}-0011")).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text("best_val_accuracy").first).to_be_visible(timeout=PATIENCE)
-    shown = page.get_by_text(f"{search.study.best_value:.6f}"[:7])
+    shown = page.get_by_text(f"{search.study.study.best_value:.6f}"[:7])
     expect(shown.first).to_be_visible(timeout=PATIENCE)
     keep(page, "mlflow-study")
 
 
 def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
-    best = search.study.best_trial
+    best = search.study.study.best_trial
     page.goto(address(search, "MLflow, best trial"))
     # The table of logged models; the same name beside each metric only opens a note.
     page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{best.number}").first.click()
@@ -120,10 +120,10 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     page.get_by_placeholder("Search", exact=True).fill("best_val_accuracy")
     page.get_by_text("best_val_accuracy", exact=True).last.click()
     page.wait_for_url("**orderByKey=metrics.*best_val_accuracy*")
-    complete = search.study.get_trials(states=(TrialState.COMPLETE,))
+    complete = search.study.study.get_trials(states=(TrialState.COMPLETE,))
     expect(page.get_by_text("matching runs")).to_have_text(f"{len(complete)} matching runs", timeout=PATIENCE)
     best = page.locator("[row-index='0'] a[href*='/runs/']")  # the rows stand in the page in another order
-    equals = [t.number for t in complete if t.value == search.study.best_value]
+    equals = [t.number for t in complete if t.value == search.study.study.best_value]
     expect(best).to_have_text(
         re.compile("|".join(f"{search.name}-{number:04d}" for number in equals)), timeout=PATIENCE
     )

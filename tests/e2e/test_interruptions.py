@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from storage.connect import make_engine
+from storage.database.connect import make_engine
 from tests.e2e.support import Cli
 
 pytestmark = pytest.mark.e2e
@@ -225,7 +225,7 @@ def test_a_diverging_trial_is_infeasible_and_says_why(cli: Cli) -> None:
 @pytest.fixture
 def own_stack(fresh_home: Path, cli: Cli) -> Cli:
     """A stack that the test may break."""
-    from storage import stack as embedded
+    from storage.embedded import stack as embedded
 
     return Cli(embedded.up(fresh_home), cli.cwd)
 
@@ -233,7 +233,7 @@ def own_stack(fresh_home: Path, cli: Cli) -> Cli:
 def test_killed_services_are_started_again_and_nothing_is_lost(
     own_stack: Cli, tmp_path: Path, undisturbed: optuna.Study
 ) -> None:
-    from storage import stack as embedded
+    from storage.embedded import stack as embedded
 
     process = start(own_stack, "killed-services", tmp_path)
     for service in embedded.status(own_stack.stack.home):

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import psycopg2
 
-from storage.migrate import migrate
-from storage.postgres import Server
-from storage.postgres_account import make_folder
-from storage.postgres_data import SUPERUSER
-from storage.roles import OWNER, WORKER, create_databases
+from storage.database.migrate import migrate
+from storage.database.roles import OWNER, WORKER, create_databases
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
 from storage.urls import build
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.stack import StackInfo
+from storage.embedded.stack import StackInfo
 from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, Zygote
 

@@ -18,40 +18,40 @@ from tests.faults import orders
 
 # The steps of a worker, in their order.
 POINTS = {
-    "in claim": ("storage.claims", "Claims._take"),
-    "claim": ("storage.claims", "Claims.claim"),
-    "append": ("storage.outbox", "Journal.append"),
-    "open run": ("search.trial_tracking", "TrialTracking.open"),
-    "log params": ("search.trial_tracking", "TrialTracking.log_params"),
-    "restore": ("search.checkpointing", "TrialCheckpoints.restore"),
-    "bring": ("search.checkpointing", "TrialCheckpoints._bring"),
+    "in claim": ("storage.trials.claims", "Claims._take"),
+    "claim": ("storage.trials.claims", "Claims.claim"),
+    "append": ("storage.mlflow.outbox", "Journal.append"),
+    "open run": ("search.tracking.trial_run", "TrialTracking.open"),
+    "log params": ("search.tracking.trial_run", "TrialTracking.log_params"),
+    "restore": ("search.worker.checkpoints", "TrialCheckpoints.restore"),
+    "bring": ("search.worker.checkpoints", "TrialCheckpoints._bring"),
     "epoch": ("objectives.training.trainer", "train_epoch"),
     "save": ("objectives.training.session", "LocalSession.save"),
-    "write": ("objectives.training.checkpoint", "_save"),
-    "put": ("storage.checkpoints", "Checkpoints.put"),
-    "report": ("storage.claims", "Claims.report"),
-    "committed": ("search.checkpointing", "TrialCheckpoints.committed"),
-    "publish": ("search.trial_tracking", "TrialTracking.publish"),
-    "model": ("search.trial_tracking", "TrialTracking._log_model"),
-    "settle": ("storage.claims", "Claims.settle"),
-    "finish": ("search.trial_tracking", "TrialTracking.finish"),
-    "forget": ("search.checkpointing", "TrialCheckpoints.forget"),
-    "score test": ("objectives.training.held_out", "Restored.test"),
-    "drop pointers": ("search.study_checkpoints", "drop_pointers"),
+    "write": ("objectives.training.reproducibility.checkpoint", "_save"),
+    "put": ("storage.checkpoints.store", "Checkpoints.put"),
+    "report": ("storage.trials.claims", "Claims.report"),
+    "committed": ("search.worker.checkpoints", "TrialCheckpoints.committed"),
+    "publish": ("search.tracking.trial_run", "TrialTracking.publish"),
+    "model": ("search.tracking.trial_run", "TrialTracking._log_model"),
+    "settle": ("storage.trials.claims", "Claims.settle"),
+    "finish": ("search.tracking.trial_run", "TrialTracking.finish"),
+    "forget": ("search.worker.checkpoints", "TrialCheckpoints.forget"),
+    "score test": ("objectives.training.checks.held_out", "Restored.test"),
+    "drop pointers": ("search.study.checkpoints", "drop_pointers"),
 }
 
 # The steps of its sender, which is at work on a trial of its own choice.
 SENDING = {
-    "ship": ("storage.shipping", "Shipper._ship"),
-    "create run": ("storage.tracking", "Tracking.create_trial_run"),
-    "note run": ("storage.run_book", "Page.note"),
-    "send": ("storage.shipping", "Shipper._log"),
-    "shipped": ("storage.outbox", "Journal.moved"),
+    "ship": ("storage.mlflow.shipper", "Shipper._ship"),
+    "create run": ("storage.mlflow.client", "Tracking.create_trial_run"),
+    "note run": ("storage.mlflow.run_links", "Page.note"),
+    "send": ("storage.mlflow.shipper", "Shipper._log"),
+    "shipped": ("storage.mlflow.outbox", "Journal.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
-    "create model": ("storage.models", "create_model"),
-    "upload model": ("storage.models", "upload_model"),
-    "end run": ("storage.tracking", "Tracking.end_trial_run"),
-    "delivered": ("storage.run_book", "RunBook.delivered"),
+    "create model": ("storage.mlflow.exported_model", "create_model"),
+    "upload model": ("storage.mlflow.exported_model", "upload_model"),
+    "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
+    "delivered": ("storage.mlflow.run_links", "RunBook.delivered"),
 }
 
 
@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> int:
         spare()
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
-    wrap("storage.claims", "Claims.claim", follow_claims)
-    wrap("storage.shipping", "Shipper.ship", follow_sender)
+    wrap("storage.trials.claims", "Claims.claim", follow_claims)
+    wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
-    wrap("storage.claims", "Claims.report", follow_reports)
+    wrap("storage.trials.claims", "Claims.report", follow_reports)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from search.cli import _run
@@ -165,8 +165,8 @@ def shift_clock(offset: float) -> None:
 
 def spare() -> None:
     """Leave out what costs a trial most and is nothing that a fault could harm: its plots and its exported model."""
-    from objectives.training import run_dir
-    from search.trial_tracking import TrialTracking
+    from objectives.training.reports import run_dir
+    from search.tracking.trial_run import TrialTracking
 
     run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
     TrialTracking._log_model = lambda *_: None  # type: ignore[method-assign]

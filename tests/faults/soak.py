@@ -130,7 +130,7 @@ def soak(
 
 def main() -> None:
     """Soak by hand."""
-    from storage import stack
+    from storage.embedded import stack
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=200)

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from search.finalists import Finalists, read_finalists
-from search.study import StudyHandle, load_study
-from storage.studies import open_storage
-from storage.test_set import read_opening
+from search.study.study import StudyHandle, load_study
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import open_storage
 from tests.faults.harness import Arena
 from tests.faults.orders import OUTSIDE, Order, write
 

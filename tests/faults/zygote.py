@@ -76,8 +76,8 @@ def undisturbed(n_trials: int, path: Path) -> int:
     import optuna
 
     from objectives.training import Trainer
-    from search.samplers import derive_seed, make_sampler
-    from search.spec import Random
+    from search.sampling.samplers import derive_seed, make_sampler
+    from search.spec.spec import Random
     from tests.faults.scripted import EPOCHS, Scripted
 
     values = []
@@ -96,7 +96,7 @@ def undisturbed(n_trials: int, path: Path) -> int:
 # What workers import, some of it late: the deterministic switch alone takes torch's compiler, 2.7 s of imports.
 MODULES = (
     *("mlflow.pytorch", "optuna_dashboard", "sklearn.datasets", "torch._inductor", "torchmetrics", "psycopg2"),
-    *("fsspec.implementations.local", "search.closing", "search.join", "search.run", "search.cli"),
+    *("fsspec.implementations.local", "search.publish.study", "search.worker.join", "search.run.search", "search.cli"),
 )
 
 if __name__ == "__main__":

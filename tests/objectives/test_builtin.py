@@ -10,7 +10,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from objectives import BUILTIN, ObjectiveError, load_objective
 from objectives.breast_cancer import ERROR, BinaryCrossEntropy, GroupedScaling
 from objectives.training import TrainConfig, Trainer, evaluate
-from objectives.training.optim import parameter_groups
+from objectives.training.optimizers.optimizer import parameter_groups
 
 NAMES = sorted(BUILTIN)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.stack import StackInfo
-from storage.studies import open_storage
-from storage.tracking import Tracking
-from tests.search.promoting import Tracked, track
+from storage.embedded.stack import StackInfo
+from storage.mlflow.client import Tracking
+from storage.study_storage.opening import open_storage
+from tests.search.promotion.support import Tracked, track
 
 
 @pytest.fixture(autouse=True)

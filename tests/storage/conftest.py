@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from optuna.study import StudyDirection
 
-from storage.studies import open_storage
 from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
 
 _PROBE = "import subprocess, sys, storage; subprocess.run([sys.executable, '-c', 'import storage'], check=True)"
 

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from objectives.training import TrainConfig, Trainer, Verdict
-from objectives.training.build import build
-from objectives.training.epoch import RunningMetrics, train_step
-from objectives.training.guards import Point
-from objectives.training.reproducibility import set_seed
+from objectives.training.loop.build import build
+from objectives.training.loop.epoch import RunningMetrics, train_step
+from objectives.training.loop.guards import Point
+from objectives.training.reproducibility.seeds import set_seed
 
 
 def started(objective, config, *, epochs=3, seed=0):

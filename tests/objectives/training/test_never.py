@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from objectives import ObjectiveError
-from objectives.training import TrainConfig, Trainer, checkpoint
+from objectives.training import TrainConfig, Trainer
+from objectives.training.reproducibility import checkpoint
 
 SOURCES = sorted((Path(__file__).parents[3] / "objectives").rglob("*.py"))
 

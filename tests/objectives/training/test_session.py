@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from objectives import ObjectiveError
-from objectives.training import LocalSession, TrainConfig, Trainer, checkpoint
+from objectives.training import LocalSession, TrainConfig, Trainer
+from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import same_result
 
 ABOUT = dict.fromkeys(("format", "objective", "config", "seed", "split_seed", "split_hash"), 0)

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Standardize, TrainConfig, Verdict, checkpoint, evaluate
+from objectives.training import Standardize, TrainConfig, Verdict, evaluate
+from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
 

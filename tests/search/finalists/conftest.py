@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from search.cli import _run
-from search.study import StudyHandle
-from storage.studies import open_storage
+from search.study.study import StudyHandle
 from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
 from tests.search.finalists.support import VALUES, Say, finished, search
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from search.console import PlainConsole
-from search.finalists.companion import (
+from search.finalists.study import (
     create_or_join,
 )
-from search.finalists.page import confirmation_lines, finalist_table
-from search.study import StudyHandle
+from search.finalists.text import confirmation_lines, finalist_table
+from search.study.study import StudyHandle
 from tests.search.finalists.support import table, train
 
 

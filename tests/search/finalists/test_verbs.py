@@ -6,13 +6,13 @@ import pytest
 
 from search.errors import SearchError
 from search.finalists import read_finalists
-from search.finalists.companion import (
+from search.finalists.study import (
     create_or_join,
     parent_of,
 )
-from search.study import StudyHandle
-from storage.claims import Claim, Claims
-from storage.test_set import open_test_set, write_scores
+from search.study.study import StudyHandle
+from storage.records.test_openings import open_test_set, write_scores
+from storage.trials.claims import Claim, Claims
 from tests.search.finalists.support import Say, finished, search, train
 
 

@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import create_trial
 
 from search.pruning import Decision, Judge
-from search.spec import StudySpec, parse_spec
+from search.spec.spec import StudySpec, parse_spec
 
 
 def spec_of(direction: str = "maximize", epochs: int = 20, **pruner: object) -> StudySpec:

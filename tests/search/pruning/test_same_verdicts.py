@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.pruning import Decision, Judge
 from search.pruning.decision import Case
 from search.pruning.judge import _StoredRungs, halving_of
-from search.samplers import make_pruner
-from search.spec import StudySpec, parse_spec
+from search.sampling.samplers import make_pruner
+from search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12
 MANY = settings(max_examples=300, deadline=None)

@@ -1,0 +1,94 @@
+"""The held-out test split, opened on purpose and by nothing else; and the best weights of a run, judged again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from objectives.errors import ObjectiveError, users_code
+from objectives.training.config import TrainConfig
+from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.loop.build import checked_splits
+from objectives.training.reproducibility.seeds import reproducible, set_seed
+from objectives.training.result import FitResult
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The best weights of a run, in their model again, on the CPU, beside the data that the run was split into."""
+
+    objective: Objective
+    config: TrainConfig
+    splits: Splits
+    model: nn.Module
+
+    def validate(self) -> dict[str, float]:
+        """Loss and metrics on the validation split, which the run has seen."""
+        return self._score(self.splits.val)
+
+    def test(self) -> dict[str, float]:
+        """Loss and metrics on the test split: what is seen once cannot be unseen."""
+        return self._score(self.splits.test)
+
+    def _score(self, split: Dataset) -> dict[str, float]:
+        with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
+            return evaluate(
+                self.model,
+                split,
+                self.objective.loss(self.config, self.splits.train),
+                self.objective.metrics(self.splits.train),
+                batch_size=self.config.eval_batch_size or 256,
+                device="cpu",
+                num_workers=self.config.num_workers or 0,
+            )
+
+
+def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
+    """Put the weights of a `best.pt` back into the objective's model.
+
+    Args:
+        objective: of the run.
+        best: what `checkpoint.read` gives of the file.
+
+    Raises:
+        ObjectiveError: the objective does not give the data that the run was trained on, or a model that the weights
+            fit.
+    """
+    config = TrainConfig.from_dict(best["config"])
+    with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
+        splits = _same_splits(objective, best["split_seed"], best["split_hash"])
+        set_seed(best["seed"], "init")
+        with users_code(f"{type(objective).__name__}.model"):
+            model = objective.model(config, splits.train)
+    try:
+        model.load_state_dict(best["model"])
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())[:200]
+        raise ObjectiveError(f"{objective.name}: the weights do not fit the model of today's code: {detail}") from error
+    return Restored(objective, config, splits, model.eval())
+
+
+def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, split_seed: int) -> dict[str, float]:
+    """Loss and metrics of a result's best weights on the test split, on the CPU.
+
+    Raises:
+        ObjectiveError: the objective does not give the data that the run was trained on.
+    """
+    with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
+        splits = _same_splits(objective, split_seed, result.split_hash)
+    return Restored(objective, config, splits, result.model).test()
+
+
+def _same_splits(objective: Objective, split_seed: int, split_hash: str) -> Splits:
+    splits = checked_splits(objective, split_seed)
+    if splits.hash() != split_hash:
+        raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since the run: its test is no test")
+    return splits

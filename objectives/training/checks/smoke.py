@@ -1,0 +1,164 @@
+"""Before a search: can the model fit one batch at all?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from objectives.training.config import TrainConfig
+from objectives.training.data.feed import Batch
+from objectives.training.evaluation.evaluate import summed
+from objectives.training.loop.build import build
+from objectives.training.loop.epoch import RunningMetrics, train_step
+from objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from objectives.training.loop.run import Run
+from objectives.training.reports.plots import overfit_curve
+from objectives.training.reproducibility.seeds import reproducible, set_seed
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+_RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
+_CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """What overfitting one batch came to.
+
+    Attributes:
+        passed: the loss fell to `target`.
+        losses: of the batch, before each step.
+        target: what they have to fall to.
+        samples: in the batch.
+        lr: the learning rate of these losses, the last one tried.
+        reason: why it failed, in a sentence; empty when it passed.
+    """
+
+    passed: bool
+    losses: list[float]
+    target: float
+    samples: int
+    lr: float
+    reason: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Writes `smoke.json` and `smoke.png`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "smoke.json").write_text(json.dumps(dataclasses.asdict(self)) + "\n")
+        overfit_curve(self.losses, folder / "smoke.png", target=self.target)
+
+
+def smoke(
+    objective: Objective,
+    config: TrainConfig | None = None,
+    *,
+    seed: int = 0,
+    samples: int = 32,
+    steps: int = 1000,
+    seconds: float = math.inf,
+    device: torch.device | None = None,
+) -> SmokeResult:
+    """Overfits one batch of training data, without regularisation; a model that cannot has a fault in it.
+
+    The loss must fall below a hundredth of what it was, a thousandth where it was above 10, and below 0.01 where it
+    was below 1. Dropout, decay, label smoothing, augmentation
+    and averages are off, and some learning rates around the configured one are tried in turn.
+
+    Args:
+        objective: whose model and loss are tried.
+        config: how; the objective's default unless given.
+        seed: of the split, the weights and the batch.
+        samples: in the batch, at most.
+        steps: to take with each learning rate, at most.
+        seconds: to take in all, at most; a test that this ends has not passed.
+        device: where; the CPU unless given.
+
+    Raises:
+        ObjectiveError: the objective or its data are wrong.
+    """
+    config = config or objective.default_config()
+    device = device or torch.device("cpu")
+    result, deadline = None, time.monotonic() + seconds
+    for factor in _RATES:
+        tried = _bare(config, config.lr * factor, samples)
+        with reproducible(deterministic=config.deterministic), told_apart(tried, device):
+            run, _ = build(objective, tried, epochs=steps, seed=seed, split_seed=seed, device=device)
+            found = _overfit(run, samples, steps, deadline)
+        if found.passed:
+            return found
+        if result is None or found.losses[-1] < result.losses[-1]:
+            result = found
+        if time.monotonic() >= deadline:
+            break
+    assert result is not None
+    return result
+
+
+def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
+    return dataclasses.replace(
+        config,
+        lr=lr,
+        batch_size=samples,
+        accumulate=1,
+        weight_decay=0.0,
+        label_smoothing=0.0,
+        ema_decay=None,
+        swa_fraction=None,
+        schedule="constant",
+        warmup_fraction=0.0,
+        warmup_steps=None,
+        num_workers=None,
+        compile=False,
+        validate_every=None,
+        log_every=None,
+    )
+
+
+def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult:
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    set_seed(run.seed, "smoke")
+    train = run.splits.train
+    rows = torch.randperm(len(train))[:samples]
+    x, y = train.inputs(rows).to(run.device), train.y[rows].to(run.device)
+    batch = Batch(len(rows), lambda: (x, y))
+    losses = [_loss(run, x, y)]
+    target = abs(losses[0]) / 1000 if abs(losses[0]) > 10 else min(0.01, abs(losses[0]) / 100)
+    reason, step, unread = "", 0, list[torch.Tensor]()
+    for step in range(steps):
+        running = RunningMetrics(run.metrics)
+        try:
+            loss, _ = train_step(run, [batch], Point(0, step, step, run.config.lr), running)
+        except NonFiniteError as error:
+            reason = str(error)
+            break
+        if step:
+            unread.append(loss)
+        if unread and ((step + 1) % _CHECK == 0 or step + 1 == steps):
+            losses += torch.stack(unread).tolist()
+            unread.clear()
+            if losses[-1] <= target or time.monotonic() >= deadline:
+                break
+    passed = not reason and losses[-1] <= target
+    if not passed and not reason:
+        late = ", when time was up," if step + 1 < steps else ""
+        reason = (
+            f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
+        )
+    return SmokeResult(passed, losses, target, len(rows), run.config.lr, reason)
+
+
+@torch.no_grad()
+def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Of the batch as training sees it: batch norm takes its statistics from the batch itself."""
+    run.model.train()
+    return float(summed(run.loss, run.model(x), y)) / len(y)

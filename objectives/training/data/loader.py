@@ -1,0 +1,81 @@
+"""Batches that a DataLoader reads, augments and hands over, the same whatever the number of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from objectives.errors import ObjectiveError, users_code
+from objectives.training.data.dataset import Dataset
+from objectives.training.reproducibility.seeds import derive_seed, seeded, set_seed
+
+# A batch of inputs [n, ...] -> inputs [n, ...], changed at random; for training alone.
+Augment = Callable[[Tensor], Tensor]
+
+
+class _Batches(torch_data.Dataset[tuple[Tensor, Tensor]]):
+    """Item i is a whole batch: gathering it row by row costs more than the step that it is for."""
+
+    def __init__(self, dataset: Dataset, batches: Sequence[Tensor], augment: Augment | None, seed: int) -> None:
+        self._dataset, self._batches, self._augment, self._seed = dataset, batches, augment, seed
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        rows = self._batches[index]
+        with users_code("loading a batch"):
+            x = self._dataset.inputs(rows)
+            if self._augment is not None:
+                # Seeded by the batch and not by the process that makes it, so that their number changes nothing.
+                with seeded(self._seed, "augment", index):
+                    x = self._augment(x)
+        return x, self._dataset.y[rows]
+
+
+def loaded(
+    dataset: Dataset,
+    batches: Sequence[Tensor],
+    *,
+    device: torch.device,
+    num_workers: int = 0,
+    augment: Augment | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The inputs and targets at the rows of each batch, in their order, on the CPU; pinned where the device is a GPU.
+
+    Args:
+        dataset: on the CPU.
+        batches: rows [n] of each batch.
+        device: where the batches will go.
+        num_workers: processes that prepare batches ahead; 0 prepares each in this process when it is asked for.
+        augment: changes the inputs at random.
+        seed: of what `augment` and `Dataset.load` draw.
+
+    Raises:
+        ObjectiveError: the dataset's `load`, or `augment`, raised an error.
+    """
+
+    def start(worker: int) -> None:
+        set_seed(seed, "worker", worker)
+
+    # Workers live for one pass: those that persist would carry their generators into the next epoch, and a run
+    # that is resumed there has none to carry.
+    loader = torch_data.DataLoader(
+        _Batches(dataset, batches, augment, seed),
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
+        worker_init_fn=start,
+        persistent_workers=False,
+    )
+    try:
+        yield from loader
+    except ObjectiveError as error:
+        # A worker's error comes with its traceback, whose last line is the error itself.
+        last = str(error).strip().splitlines()[-1]
+        raise ObjectiveError(last.removeprefix("objectives.errors.ObjectiveError: ")) from error

@@ -1,0 +1,164 @@
+"""Metrics over a whole split: the field's definitions, from torchmetrics."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from objectives.errors import ObjectiveError, nearest
+
+if TYPE_CHECKING:
+    from objectives.training.data.dataset import Dataset
+
+
+CLASSIFICATION = ("accuracy", "macro_f1")
+BINARY = ("auroc", "average_precision")
+REGRESSION = ("rmse", "mae", "r2")
+DIRECTIONS = {
+    "loss": "minimize",
+    **dict.fromkeys((*CLASSIFICATION, *BINARY, "r2"), "maximize"),
+    **dict.fromkeys(("rmse", "mae"), "minimize"),
+}
+
+
+class Metrics(Protocol):
+    """Named metrics that gather batches; a `torchmetrics.MetricCollection` fits."""
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Adds a batch of outputs [n, ...] and targets [n, ...]."""
+        ...
+
+    def compute(self) -> Mapping[str, Any]:
+        """Each metric by name, a scalar, over all that was added since the last reset."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+        ...
+
+    def to(self, device: torch.device) -> Any:
+        """Moves what was gathered to a device."""
+        ...
+
+
+def metrics_for(metric: str, train: Dataset) -> Metrics:
+    """The usual set of metrics that `metric` belongs to.
+
+    Raises:
+        ObjectiveError: `metric` is in none of them: the objective must override `metrics`.
+    """
+    if metric in CLASSIFICATION or metric == "loss":
+        floating = train.y.dtype.is_floating_point
+        if metric == "loss" and floating:
+            return regression()
+        if not floating and train.y.ndim == 1:
+            return classification(int(train.y.max()) + 1)
+    elif metric in BINARY:
+        return binary()
+    elif metric in REGRESSION:
+        return regression()
+    known = [*CLASSIFICATION, *BINARY, *REGRESSION, "loss"]
+    if metric in known:
+        raise ObjectiveError(f"metric {metric!r} needs class labels (int64 [n]); override metrics() for other targets")
+    raise ObjectiveError(f"no built-in metric {metric!r}: {nearest(metric, known)}; or override metrics()")
+
+
+def classification(classes: int) -> Metrics:
+    """`accuracy` and `macro_f1` from logits [n, classes] and labels [n]."""
+    library = _library("classification")
+    return _collection(
+        accuracy=library.MulticlassAccuracy(classes, average="micro", validate_args=False),
+        macro_f1=library.MulticlassF1Score(classes, average="macro", validate_args=False),
+    )
+
+
+def regression() -> Metrics:
+    """`rmse`, `mae` and `r2` from predictions and values of one shape, [n] or [n, 1]."""
+    library = _library("regression")
+    return _Flat(
+        _collection(rmse=library.MeanSquaredError(squared=False), mae=library.MeanAbsoluteError(), r2=library.R2Score())
+    )
+
+
+def binary() -> Metrics:
+    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from one logit [n] or [n, 1] and labels 0 or 1 [n].
+
+    The base rate, the share of positives, is the average precision of a model that knows nothing.
+    """
+    library = _library("classification")
+    return _Binary(
+        _collection(
+            auroc=library.BinaryAUROC(validate_args=False),
+            average_precision=library.BinaryAveragePrecision(validate_args=False),
+        )
+    )
+
+
+class _Flat:
+    """Compares [n, 1] with [n]: subtracting them would give [n, n]."""
+
+    def __init__(self, inner: Metrics) -> None:
+        self._inner = inner
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        if output.numel() != target.numel():
+            raise ObjectiveError(f"outputs {list(output.shape)} do not match targets {list(target.shape)}")
+        self._inner.update(output.reshape(-1), target.reshape(-1))
+
+    def compute(self) -> Mapping[str, Any]:
+        return self._inner.compute()
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def to(self, device: torch.device) -> Any:
+        self._inner.to(device)
+        return self
+
+
+class _Binary(_Flat):
+    def __init__(self, inner: Metrics) -> None:
+        super().__init__(inner)
+        self._positives = self._count = torch.zeros(())
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
+        # In float64, so that confident scores do not become equal.
+        super().update(output.double().sigmoid(), target.long())
+        self._positives = self._positives + target.sum()
+        self._count = self._count + target.numel()
+
+    def compute(self) -> Mapping[str, Any]:
+        rate = self._positives / self._count
+        if not 0 < float(rate) < 1:  # torchmetrics would answer 0.0
+            raise ObjectiveError(
+                f"auroc needs both classes, but all {int(self._count)} labels of a split are {int(rate)}"
+            )
+        return {**super().compute(), "base_rate": rate}
+
+    def reset(self) -> None:
+        super().reset()
+        self._positives = torch.zeros_like(self._positives)
+        self._count = torch.zeros_like(self._count)
+
+    def to(self, device: torch.device) -> Any:
+        self._positives, self._count = self._positives.to(device), self._count.to(device)
+        return super().to(device)
+
+
+def _library(part: str) -> Any:
+    try:
+        return importlib.import_module(f"torchmetrics.{part}")
+    except ModuleNotFoundError as error:
+        raise ObjectiveError("the built-in metrics need torchmetrics: pip install torchmetrics") from error
+
+
+def _collection(**metrics: Any) -> Metrics:
+    from torchmetrics import MetricCollection
+
+    collection: Metrics = MetricCollection(metrics)
+    return collection

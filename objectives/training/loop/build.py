@@ -1,0 +1,219 @@
+"""Building a run from an objective: everything that can be wrong is found here, before the first step."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from objectives.errors import ObjectiveError, nearest, users_code
+from objectives.training.config import TrainConfig
+from objectives.training.data.dataset import Splits
+from objectives.training.data.feed import build_feed, steps_of
+from objectives.training.evaluation.evaluate import check_loss, summed
+from objectives.training.evaluation.metrics import DIRECTIONS
+from objectives.training.loop.guards import FiniteGuard
+from objectives.training.loop.performance import compiled, layout
+from objectives.training.loop.progress import Progress
+from objectives.training.loop.run import FORMAT, Run
+from objectives.training.loop.steplog import StepLog
+from objectives.training.optimizers.averaging import build_average
+from objectives.training.optimizers.optimizer import build_optimizer
+from objectives.training.optimizers.precision import Precision
+from objectives.training.optimizers.sam import Sharpness
+from objectives.training.optimizers.schedules import build_schedule, check_length
+from objectives.training.reports.diagnosis import largest_class
+from objectives.training.reproducibility.environment import environment, uncommitted
+from objectives.training.reproducibility.seeds import set_seed
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+_UNEVEN = 0.75  # share of one class from which accuracy tells little
+
+
+def build(
+    objective: Objective, config: TrainConfig, *, epochs: int, seed: int, split_seed: int, device: torch.device
+) -> tuple[Run, dict[str, float]]:
+    """The run, and what its untrained model scores.
+
+    Every part of the objective's code has run once when this returns, so its mistakes show before training.
+
+    Raises:
+        ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
+    """
+    who = type(objective).__name__
+    splits = checked_splits(objective, split_seed)
+    set_seed(seed, "init")
+    with users_code(f"{who}.model"):
+        model = _module(objective.model(config, splits.train), "model").to(device)
+    with users_code(f"{who}.loss"):
+        loss = _module(objective.loss(config, splits.train), "loss").to(device)
+        check_loss(loss)
+    with users_code(f"{who}.metrics"):
+        metrics = objective.metrics(splits.train)
+        metrics.to(device)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ObjectiveError(f"{who}.model has no parameters to train")
+    with users_code(f"{who}.augment"):
+        augment = objective.augment(config)
+        if augment is not None:
+            augment(splits.train.inputs(slice(0, 2)))
+    in_memory = config.num_workers is None and splits.val.load is None
+    epoch_steps = steps_of(len(splits.train), config)
+    _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
+    maximize = objective.direction == "maximize"
+    layout(model, config)
+    optimizer, sharpness = build_optimizer(model, config, device), None
+    if config.optimizer == "sam":
+        sharpness = Sharpness(optimizer)
+        optimizer = sharpness.base
+    source = _source(objective)
+    run = Run(
+        identity={
+            "format": FORMAT,
+            "objective": objective.name,
+            "config": config.to_dict(),
+            "epochs": epochs,
+            "seed": seed,
+            "split_seed": split_seed,
+            "split_hash": splits.hash(),
+        },
+        environment=environment(device, source),
+        changes=uncommitted(source.parent if source else Path.cwd()),
+        config=config,
+        epochs=epochs,
+        seed=seed,
+        device=device,
+        splits=splits,
+        val=splits.val.to(device) if in_memory else splits.val,
+        feed=build_feed(splits.train, config, seed=seed, device=device, augment=augment),
+        model=model,
+        loss=loss,
+        metrics=metrics,
+        optimizer=optimizer,
+        sharpness=sharpness,
+        schedule=build_schedule(optimizer, config, epochs * epoch_steps, epoch_steps=epoch_steps, maximize=maximize),
+        precision=Precision(config.precision, device),
+        average=build_average(model, config, epochs),
+        guard=FiniteGuard(device),
+        steplog=StepLog(model, config.log_every),
+        progress=Progress(f"val_{objective.metric}", maximize=maximize),
+    )
+    scores = _rehearse(objective, run)
+    if config.compile:
+        why = compiled(run.model, run.judged, lambda: _trial_step(run))
+        run.environment["compiled"] = why is None
+        if why:
+            run.notes.append(f"not compiled: {why}")
+    return run, scores
+
+
+def oddities(run: Run) -> list[str]:
+    """What is not wrong and yet not what was asked for, in a line each."""
+    samples, size, found = len(run.splits.train), run.config.batch_size, []
+    if size > samples:
+        found.append(f"batch_size {size} is more than the {samples} training samples: a step takes all")
+    share = largest_class(run.splits.train)
+    if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
+        found.append(
+            f"{share:.0%} of the training samples are of one class, and so much accuracy costs nothing: "
+            "judge by macro_f1, or by auroc beside average_precision"
+        )
+    return found
+
+
+def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
+    batches = max(samples // config.batch_size if config.drop_last else -(-samples // config.batch_size), 1)
+    if config.accumulate > batches:
+        raise ObjectiveError(
+            f"accumulate {config.accumulate} with batch_size {config.batch_size} is more than an epoch of {samples} "
+            f"samples: set accumulate to at most {batches}"
+        )
+    check_length(config, total_steps=total_steps, epoch_steps=epoch_steps)
+
+
+def _trial_step(run: Run) -> None:
+    """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
+    kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    x, y = next(run.feed.windows(0))[0].get()
+    run.model.train()
+    try:
+        with run.precision.autocast():
+            output = run.model(x)
+        summed(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
+    finally:
+        run.model.zero_grad(set_to_none=True)
+        run.model.load_state_dict(kept)
+
+
+def checked_splits(objective: Objective, split_seed: int) -> Splits:
+    """The objective's data, found fit to train on.
+
+    Raises:
+        ObjectiveError: they are not.
+    """
+    who = type(objective).__name__
+    set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
+    with users_code(f"{who}.data"):
+        splits = objective.data(split_seed)
+    if not isinstance(splits, Splits):
+        raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
+    try:
+        splits.check()
+    except ObjectiveError as error:
+        raise ObjectiveError(f"{who}.data: {error}") from error
+    return splits
+
+
+def _source(objective: Objective) -> Path | None:
+    try:
+        source = inspect.getsourcefile(type(objective))
+    except (TypeError, OSError):  # a class made in a console has none
+        return None
+    return Path(source).resolve() if source and Path(source).exists() else None
+
+
+def _module(value: object, what: str) -> nn.Module:
+    if not isinstance(value, nn.Module):
+        raise ObjectiveError(f"{what}() must return a torch.nn.Module, not {type(value).__name__}")
+    return value
+
+
+def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
+    """One evaluation before training: shapes, labels and the metric's name are checked by using them."""
+    who, metric = type(objective).__name__, objective.metric
+    better = DIRECTIONS.get(metric, objective.direction)
+    if objective.direction != better:
+        raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
+    with users_code(f"{who} on the validation split"):
+        _check_width(run)
+        scores = run.validate()
+    if metric not in scores:
+        raise ObjectiveError(
+            f"{who}.metric is {metric!r}, which metrics() does not give: {nearest(metric, list(scores))}"
+        )
+    return scores
+
+
+@torch.inference_mode()
+def _check_width(run: Run) -> None:
+    """Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first."""
+    labels, training = run.splits.train.y, run.judged.training
+    run.judged.eval()
+    output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
+    run.judged.train(training)
+    if not isinstance(output, Tensor):
+        raise ObjectiveError(f"the model must return one tensor, not {type(output).__name__}")
+    if len(output) != min(len(run.val), 2):
+        raise ObjectiveError(
+            f"the model gives {list(output.shape)} for {min(len(run.val), 2)} inputs: keep the first dim"
+        )
+    classes = not labels.dtype.is_floating_point and labels.ndim == 1 and isinstance(run.loss, nn.CrossEntropyLoss)
+    if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
+        raise ObjectiveError(
+            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
+        )

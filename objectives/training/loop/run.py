@@ -1,0 +1,142 @@
+"""A run: the parts that train together, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from objectives.training.config import TrainConfig
+from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.feed import Feed
+from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.metrics import Metrics
+from objectives.training.loop.guards import FiniteGuard
+from objectives.training.loop.progress import Progress
+from objectives.training.loop.steplog import StepLog
+from objectives.training.optimizers.averaging import Average
+from objectives.training.optimizers.precision import Precision
+from objectives.training.optimizers.sam import Sharpness
+from objectives.training.optimizers.schedules import Schedule
+
+FORMAT = 2  # of a checkpoint's state
+_EVAL_FACTOR = 4  # an evaluation keeps no activations, so it takes larger batches than training
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Run:
+    """The parts of a run, on its device.
+
+    Attributes:
+        identity: what makes it this run: objective, configuration, epochs, seeds and data; plain values.
+        environment: what it runs on; plain values.
+        changes: how the objective's source differs from its commit, as git prints it.
+        splits: as the objective gave them, on the CPU.
+        val: the validation split, on the device unless it is loaded as it is used.
+        feed: the training batches.
+        optimizer: the one that takes the steps; with SAM its base.
+        sharpness: SAM's first pass, where it is configured.
+        on_step: called after each optimizer step of an epoch: a profiler's beat.
+        step: optimizer steps tried so far.
+        notes: what kept a resume from being exact, and options that the run had to do without.
+    """
+
+    identity: dict[str, Any]
+    environment: dict[str, Any]
+    changes: str
+    config: TrainConfig
+    epochs: int
+    seed: int
+    device: torch.device
+    splits: Splits
+    val: Dataset
+    feed: Feed
+    model: nn.Module
+    loss: nn.Module
+    metrics: Metrics
+    optimizer: Optimizer
+    sharpness: Sharpness | None
+    schedule: Schedule
+    precision: Precision
+    average: Average
+    guard: FiniteGuard
+    steplog: StepLog
+    progress: Progress
+    on_step: Callable[[], None] = _nothing
+    step: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def judged(self) -> nn.Module:
+        """The model whose weights are judged and kept: the average of weights where there is one."""
+        return self.average.judged
+
+    @property
+    def finished(self) -> bool:
+        """Whether the budget of epochs, or the patience, is spent."""
+        patience = self.config.patience
+        out_of_patience = patience is not None and self.progress.stale >= patience
+        return out_of_patience or self.progress.next_epoch >= self.epochs
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the judged weights and buffers."""
+        return {name: tensor.detach().clone() for name, tensor in self.judged.state_dict().items()}
+
+    def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
+        """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
+        return self._judge(self.val, metrics or self.metrics)
+
+    def judge_train(self) -> dict[str, float]:
+        """Loss and metrics of the judged model on the training split, in evaluation mode."""
+        return self._judge(self.splits.train, self.metrics)
+
+    def _judge(self, split: Dataset, metrics: Metrics) -> dict[str, float]:
+        return evaluate(
+            self.judged,
+            split,
+            self.loss,
+            metrics,
+            batch_size=self.config.eval_batch_size or _EVAL_FACTOR * self.config.batch_size,
+            device=self.device,
+            num_workers=self.config.num_workers or 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a checkpoint holds, as plain values and the run's own tensors.
+
+        No generator is in it: every epoch seeds them from (seed, epoch), so a resume is exact without.
+        """
+        return {
+            **self.identity,
+            "environment": self.environment,
+            "notes": self.notes,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.precision.state_dict(),
+            "average": self.average.state_dict(),
+            "step": self.step,
+            "skipped": self.guard.skipped,
+            "skipped_in_all": self.guard.skipped_in_all,
+            **self.progress.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave, but for identity and environment."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.precision.load_state_dict(state["scaler"])
+        self.average.load_state_dict(state["average"])
+        self.step = state["step"]
+        self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
+        self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
+        self.progress.load_state_dict(state)

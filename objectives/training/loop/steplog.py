@@ -1,0 +1,67 @@
+"""A record of single steps: the loss, and the gradient's norm in every layer, where vanishing and exploding show."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from objectives.training.loop.guards import Point
+
+
+class StepLog:
+    """Notes each `every`-th optimizer step; the numbers stay on the device until `drain` reads them at once.
+
+    Each record has `epoch`, `step`, `lr`, `loss` (the mean of its samples), `grad_norm` and `layers`: the norm of the
+    gradient of each module's own parameters, before clipping.
+    """
+
+    def __init__(self, model: nn.Module, every: int | None) -> None:
+        self._every = every
+        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._pending: list[tuple[Point, Tensor, list[str], Tensor]] = []
+        self._scores: list[dict[str, Any]] = []
+
+    def note(self, point: Point, loss: Tensor) -> None:
+        """Notes a step whose gradients are unscaled and not clipped, where it is one of those to note."""
+        if self._every is None or point.step % self._every:
+            return
+        with_grad = [(name, p.grad) for name, p in self._parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in with_grad])).float()
+        self._pending.append((point, loss.detach(), [name for name, _ in with_grad], norms))
+
+    def add_scores(self, epoch: int, step: int, scores: dict[str, float]) -> None:
+        """Adds a validation within an epoch."""
+        self._scores.append({"epoch": epoch, "step": step, **{f"val_{name}": value for name, value in scores.items()}})
+
+    def drain(self) -> list[dict[str, Any]]:
+        """The records since the last call, as JSON values, in the order of steps."""
+        pending, self._pending = self._pending, []
+        scores, self._scores = self._scores, []
+        if pending:
+            flat = torch.cat([torch.cat([loss.float().reshape(1), norms]) for _, loss, _, norms in pending]).tolist()
+            for point, _, names, _ in pending:
+                loss, values, flat = flat[0], flat[1 : len(names) + 1], flat[len(names) + 1 :]
+                scores.append(_record(point, loss, dict(zip(names, values, strict=True))))
+        return sorted(scores, key=lambda record: int(record["step"]))
+
+
+def _record(point: Point, loss: float, norms: dict[str, float]) -> dict[str, Any]:
+    squares: dict[str, float] = {}
+    for name, norm in norms.items():
+        module = name.rpartition(".")[0]
+        squares[module] = squares.get(module, 0.0) + norm * norm
+    return {
+        "epoch": point.epoch,
+        "step": point.step,
+        "lr": point.lr,
+        "loss": _json(loss),
+        "grad_norm": _json(math.sqrt(sum(squares.values()))),
+        "layers": {module: _json(math.sqrt(square)) for module, square in squares.items()},
+    }
+
+
+def _json(value: float) -> float | None:
+    return value if math.isfinite(value) else None

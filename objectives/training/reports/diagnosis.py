@@ -1,0 +1,100 @@
+"""What looks wrong about a run that has ended, told in sentences."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from objectives.training.data.dataset import Dataset
+
+if TYPE_CHECKING:
+    from objectives.training.loop.run import Run
+    from objectives.training.result import FitResult
+
+_CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
+_VANISHED, _EXPLODED = 1e-7, 1e3  # norms of a layer's gradient
+
+
+def leakage(run: Run, result: FitResult) -> list[str]:
+    """Signs that validation samples were trained on: the same inputs in both, or a loss that tracks the training's."""
+    found = []
+    shared = shared_inputs(run.splits.train, run.splits.val)
+    if shared:
+        found.append(
+            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, to the last bit: "
+            "split by group, or drop the copies"
+        )
+    if tracks(
+        [record.metrics["train_loss"] for record in result.history],
+        [record.metrics["val_loss"] for record in result.history],
+    ):
+        found.append(
+            f"- the validation loss stayed within {_CLOSE:.0%} of the training loss from epoch to epoch: "
+            "look for copies of the same case in both splits, or features that know the answer"
+        )
+    return found
+
+
+def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
+    """Whether two curves of losses, while they fall, are closer than those of different samples would be."""
+    if len(train) < 3 or not train[-1] < 0.9 * train[0]:
+        return False
+    return all(abs(b - a) <= _CLOSE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
+
+
+def shared_inputs(train: Dataset, other: Dataset) -> int:
+    """How many inputs of `other` are in `train` too."""
+    seen = set(_digests(train))
+    return sum(digest in seen for digest in _digests(other))
+
+
+def largest_class(data: Dataset) -> float | None:
+    """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
+    if data.y.dtype.is_floating_point or data.y.ndim != 1:
+        return None
+    return float(torch.bincount(data.y).max()) / len(data)
+
+
+def _digests(data: Dataset) -> list[bytes]:
+    rows = data.x.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+
+
+def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
+    """Skipped and clipped steps, jumps of the loss, and layers whose gradients vanished or exploded."""
+    found = []
+    if run.guard.skipped_in_all:
+        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16: skipped, loss scale halved")
+    limit = run.config.clip_grad_norm
+    norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
+    over = sum(norm > limit for norm in norms) if limit else 0
+    if over and limit:
+        found.append(f"- {over} of {len(norms)} noted steps had a gradient norm above {limit:g}: clipped to it")
+    found += _jumps(result)
+    for layer, norm in _medians(steps).items():
+        if norm < _VANISHED or norm > _EXPLODED:
+            what = "vanished" if norm < _VANISHED else "exploded"
+            found.append(f"- the gradient of `{layer or 'the model'}` {what}: its median norm is {norm:.2g}")
+    return found
+
+
+def _jumps(result: FitResult) -> list[str]:
+    losses = [record.metrics["train_loss"] for record in result.history]
+    return [
+        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
+        "nothing was done; lower the rate or warm up longer"
+        for epoch in range(1, len(losses))
+        if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
+    ]
+
+
+def _medians(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    norms: dict[str, list[float]] = {}
+    for record in steps:
+        for layer, norm in record.get("layers", {}).items():
+            norms.setdefault(layer, []).append(float("inf") if norm is None else norm)
+    return {layer: statistics.median(values) for layer, values in norms.items()}

@@ -1,0 +1,127 @@
+"""The report of a run: what was trained and why so, what came out, and what looks wrong about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from objectives.training.reports.diagnosis import instabilities, largest_class, leakage
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+    from objectives.training.loop.run import Run
+    from objectives.training.result import FitResult
+
+
+def write_report(
+    path: Path, run: Run, result: FitResult, objective: Objective, steps: Sequence[dict[str, Any]]
+) -> None:
+    """Writes `report.md` for a run that has ended.
+
+    Args:
+        path: the file to write; checkpoints and the smoke test's result are looked for beside it.
+        run: with its best weights in place.
+        result: what it came to.
+        objective: what was trained.
+        steps: the records of the run's `StepLog`.
+    """
+    sections = {
+        f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
+        "Configuration, and why": _configuration(run, objective),
+        "Smoke test": _smoke(path.parent, objective),
+        "Train against validation": _gap(run, result, objective),
+        "Possible leakage": leakage(run, result) or ["None seen."],
+        "Instabilities, and what was done": instabilities(run, result, steps) or ["None seen."],
+        "Checkpoints": _checkpoints(result),
+    }
+    parts = [
+        f"{'#' if number == 0 else '##'} {title}\n\n" + "\n".join(lines)
+        for number, (title, lines) in enumerate(sections.items())
+    ]
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _summary(run: Run, result: FitResult) -> list[str]:
+    lines = [
+        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.epochs} planned",
+        f"- seed {run.seed}, split seed {run.identity['split_seed']}, split {result.split_hash[:12]}",
+        f"- {run.step} optimizer steps of {run.config.batch_size * run.config.accumulate} samples on {run.device}",
+    ]
+    if result.memory is not None:
+        lines.append(f"- peak device memory {result.memory / 2**20:.0f} MiB")
+    if result.resume_note:
+        lines.append(f"- {result.resume_note}")
+    return lines
+
+
+def _configuration(run: Run, objective: Objective) -> list[str]:
+    default = objective.default_config()
+    lines = ["| setting | value | why |", "|---|---|---|"]
+    for item in dataclasses.fields(run.config):
+        value, usual = getattr(run.config, item.name), getattr(default, item.name)
+        plain = item.default if item.default is not dataclasses.MISSING else {}
+        if value != usual:
+            why = f"set for this run; the objective's default is `{_code(usual)}`"
+        else:
+            why = "default" if value == plain else "the objective's default"
+        lines.append(f"| `{item.name}` | `{_code(value)}` | {why} |")
+    return lines
+
+
+def _code(value: object) -> str:
+    return json.dumps(value).replace("|", "\\|").replace("`", "'")
+
+
+def _smoke(folder: Path, objective: Objective) -> list[str]:
+    try:
+        smoke = json.loads((folder / "smoke.json").read_text())
+        first, last, passed = smoke["losses"][0], smoke["losses"][-1], smoke["passed"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return [f"Not run here; `hpsearch smoke {objective.name}` overfits one batch."]
+    verdict = "passed" if passed else "FAILED: do not trust this model before you know why"
+    return [f"One batch of {smoke['samples']} samples: loss {first:.4g} -> {last:.4g}, {verdict}."]
+
+
+def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
+    """Both splits judged alike, by the best weights in evaluation mode: losses while training are of other weights."""
+    train, val = result.train_scores or {}, result.best_metrics
+    lines = ["| | train | validation | gap |", "|---|---|---|---|"]
+    for name, value in train.items():
+        other = val[f"val_{name}"]
+        lines.append(f"| {name} | {value:.6g} | {other:.6g} | {other - value:+.4g} |")
+    if (share := largest_class(run.splits.train)) is not None:
+        lines.append(f"| (largest class) | {share:.6g} | {largest_class(run.splits.val):.6g} | |")
+    better = 1 if objective.direction == "maximize" else -1
+    gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
+    last = result.history[-1].metrics
+    risen = last["val_loss"] - min(record.metrics["val_loss"] for record in result.history)
+    verdict = "Overfit" if gap > _share(train, objective) else "No wide gap"
+    lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
+    if risen > 0.1 * abs(last["val_loss"]):
+        lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
+    if risen == 0.0 and len(result.history) == run.epochs > 1 and _falling(result):
+        lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
+    return lines
+
+
+def _falling(result: FitResult) -> bool:
+    """Whether the last fifth of the run lowered the validation loss by at least a quarter of its even share.
+
+    A loss that has come to rest falls by less and less.
+    """
+    losses = [record.metrics["val_loss"] for record in result.history]
+    tail = max(len(losses) // 5, 1)
+    return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
+
+
+def _share(train: dict[str, float], objective: Objective) -> float:
+    """What makes a gap wide: five points of a score, or a fifth of an error."""
+    return 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
+
+
+def _checkpoints(result: FitResult) -> list[str]:
+    named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
+    return [f"- {name}: `{path}`" for name, path in named if path] or ["Kept by the session, not in this folder."]

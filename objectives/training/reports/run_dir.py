@@ -1,0 +1,141 @@
+"""The directory of a run: its configuration, its log, its numbers and its plots."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from objectives.training.reports.plots import curves, gradient_flow
+from objectives.training.reports.report import write_report
+from objectives.training.reproducibility.records import EpochRecord, MetricsFile, StepsFile
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+    from objectives.training.loop.run import Run
+    from objectives.training.result import FitResult
+
+
+FILES = (
+    "report.md",
+    "config.yaml",
+    "changes.diff",
+    "metrics.jsonl",
+    "steps.jsonl",
+    "train.log",
+    "curves.png",
+    "gradients.png",
+    "smoke.json",
+    "smoke.png",
+    "trace.json.gz",
+)
+
+
+class RunDir:
+    """Writes a run's files; with no path, none.
+
+    The files are those in `FILES`; checkpoints are the session's.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.log = logging.Logger("objectives.training.loop.run", logging.INFO)  # unregistered: one for each run
+        self.log.parent = logging.getLogger("objectives.training")
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def existing(self, name: str) -> Path | None:
+        """The path of a file of the run, if it is there."""
+        path = self.path / name if self.path else None
+        return path if path and path.exists() else None
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Keeps the log in `train.log` for the time of the run."""
+        if self.path is None:
+            yield
+            return
+        handler = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.log.addHandler(handler)
+        try:
+            yield
+        finally:
+            self.log.removeHandler(handler)
+            handler.close()
+
+    def start(self, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> None:
+        """Writes `config.yaml` and `changes.diff`.
+
+        A run that starts anew clears the numbers of one before it; one resumed at a step forgets the steps from there.
+        """
+        if self.path is None:
+            return
+        target = self.path / "config.yaml"
+        if resumed_at is None:
+            MetricsFile(self.path / "metrics.jsonl").clear()
+        StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
+        if resumed_at is None or not target.exists():
+            _replace(target, _yaml(resolved))
+            (self.path / "changes.diff").unlink(missing_ok=True)
+            if changes:
+                _replace(self.path / "changes.diff", changes)
+
+    def record(self, record: EpochRecord) -> None:
+        """Appends an epoch to `metrics.jsonl`."""
+        if self.path is not None:
+            with self._room("metrics.jsonl"):
+                MetricsFile(self.path / "metrics.jsonl").append(record)
+
+    def record_steps(self, records: list[dict[str, Any]]) -> None:
+        """Appends records of steps to `steps.jsonl`."""
+        if self.path is not None and records:
+            with self._room("steps.jsonl"):
+                StepsFile(self.path / "steps.jsonl").append(records)
+
+    @contextmanager
+    def _room(self, name: str) -> Iterator[None]:
+        """Lets a run go on without its records where the disk is full: they are in the checkpoint, and reported."""
+        try:
+            yield
+        except OSError as error:
+            self.log.warning("%s cannot be written: %s; the run goes on", name, error.strerror)
+
+    def finish(self, run: Run, result: FitResult, objective: Objective) -> list[Path]:
+        """Draws the plots and writes the report; returns the files that are worth keeping as artifacts.
+
+        Of a pruned run there are no plots: drawing takes as long as some of them train, and the numbers are all there.
+        """
+        if self.path is None:
+            return []
+        with self._room("the report"):
+            steps = StepsFile(self.path / "steps.jsonl").read()
+            if result.status != "pruned":
+                self._draw(result, objective, steps)
+            write_report(self.path / "report.md", run, result, objective, steps)
+        return [self.path / name for name in FILES if (self.path / name).exists()]
+
+    def _draw(self, result: FitResult, objective: Objective, steps: list[dict[str, Any]]) -> None:
+        assert self.path is not None
+        try:
+            curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+            gradient_flow(steps, self.path / "gradients.png")
+        except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
+            self.log.warning("no plots: %s is not installed", error.name)
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        return json.dumps(values, indent=2) + "\n"  # JSON is YAML
+    return str(yaml.safe_dump(values, sort_keys=False))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

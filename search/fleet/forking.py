@@ -1,0 +1,146 @@
+"""Worker processes forked from a server that has the libraries loaded: a worker is there in milliseconds.
+
+Importing torch, MLflow and what both load on first use takes 7 s of a core. A fleet pays that once, while `run` checks
+the objective, and for the workers that it starts again it pays nothing; what was loaded is in memory once for all.
+The server is `multiprocessing`'s forkserver, which has a single thread and no connection to anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+
+from search.fleet.cores import thread_settings
+
+# Where there may be an accelerator nothing is forked: its driver may not be asked anything before a fork, and it is not
+# in our hands what a library asks while it loads.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def can_fork() -> bool:
+    """Whether workers are forked on this machine; else each is a fresh interpreter."""
+    return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATORS)
+
+
+def load_ahead(workers: int) -> None:
+    """Begin to load what workers need, in the background; how they share the cores is settled by this too.
+
+    Args:
+        workers: how many there will be.
+    """
+    if not workers or not can_fork():
+        return
+    _context.set_forkserver_preload(["search.fleet.preload"])
+    # Its interpreter looks for modules in the current folder otherwise, where the user may have a search.py.
+    environment = {**thread_settings(workers), "PYTHONSAFEPATH": "1"}
+    with contextlib.suppress(OSError), _environment(environment), _silence():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Let what is started have no output: it lives as long as a worker, and who reads the fleet's must not wait for it.
+
+    A killed fleet's workers end later than it.
+    """
+    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    try:
+        _redirect(os.devnull, os.O_WRONLY, list(kept))
+        yield
+    finally:
+        for descriptor, copy in kept.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
+
+
+class ForkedProcess:
+    """A command of ours in a forked process: a session of its own, no input, and all output in a file.
+
+    What it has of :class:`subprocess.Popen` has the same meaning.
+
+    Args:
+        arguments: of the command line.
+        environment: all of it.
+        log: appended to.
+
+    Raises:
+        OSError: nothing could be forked.
+    """
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        self._process = _context.Process(target=_run, args=(arguments, environment, str(log)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    os.setsid()
+    _redirect(os.devnull, os.O_RDONLY, [0])
+    _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
+    os.environ.clear()
+    os.environ.update(environment)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # else all workers draw the same
+    sys.argv[1:] = arguments
+    # What a worker starts itself, such as the processes of a data loader, is started as in any other program.
+    multiprocessing.set_start_method(None, force=True)
+    from search.cli import main
+
+    main()
+
+
+def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
+    opened = os.open(path, flags, 0o666)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    if opened not in descriptors:
+        os.close(opened)
+
+
+def watch_fleet(pid: int) -> Callable[[], bool]:
+    """Return what tells whether the fleet that started this process has ended, or what it was forked from.
+
+    Args:
+        pid: the fleet's process id.
+    """
+    fleet, parent = multiprocessing.parent_process(), os.getppid()
+    if fleet is not None and fleet.pid == pid:
+        return lambda: not fleet.is_alive() or os.getppid() != parent
+    return lambda: os.getppid() != pid

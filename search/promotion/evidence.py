@@ -1,0 +1,170 @@
+"""What stands behind a promoted model: where it comes from, what was asked of it, and what nobody has asked yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from optuna.trial import FrozenTrial
+
+from search.finalists import read_finalists
+from search.study.study import RUN_ID, RUN_URL, StudyHandle
+from storage.mlflow.artifacts import read_artifact
+from storage.mlflow.health import one_line
+from storage.records.test_openings import Opening, read_opening
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import ATTEMPT, REASON
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The lineage of a trial's model; plain values, kept with the promotion.
+
+    Attributes:
+        study: name of the study.
+        study_id: its number in the database.
+        trial: number of the trial.
+        run_id: its MLflow run.
+        run_url: the page of that run.
+        attempts: how often the trial was started.
+        metric: the validation metric that was optimised.
+        value: what the trial scored by it, chosen as one of many: too good by that choice.
+        reason: why the trial ended.
+        params: what the sampler suggested.
+        config: the resolved training configuration; None where the run has none.
+        seed: of the training.
+        git_sha: commit of the objective's source; None where there was none.
+        git_dirty: whether the source differed from it.
+        data_sha256: of the data as it was split.
+        finalists: the finalists' table; None without any.
+        test: the opening of the test set for this trial, with its scores; None while it is sealed.
+        unconfirmed: why the choice of this trial is not confirmed; empty when it is.
+    """
+
+    study: str
+    study_id: int
+    trial: int
+    run_id: str
+    run_url: str
+    attempts: int
+    metric: str
+    value: float | None
+    reason: str
+    params: dict[str, Any]
+    config: dict[str, Any] | None
+    seed: int | None
+    git_sha: str | None
+    git_dirty: bool | None
+    data_sha256: str | None
+    finalists: dict[str, Any] | None
+    test: dict[str, Any] | None
+    unconfirmed: str
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as plain values for the database."""
+        return {**asdict(self), "confirmed": not self.unconfirmed}
+
+
+def gather_evidence(handle: StudyHandle, trial: FrozenTrial, client: MlflowClient) -> Evidence:
+    """Return what is known of a trial now; what MLflow does not give is left out."""
+    finalists = read_finalists(handle)
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    run_id = str(trial.user_attrs[RUN_ID])
+    ran = _resolved_config(client, run_id)
+    environment = ran.get("environment") or {}
+    for_it = opening is not None and opening.trial_number == trial.number
+    return Evidence(
+        study=handle.spec.name,
+        study_id=handle.study_id,
+        trial=trial.number,
+        run_id=run_id,
+        run_url=str(trial.user_attrs.get(RUN_URL, "")),
+        attempts=int(trial.user_attrs.get(ATTEMPT, 1)),
+        metric=handle.spec.metric,
+        value=trial.value,
+        reason=str(trial.user_attrs.get(REASON, "")),
+        params=dict(trial.params),
+        config=ran.get("config"),
+        seed=ran.get("seed"),
+        git_sha=environment.get("git_sha"),
+        git_dirty=environment.get("git_dirty"),
+        data_sha256=ran.get("split_hash"),
+        finalists=None if finalists is None else asdict(finalists),
+        test=_opening(opening) if for_it else None,
+        unconfirmed=why_unconfirmed(handle, trial.number),
+    )
+
+
+def why_unconfirmed(handle: StudyHandle, trial: int) -> str:
+    """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
+
+    Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened for
+    it: the best of many trials over-states itself.
+    """
+    if (of := handle.spec.finalists_of) is not None:
+        return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
+    finalists = read_finalists(handle)
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    if finalists is None:
+        return "no finalists were trained"
+    if finalists.winner is None:
+        waiting = f"{finalists.pending} of their trials have not ended" if finalists.pending else "none has all seeds"
+        return f"the finalists have no winner: {waiting}"
+    if trial != finalists.winner and trial not in finalists.tie:
+        return f"the finalists chose trial {finalists.winner}"
+    if opening is None:
+        return "the test set was not opened for it"
+    if opening.trial_number != trial:
+        return f"the test set was opened for trial {opening.trial_number}"
+    if opening.finalists is None:
+        return "the test set was opened for it without finalists"
+    return "" if opening.scores is not None else "the test set was opened and has no scores"
+
+
+def _opening(opening: Opening | None) -> dict[str, Any] | None:
+    if opening is None:
+        return None
+    return {"scores": opening.scores, "opened_at": opening.opened_at.isoformat(), "opened_by": opening.opened_by}
+
+
+def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
+    """Return the run's `config.yaml`: configuration, seeds, data and environment of the training."""
+    try:
+        with read_artifact(client, run_id, "config.yaml") as file:
+            found = yaml.safe_load(file)
+    except Exception as error:  # no such file, the server is away: the study's own record is the better part
+        log.warning("run %s gives no config.yaml: %s", run_id, one_line(error))
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def version_tags(evidence: Evidence) -> dict[str, str]:
+    """Return the tags of a model version: what a program asks for."""
+    tags: dict[str, object] = {
+        "study": evidence.study,
+        "study_id": evidence.study_id,
+        "trial": evidence.trial,
+        "run_id": evidence.run_id,
+        "attempts": evidence.attempts,
+        "metric": f"val_{evidence.metric}",
+        "value": evidence.value,
+        "seed": evidence.seed,
+        "params": json.dumps(evidence.params),
+        "config": evidence.config and json.dumps(evidence.config),
+        "git_sha": evidence.git_sha and evidence.git_sha + (" (with changes)" if evidence.git_dirty else ""),
+        "data_sha256": evidence.data_sha256,
+        "finalists": evidence.finalists and json.dumps(evidence.finalists),
+        "test": evidence.test and json.dumps(evidence.test),
+        "confirmed": str(not evidence.unconfirmed).lower(),
+        "unconfirmed": evidence.unconfirmed,
+    }
+    # An empty reason is written too: it replaces that of a version which was confirmed since.
+    return {f"hpsearch.{key}": str(value) for key, value in tags.items() if value is not None}

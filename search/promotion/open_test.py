@@ -1,0 +1,186 @@
+"""The sealed test set of a study: opened once, for the winner, after the choice.
+
+Everything that can go wrong is tried before: the weights are fetched, put into their model, and must score on the
+validation data what they scored when they were trained. Only then is the opening written to the database, which
+refuses a second one, and only after that is the test data scored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from objectives import load_objective
+from objectives.training.checks.held_out import Restored, restore_best
+from objectives.training.reproducibility import checkpoint
+from search.console import command
+from search.errors import SearchError
+from search.finalists import read_finalists
+from search.finalists.table import newest_set
+from search.sampling.samplers import training_seed
+from search.study.steering import find_trial, whoami
+from search.study.study import REMOVED, RUN_ID, StudyHandle
+from search.study.summary import summarise
+from storage.mlflow.client import Tracking
+from storage.mlflow.health import one_line
+from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
+from storage.study_storage.opening import engine_of
+
+_SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """For whom a test set is to be opened, and the study whose finalists chose it; None: nobody confirmed it."""
+
+    trial: FrozenTrial
+    finalists: str | None
+
+
+def choose_candidate(handle: StudyHandle, *, trial: int | None, unconfirmed: bool) -> Candidate:
+    """Return for whom the test set of a study is to be opened.
+
+    An opening whose scores were never written is gone on with, whoever wins by now.
+
+    Args:
+        handle: the study.
+        trial: of that number, where finalists do not say which; by default the search's best.
+        unconfirmed: whether a trial will do that did not win among finalists.
+
+    Raises:
+        SearchError: no finalists have decided, or for another trial, and it is not to be unconfirmed; or the trial
+            is not complete.
+        AlreadyOpenError: it was opened, for another trial or with scores.
+    """
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    if opening is not None:
+        if opening.scores is not None or trial not in {None, opening.trial_number}:
+            raise AlreadyOpenError(opening)
+        return Candidate(_complete(handle, opening.trial_number), opening.finalists)
+    found = read_finalists(handle)
+    winner = None if found is None else found.winner
+    name, again = handle.spec.name, command("finalists", handle.spec.name)
+    newest = newest_set(handle)
+    if not unconfirmed:
+        if newest is not None and found is not None and newest.spec.name != found.study:
+            raise SearchError(
+                f"finalists of {name!r} were chosen anew, in {newest.spec.name}, and are not done: go on with {again}, "
+                f"or open the test set for the winner of {found.study} with --unconfirmed --trial {winner}"
+            )
+        if found is None:
+            raise SearchError(
+                f"study {name!r} has no finalists: the best of a search over-states itself; choose a winner with "
+                f"{again}, or open the test set for an unconfirmed trial with --unconfirmed"
+            )
+        if found.pending:
+            raise SearchError(f"the finalists of {name!r} are not done, {found.pending} are left: go on with {again}")
+        if winner is None:
+            raise SearchError(
+                f"the finalists of {name!r} have no winner: see {again}, or open the test set for an unconfirmed trial "
+                "with --unconfirmed --trial N"
+            )
+        if trial not in {None, winner}:
+            raise SearchError(
+                f"--trial {trial}: the winner among the finalists of {name!r} is trial {winner}: leave it out, or add "
+                "--unconfirmed"
+            )
+    number = trial if trial is not None else winner
+    if number is None:
+        best = summarise(handle).best
+        if best is None:
+            raise SearchError(f"study {name!r} has no complete trial: there is nothing to open the test set for")
+        number = best.number
+    confirmed = found is not None and number == winner
+    return Candidate(_complete(handle, number), found.study if found is not None and confirmed else None)
+
+
+def _complete(handle: StudyHandle, number: int) -> FrozenTrial:
+    trial = find_trial(handle, number)
+    if trial.state != TrialState.COMPLETE:
+        raise SearchError(f"--trial {number}: it is {trial.state.name.lower()}; only a complete trial has a test score")
+    return trial
+
+
+def open_for(handle: StudyHandle, candidate: Candidate, tracking: Tracking) -> Opening:
+    """Open the test set of a study for a trial, score its best weights, and return the opening with the scores.
+
+    Raises:
+        AlreadyOpenError: somebody else has opened it.
+        SearchError: the weights are not to be had, or are not the trial's.
+        ObjectiveError: the data or the model are not those of the trial any more.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = _fetch(handle, candidate.trial, tracking, Path(folder))
+        restored = _restore(handle, candidate.trial, path)
+        opening = open_test_set(
+            engine_of(handle.storage),
+            handle.study_id,
+            trial_number=candidate.trial.number,
+            model_sha256=_sha256(path),
+            opened_by=whoami(),
+            finalists=candidate.finalists,
+        )
+    return write_scores(engine_of(handle.storage), handle.study_id, opening, restored.test())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: Path) -> Path:
+    """Bring the best weights that the trial logged."""
+    run_id = trial.user_attrs.get(RUN_ID)
+    if run_id is None:
+        raise SearchError(
+            f"trial {trial.number} of {handle.spec.name!r} has no run in MLflow: its weights are not kept"
+        )
+    if removed := trial.user_attrs.get(REMOVED):
+        raise SearchError(f"the weights of trial {trial.number} are not kept ({removed}); nothing was opened")
+    try:
+        return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
+    except Exception as error:  # MLflow's client raises what its transport does
+        send = command("sync", handle.spec.name)
+        raise SearchError(
+            f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
+            f"had ({one_line(error)}); nothing was opened; should they wait on a machine, send them: {send}"
+        ) from None
+
+
+def _restore(handle: StudyHandle, trial: FrozenTrial, path: Path) -> Restored:
+    """Put the weights back into their model, when they are what the trial says they are."""
+    try:
+        best = checkpoint.read(path)
+    except checkpoint.CheckpointError as error:
+        raise SearchError(f"the weights of trial {trial.number} cannot be used: {error}; nothing was opened") from None
+    _require_the_trials(handle, trial, best)
+    objective = load_objective(handle.spec.objective)
+    objective.judge_by(handle.spec.metric, handle.spec.direction)
+    restored = restore_best(objective, best)
+    now, then = restored.validate()[handle.spec.metric], float(trial.value or 0.0)
+    if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
+        raise SearchError(
+            f"the weights of trial {trial.number} give val {handle.spec.metric} {now:.6g} now and gave {then:.6g} in "
+            "the search: put back the code that the study was run with; nothing was opened"
+        )
+    return restored
+
+
+def _require_the_trials(handle: StudyHandle, trial: FrozenTrial, best: dict[str, Any]) -> None:
+    wanted = {
+        "seed": training_seed(handle.spec, trial.number),
+        "split_seed": handle.spec.seed,
+        "value": trial.value,
+    }
+    differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
+    if differ:
+        raise SearchError(
+            f"checkpoints/best.pt in the run of trial {trial.number} is of another training ({', '.join(differ)}): "
+            "put back the file that the trial logged; nothing was opened"
+        )

@@ -1,0 +1,199 @@
+"""Promotion: a trial's model gets a name in MLflow's model registry that programs load it by, with its evidence."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.console import command
+from search.errors import SearchError
+from search.finalists import read_finalists
+from search.promotion.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
+from search.promotion.model_card import describe
+from search.report.promotions import current
+from search.study.steering import find_trial, whoami
+from search.study.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle
+from search.study.summary import summarise
+from storage.database.locks import registry_lock, still_held
+from storage.mlflow.client import Tracking
+from storage.mlflow.registry import (
+    CHAMPION,
+    PROMOTED_BY,
+    Registry,
+    Version,
+    check_alias,
+    check_model_name,
+    previous_alias,
+)
+from storage.records.promotions import Promotion, TrialOfRun, record_promotion
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import REASON
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What a promotion came to.
+
+    Attributes:
+        trial: number of the trial.
+        model: name of the registered model.
+        version: its version.
+        alias: that names the version now.
+        replaced: the version that the alias named before; None if it named none, or this one.
+        unconfirmed: why the choice is not confirmed; empty when it is.
+    """
+
+    trial: int
+    model: str
+    version: int
+    alias: str
+    replaced: int | None
+    unconfirmed: str
+
+    @property
+    def previous(self) -> str:
+        """The alias of the version that was replaced."""
+        return previous_alias(self.alias)
+
+
+def promote(
+    handle: StudyHandle,
+    tracking: Tracking,
+    *,
+    trial: int | None = None,
+    alias: str = CHAMPION,
+    model: str | None = None,
+) -> Promoted:
+    """Register a trial's model, with its evidence, and let an alias name it.
+
+    Safe to repeat: what is there already is used. The alias is set before the database is told, so that a death in
+    between leaves a promotion that :mod:`search.promotion.registry_watch` records, with the name that the version's
+    tag holds.
+
+    Args:
+        handle: the study.
+        tracking: the MLflow server that has its runs.
+        trial: the trial's number; the winner of the finalists unless given, or else the best trial.
+        alias: for the version; what had it gets `previous_alias` of it.
+        model: name of the registered model; the study's name unless given.
+
+    Raises:
+        SearchError: the trial has nothing to promote.
+        StorageError: MLflow refuses, or is away.
+    """
+    if (of := handle.spec.finalists_of) is not None:
+        again = command("promote", of.study)
+        raise SearchError(f"study {handle.spec.name!r} holds the finalists of {of.study!r}: promote it with: {again}")
+    name = model or handle.spec.name
+    check_alias(alias)
+    check_model_name(name, setting="--model")
+    chosen = find_trial(handle, _default_trial(handle) if trial is None else trial)
+    _check_promotable(handle, chosen)
+    registry = Registry(tracking.client)
+    run_id = str(chosen.user_attrs[RUN_ID])
+    model_id = registry.model_of(run_id)
+    if model_id is None:
+        known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
+        why = textwrap.shorten(str(known or "it was not exported, or was removed since"), 160, placeholder=" ...")
+        raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
+    evidence = gather_evidence(handle, chosen, tracking.client)
+    with registry_lock(engine_of(handle.storage)) as connection:
+        held = registry.version_by_alias(name, alias)
+        tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
+        version = registry.register(name, model_id, run_id, tags=tags)
+        write_evidence(registry, version, evidence)
+        still_held(connection)
+        replaced = held if held is not None and held.number != version.number else None
+        if replaced is not None:  # first, so that doing it again after a death still knows what was there before
+            registry.set_alias(replaced, previous_alias(alias))
+        registry.set_alias(version, alias)
+        record_promotion(
+            connection,
+            TrialOfRun(handle.study_id, handle.spec.name, chosen.number),
+            model=name,
+            version=version.number,
+            alias=alias,
+            by=whoami(),
+            evidence=evidence.as_record(),
+        )
+    return Promoted(
+        trial=chosen.number,
+        model=name,
+        version=version.number,
+        alias=alias,
+        replaced=replaced.number if replaced else None,
+        unconfirmed=evidence.unconfirmed,
+    )
+
+
+def refresh_evidence(handle: StudyHandle, tracking: Tracking) -> None:
+    """Write anew what stands behind a study's promotions, where finalists or the test set have spoken since.
+
+    Raises:
+        StorageError: MLflow refuses, or is away.
+    """
+    changed = [promotion for promotion in current(handle) if _has_changed(handle, promotion)]
+    if not changed:
+        return
+    registry = Registry(tracking.client)
+    with registry_lock(engine_of(handle.storage)) as connection:
+        for promotion in changed:
+            version = registry.version_by_alias(promotion.model_name, promotion.alias)
+            if version is None or version.number != promotion.version:
+                continue  # it has moved: that is for the noticing
+            evidence = gather_evidence(handle, find_trial(handle, promotion.trial_number), tracking.client)
+            write_evidence(registry, version, evidence)
+            record_promotion(
+                connection,
+                TrialOfRun(handle.study_id, handle.spec.name, promotion.trial_number),
+                model=promotion.model_name,
+                version=promotion.version,
+                alias=promotion.alias,
+                by=promotion.promoted_by,
+                evidence=evidence.as_record(),
+            )
+
+
+def _has_changed(handle: StudyHandle, promotion: Promotion) -> bool:
+    return why_unconfirmed(handle, promotion.trial_number) != promotion.evidence.get("unconfirmed")
+
+
+def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
+    """Write the evidence of a trial as the tags and the description of a version of its model."""
+    text = describe(evidence, address=version.address, written=version.description)
+    registry.describe(version, tags=version_tags(evidence), description=text)
+
+
+def _default_trial(handle: StudyHandle) -> int:
+    finalists = read_finalists(handle)
+    if finalists is not None and finalists.winner is not None:
+        return finalists.winner
+    if (best := summarise(handle).best) is None:
+        raise SearchError(f"study {handle.spec.name!r} has no trial to promote: none has run to its end")
+    return best.number
+
+
+def _check_promotable(handle: StudyHandle, trial: FrozenTrial) -> None:
+    """Refuse a trial that has not run to its end, or of which MLflow knows nothing."""
+    reason = trial.user_attrs.get(REASON)
+    told = f" ({reason})" if reason else ""
+    match trial.state:
+        case TrialState.COMPLETE:
+            if RUN_ID in trial.user_attrs:
+                return
+            what = "has no run in MLflow"
+        case TrialState.PRUNED if trial.user_attrs.get(INFEASIBLE):
+            what = f"is infeasible{told}"
+        case TrialState.PRUNED:
+            what = f"was pruned{told}"
+        case TrialState.FAIL:
+            what = f"failed{told}"
+        case TrialState.RUNNING:
+            what = "is still running"
+        case _:
+            what = "has not been run yet"
+    best = summarise(handle).best
+    instead = f"promote one that has run to its end, such as {best.number}" if best else "no trial has run to its end"
+    raise SearchError(f"--trial {trial.number}: it {what}; {instead}")

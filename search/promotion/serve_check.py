@@ -1,0 +1,199 @@
+"""Whether a registered model, loaded as whoever serves it loads it, still scores what its trial recorded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import optuna
+import torch
+from torch import Tensor, nn
+
+from objectives import Objective, load_objective
+from objectives.training import Splits, evaluate
+from objectives.training.loop.build import checked_splits
+from search.errors import SearchError, nearest
+from search.promotion import predict_alone
+from search.study.steering import find_trial
+from search.study.study import RUN_ID, StudyHandle, load_study
+from storage.mlflow.client import Tracking
+from storage.mlflow.registry import Registry, Version
+from storage.records.promotions import trials_of_runs
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import engine_of
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-6
+_ROWS = 1024  # in one step of judging
+_PATIENCE = 600.0  # seconds for the other process
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a model scores where it is served, beside what its trial recorded.
+
+    Attributes:
+        version: that was loaded.
+        study: of its trial.
+        trial: number of its trial.
+        metric: the validation metric of the study.
+        recorded: the trial's value.
+        scored: what the predictions of the other process score; None when it could not load or run the model.
+        why: what is different, or what the other process died of; empty when the value is reproduced.
+    """
+
+    version: Version
+    study: str
+    trial: int
+    metric: str
+    recorded: float
+    scored: float | None
+    why: str
+
+
+def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE) -> Check:
+    """Load a version in a new process without this project's code, and judge what it predicts of the validation split.
+
+    Args:
+        storage: of the studies.
+        tracking: the MLflow server.
+        reference: ``NAME@ALIAS`` or ``NAME/VERSION``, with or without ``models:/``.
+        tolerance: how far the score may be from the recorded one.
+
+    Raises:
+        SearchError: there is no such version, or it is of no trial of these studies.
+        ObjectiveError: the objective cannot be loaded here.
+        StorageError: MLflow refuses, or is away.
+    """
+    version = find_version(Registry(tracking.client), reference)
+    handle, number = _trial_of(storage, version, reference)
+    trial = find_trial(handle, number)
+    if trial.value is None:
+        raise SearchError(f"{reference}: trial {number} of study {handle.spec.name!r} has no value to compare with")
+    objective = load_objective(handle.spec.objective)
+    objective.judge_by(handle.spec.metric, handle.spec.direction)
+    splits = checked_splits(objective, handle.spec.seed)
+    changed = _changes(handle, objective, splits, version)
+    with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
+        predictions, error = _predict(version, splits, objective, tracking.uri, Path(folder))
+    scored = None
+    if predictions is not None:
+        scored = _judge(predictions, objective, splits, optuna.trial.FixedTrial(trial.params))
+        if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
+            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
+    return Check(version, handle.spec.name, number, handle.spec.metric, trial.value, scored, error)
+
+
+def find_version(registry: Registry, reference: str) -> Version:
+    """Return the version that a reference names.
+
+    Raises:
+        SearchError: it is no reference, or there is no such version.
+    """
+    name = reference.removeprefix("models:/")
+    model, at, alias = name.rpartition("@")
+    if at and model and alias and "/" not in name:
+        if (version := registry.version_by_alias(model, alias)) is None:
+            there = _like(name, [f"{known}@{its}" for known, its in registry.aliases()])
+            raise SearchError(f"{reference}: MLflow has no model {model!r} with the alias {alias!r}{there}")
+        return version
+    model, _, number = name.rpartition("/")
+    if model and "/" not in model and number.isdecimal() and int(number) > 0:
+        if (version := registry.version(model, int(number))) is None:
+            there = _like(name, [f"{known}/{version}" for (known, _), version in registry.aliases().items()])
+            raise SearchError(f"{reference}: MLflow has no version {number} of a model {model!r}{there}")
+        return version
+    raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
+
+
+def _like(name: str, with_alias: list[str]) -> str:
+    return nearest(name, with_alias) if with_alias else "; see MLflow's page of models"
+
+
+def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StudyHandle, int]:
+    with engine_of(storage).connect() as connection:
+        found = trials_of_runs(connection, [version.run_id or ""], key=RUN_ID).get(version.run_id or "")
+    if found is None:
+        raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
+    return load_study(storage, found.study_name), found.number
+
+
+def _changes(handle: StudyHandle, objective: Objective, splits: Splits, version: Version) -> str:
+    """Return what is no longer as it was when the trial ran, as the end of a sentence."""
+    changed = []
+    if version.tags.get("hpsearch.data_sha256", splits.hash()) != splits.hash():
+        changed.append("the data are not those of the trial")
+    if handle.source_warning(objective):
+        changed.append("the objective's code has changed since the study was made")
+    return "".join(f"; {change}" for change in changed)
+
+
+def _predict(
+    version: Version, splits: Splits, objective: Objective, tracking_uri: str, folder: Path
+) -> tuple[Tensor | None, str]:
+    """Return what the model predicts of the validation split in a process of its own, or None and why not."""
+    inputs, outputs, empty = folder / "inputs.npy", folder / "outputs.npy", folder / "cwd"
+    empty.mkdir()
+    _write_inputs(splits, inputs)
+    ours = {"search", "objectives", "storage", type(objective).__module__.partition(".")[0]}
+    # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
+    command = [sys.executable, "-I", predict_alone.__file__, version.address, str(inputs), str(outputs), *sorted(ours)]
+    settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=empty,
+            env={**os.environ, **settings},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it did not answer in {_PATIENCE:.0f} s"
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    return torch.from_numpy(np.load(outputs)), ""
+
+
+def _write_inputs(splits: Splits, path: Path) -> None:
+    """Write the validation inputs as the model takes them, a part at a time: they may be larger than the memory."""
+    val = splits.val
+    first = val.inputs(slice(0, 1)).numpy()
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=first.dtype, shape=(len(val), *first.shape[1:]))
+    for start in range(0, len(val), _ROWS):
+        array[start : start + _ROWS] = val.inputs(slice(start, start + _ROWS)).numpy()
+    array.flush()
+
+
+class _Replay(nn.Module):
+    """Gives the rows of predictions that were made elsewhere, in their order."""
+
+    def __init__(self, predictions: Tensor) -> None:
+        super().__init__()
+        self._predictions = predictions
+        self._at = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, self._at = self._at, self._at + len(x)
+        return self._predictions[start : self._at]
+
+
+def _judge(predictions: Tensor, objective: Objective, splits: Splits, trial: optuna.trial.FixedTrial) -> float:
+    """Return the metric of predictions [n, ...] of the validation split, counted as in training."""
+    if len(predictions) != len(splits.val):
+        return float("nan")
+    loss = objective.loss(objective.configure(trial), splits.train)
+    scores = evaluate(
+        _Replay(predictions), splits.val, loss, objective.metrics(splits.train), batch_size=_ROWS, device="cpu"
+    )
+    return scores[objective.metric]

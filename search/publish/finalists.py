@@ -1,0 +1,100 @@
+"""What MLflow is told of a study's finalists and of its test set: again and again the same, whoever tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from search.finalists.table import Finalists, counting_set
+from search.finalists.text import optimism, ranked
+from search.study.study import RUN_ID, StudyHandle, load_study
+from storage.mlflow.client import Tracking
+from storage.mlflow.health import is_away, one_line
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import engine_of
+from storage.trials.finalist_sets import finalist_studies
+
+log = logging.getLogger(__name__)
+
+# Tags of runs: of the search's trials that were finalists, and of the study's run.
+FINALIST, WINNER, WINNER_RUN = "hpsearch.finalist", "hpsearch.winner", "hpsearch.winner_run_id"
+TEST_OPENED = "hpsearch.test_opened"
+
+ARTIFACT = "finalists.json"
+
+
+def tell_confirmation(handle: StudyHandle, tracking: Tracking) -> None:
+    """Write the finalists' table and the test scores to the runs in MLflow. Safe to call again, and at once."""
+    runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in handle.trials() if RUN_ID in trial.user_attrs}
+    counting = counting_set(handle)
+    if counting is not None and not counting[1].pending:
+        _tell_finalists(handle, *counting, runs, tracking)
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    if opening is not None and opening.scores is not None and opening.trial_number in runs:
+        _annotate(
+            tracking,
+            runs[opening.trial_number],
+            tags={TEST_OPENED: opening.told, "hpsearch.test_confirmed": str(opening.finalists is not None).lower()},
+            metrics={f"test_{name}": value for name, value in opening.scores.items()},
+            at=opening.opened_at.timestamp(),
+        )
+
+
+def _tell_finalists(
+    handle: StudyHandle, held: StudyHandle, found: Finalists, runs: dict[int, str], tracking: Tracking
+) -> None:
+    ended = max(t.datetime_complete.timestamp() for t in held.trials() if t.datetime_complete is not None)
+    parent = str(handle.attrs[RUN_ID])
+    tracking.client.log_dict(parent, table_record(handle, found), ARTIFACT)
+    winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
+    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN: its_run}, metrics={}, at=ended)
+    for rank, row in enumerate(ranked(handle, found), 1):
+        if row.trial not in runs:
+            continue
+        figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
+        _annotate(
+            tracking,
+            runs[row.trial],
+            tags={FINALIST: found.verdict(row), "hpsearch.finalist_rank": str(rank)},
+            metrics={key: value for key, value in figures.items() if value is not None},
+            at=ended,
+        )
+    for number in _others(handle, found):
+        if number in runs:
+            _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
+
+
+def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: dict[str, float], at: float) -> None:
+    """Write to a trial's run. One that somebody deleted must not keep the others from being told."""
+    try:
+        tracking.annotate(run, tags=tags, metrics=metrics, at=at)
+    except Exception as error:  # what is away is raised again; MLflow refuses by several types
+        if is_away(error):
+            raise
+        log.warning("run %s is not told: %s", run, one_line(error))
+
+
+def _others(handle: StudyHandle, found: Finalists) -> set[int]:
+    """Return the trials that are finalists of other sets only."""
+    numbers: set[int] = set()
+    for name in finalist_studies(engine_of(handle.storage), handle.study_id):
+        of = load_study(handle.storage, name).spec.finalists_of
+        numbers.update(of.trials if of is not None else [])
+    return numbers - {row.trial for row in found.rows}
+
+
+def table_record(handle: StudyHandle, found: Finalists) -> dict[str, Any]:
+    """Return the table as plain values, for a file."""
+    rows = [{**dataclasses.asdict(row), "optimism": optimism(handle, row)} for row in ranked(handle, found)]
+    return {
+        "study": handle.spec.name,
+        "metric": f"val_{handle.spec.metric}",
+        "direction": handle.spec.direction,
+        "finalists": found.study,
+        "seeds": list(found.seeds),
+        "winner": found.winner,
+        "tie": list(found.tie),
+        "standard_error_of_difference": found.error,
+        "rows": rows,
+    }

@@ -1,0 +1,129 @@
+"""The end of a study: its parent run says what came of it, and its note in the dashboard links to MLflow."""
+
+from __future__ import annotations
+
+import logging
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from search.finalists.study import parent_of
+from search.finalists.text import confirmation_lines
+from search.publish.finalists import tell_confirmation
+from search.report.promotions import promotion_lines
+from search.study.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
+from search.study.summary import Summary, format_value, summarise
+from search.tracking.study_run import open_parent_run
+from storage.mlflow.client import State, Tracking, TrialRun
+from storage.mlflow.health import one_line
+from storage.trials.claims import REASON
+
+log = logging.getLogger(__name__)
+
+
+def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> None:
+    """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
+
+    Safe to call more than once, and from several processes: each writes the same.
+    """
+    tags = {
+        "hpsearch.trials": f"{summary.finished} of {handle.budget}",
+        "hpsearch.complete": str(summary.complete),
+        "hpsearch.pruned": str(summary.pruned),
+        "hpsearch.infeasible": str(summary.infeasible),
+        "hpsearch.failed": str(summary.failed),
+    }
+    metrics: dict[str, float] = {}
+    if summary.best is not None and summary.best.value is not None:
+        metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
+        tags["hpsearch.best_trial"] = str(summary.best.number)
+        tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    parent = open_parent_run(handle, tracking)
+    end_open_runs(handle, tracking)
+    tell_confirmation(handle, tracking)
+    tracking.end_study_run(
+        parent,
+        tags=tags,
+        metrics=metrics,
+        step=summary.finished,
+        finished=summary.finished >= handle.budget,
+    )
+    write_note(handle, summary)
+
+
+def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
+    """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
+    left = tracking.open_trial_runs(handle.spec.name, str(handle.attrs[RUN_ID]))
+    for trial in handle.trials() if left else []:
+        if trial.number in left and trial.state.is_finished():
+            state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
+            TrialRun(tracking, left[trial.number]).finish(state, str(trial.user_attrs.get(REASON, "")))
+
+
+_STATES: dict[TrialState, State] = {
+    TrialState.COMPLETE: "COMPLETE",
+    TrialState.PRUNED: "PRUNED",
+    TrialState.FAIL: "FAIL",
+}
+
+
+def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
+    """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it.
+
+    Finalists have no run of their own: when they are done, the study that they are of has more to tell.
+    """
+    summary = summarise(handle)
+    if summary.finished < handle.budget:
+        return
+    try:
+        if handle.spec.finalists_of is not None:
+            end_open_runs(handle, tracking)
+            handle = parent_of(handle)
+            summary = summarise(handle)
+        close_study(handle, summary, tracking)
+    except Exception as error:  # its trials are safe: `hpsearch report` closes it later
+        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, one_line(error))
+
+
+def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
+    """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
+    if handle.spec.finalists_of is not None:
+        return  # the run is that of the search, which is over
+    tracking.reopen(open_parent_run(handle, tracking))
+    close_study(handle, summarise(handle), tracking)
+
+
+def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
+    """Show a trial's run, which its next attempt goes on with, as one that is still to be run."""
+    run_id = trial.user_attrs.get(RUN_ID)
+    if run_id is not None:
+        tracking.schedule(str(run_id))
+
+
+def write_note(handle: StudyHandle, summary: Summary) -> None:
+    """Write the study's note in the dashboard."""
+    from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
+
+    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
+    save_note(study, study_note(handle, summary))
+
+
+def study_note(handle: StudyHandle, summary: Summary) -> str:
+    """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
+    spec = handle.spec
+    lines = [
+        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
+        f"{summary.finished} of {handle.budget} trials.",
+        "",
+        f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
+    ]
+    if (best := summary.best) is not None:
+        url = best.user_attrs.get(RUN_URL)
+        name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
+        params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
+        lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
+    for line in confirmation_lines(handle):
+        lines += ["", f"{line[:1].upper()}{line[1:]}."]
+    promoted = [line for line in promotion_lines(handle) if line]
+    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
+    return "\n".join(lines)

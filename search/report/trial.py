@@ -1,0 +1,129 @@
+"""One trial on a page: what it was given, who ran it when, what it reported, and why it ended as it did."""
+
+from __future__ import annotations
+
+import datetime
+
+from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.table import Table
+
+from search.pruning.judge import halving_of
+from search.report.promotions import promotion_lines
+from search.study.steering import find_trial
+from search.study.study import INFEASIBLE, PRUNING, RUN_URL, TRACKING, StudyHandle
+from search.study.summary import format_seconds, format_value
+from storage.study_storage.opening import engine_of
+from storage.study_storage.rungs import rung_key
+from storage.trials.attempts import Attempt, last_attempts, read_attempts
+from storage.trials.settling import REASON
+
+# What became of an attempt after which its trial waits.
+_ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
+
+
+def print_trial(console: Console, handle: StudyHandle, number: int) -> None:
+    """Print all there is to know about a trial.
+
+    Raises:
+        SearchError: the study has no such trial.
+    """
+    trial = find_trial(handle, number)
+    state = "infeasible" if trial.user_attrs.get(INFEASIBLE) else trial.state.name
+    console.print(f"trial {number} of {handle.spec.name}: {state}", style="bold")
+    for name, value in _facts(handle, trial):
+        console.print(f"{name:>9}  {value}")
+    _print_section(console, "parameters", _parameters(trial))
+    _print_section(console, "attempts", _attempts(read_attempts(engine_of(handle.storage), trial._trial_id)))
+    _print_section(console, "epochs", _epochs(handle, trial))
+
+
+def why_waiting(handle: StudyHandle) -> dict[int, str]:
+    """Return why trials wait, by their numbers: what became of the last attempt at each."""
+    waiting = [trial for trial in handle.trials() if trial.state == TrialState.WAITING]
+    last = last_attempts(engine_of(handle.storage), [trial._trial_id for trial in waiting]) if waiting else {}
+    return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
+
+
+def _why(trial: FrozenTrial, last: Attempt | None) -> str:
+    if last is None:
+        return "enqueued: no worker has taken it yet"
+    ended = _ENDED.get(last.outcome or "", "was to be made again")
+    why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
+    return f"attempt {last.number} {ended}{why}: it is the next to be taken"
+
+
+def _facts(handle: StudyHandle, trial: FrozenTrial) -> list[tuple[str, str]]:
+    attrs = trial.user_attrs
+    reason = why_waiting(handle).get(trial.number) or attrs.get(REASON)
+    facts: list[tuple[str, object]] = [("reason", reason), ("pruning", _pruning(attrs.get(PRUNING)))]
+    if trial.value is not None:
+        last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
+        facts.append(("value", f"{handle.spec.metric} {format_value(trial.value)}{last}"))
+    if trial.duration is not None:
+        facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from its first start to its end"))
+    facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(handle, trial=trial.number)]
+    facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
+    return [(name, str(value)) for name, value in facts if value]
+
+
+def _pruning(record: dict[str, object] | None) -> str:
+    """Return the grounds of a pruner's decision: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
+    if not record:
+        return ""
+    parts = {key: value for key, value in record.items() if key != "pruner"}
+    if isinstance(epoch := parts.get("epoch"), int):
+        parts["epoch"] = epoch + 1
+    return ", ".join([f"{record.get('pruner')} pruner", *(f"{key} {format_value(v)}" for key, v in parts.items())])
+
+
+def _print_section(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n{title}" if table.row_count else f"\n{title}: none", style="bold")
+    if table.row_count:
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _parameters(trial: FrozenTrial) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    for name, value in trial.params.items():
+        table.add_row(name, format_value(value))
+    return table
+
+
+def _attempts(attempts: list[Attempt]) -> Table:
+    table = _table("attempt", "worker", "start (UTC)", "end (UTC)", "outcome")
+    for attempt in attempts:
+        end = "" if attempt.ended_at is None else _time(attempt.ended_at)
+        outcome = attempt.outcome or "running"
+        table.add_row(str(attempt.number), attempt.worker, _time(attempt.started_at), end, outcome)
+    return table
+
+
+def _time(moment: datetime.datetime) -> str:
+    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _epochs(handle: StudyHandle, trial: FrozenTrial) -> Table:
+    """Return the value of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
+    rungs = _rungs(handle, trial)
+    table = _table("epoch", f"val {handle.spec.metric}", *(["rung"] if rungs else []))
+    for step, value in sorted(trial.intermediate_values.items()):
+        reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
+        table.add_row(str(step + 1), f"{value:.6g}", *([reached] if rungs else []))
+    return table
+
+
+def _rungs(handle: StudyHandle, trial: FrozenTrial) -> dict[int, int]:
+    """Return the rungs that the trial noted a value at, each with its epoch from 0."""
+    halving = halving_of(handle.spec, trial.number)
+    rungs: dict[int, int] = {}
+    while halving is not None and rung_key(len(rungs)) in trial.system_attrs:
+        rungs[len(rungs)] = halving.epoch_of(len(rungs))
+    return rungs

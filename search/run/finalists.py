@@ -1,0 +1,141 @@
+"""Training the finalists of a study with a fleet on this machine, as `run` does a search."""
+
+from __future__ import annotations
+
+import optuna
+from rich.console import Console
+
+from objectives import load_objective
+from search.console import PlainConsole, command
+from search.errors import SearchError
+from search.finalists.study import create_or_join, passed_over
+from search.finalists.table import Finalists, read_finalists, tabulate
+from search.finalists.text import finalist_lines, finalist_table, opening_line
+from search.fleet.fleet import Fleet
+from search.publish.study import close_study
+from search.run.search import drive, open_run, tell_failed, tell_outbox
+from search.services import Services, find_services
+from search.steps import steps
+from search.study.checkpoints import note_checkpoints
+from search.study.study import RUN_URL, TRACKING_URI, StudyHandle, load_study
+from search.study.summary import summarise
+from storage.checkpoints.store import Checkpoints
+from storage.mlflow.health import one_line
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import engine_of, open_storage
+from storage.trials.claims import STOPPED
+
+
+def run_finalists(
+    study: str,
+    *,
+    top: int | None,
+    seeds: int | None,
+    new_set: bool,
+    workers: int,
+    storage_url: str | None,
+    tracking_uri: str | None,
+    checkpoint_url: str | None,
+    home: str | None,
+) -> int:
+    """Choose, or go on with, the finalists of `study`, train what is left of them, print the table; return the code.
+
+    Returns:
+        0 when all have ended and one wins, or when no worker was asked for; 130 after Ctrl-C; else 1.
+    """
+    console = PlainConsole()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if checkpoint_url is not None:
+        Checkpoints(checkpoint_url).check()
+    with steps(console) as tell:
+        services = find_services(storage_url, tracking_uri, home=home, both=True, progress=tell)
+        tell("choosing the finalists")
+        handle = load_study(open_storage(services.storage_url, application_name="hpsearch finalists"), study)
+        if (of := handle.spec.finalists_of) is not None:
+            raise SearchError(f"study {study!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}")
+        held, created = create_or_join(handle, top=top, seeds=seeds, new_set=new_set)
+        held.set_attr(TRACKING_URI, services.open_tracking().uri)
+        away = open_run(services, held, required=False)
+        if checkpoint_url is not None:
+            note_checkpoints(held, checkpoint_url)
+    _print_begin(console, handle, held, created=created)
+    if (counting := read_finalists(handle)) is not None and counting.study != held.spec.name:
+        console.print(
+            f"until these have a winner, that of {counting.study} stays: trial {counting.winner}", style="yellow"
+        )
+    if away:
+        console.print(f"{away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
+    found = tabulate(handle, held)
+    interrupted, fleet = False, None
+    if found.pending and workers:
+        if why := held.attrs.get(STOPPED):
+            again = command("start", held.spec.name)
+            raise SearchError(f"study {held.spec.name!r} was stopped {why}: start it with {again}")
+        objective = load_objective(held.spec.objective)
+        if warning := held.source_warning(objective):
+            console.print(f"warning: {warning}", style="yellow")
+        interrupted, fleet = drive(console, services, held, workers, checkpoint_url)
+    return _finish(console, services, handle, held, interrupted=interrupted, fleet=fleet, asked=bool(workers))
+
+
+def _print_begin(console: Console, handle: StudyHandle, held: StudyHandle, *, created: bool) -> None:
+    of = held.spec.finalists_of
+    assert of is not None
+    trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
+    console.print(f"finalists of {handle.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
+    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    if created and opening is not None:
+        console.print(f"{opening_line(handle, opening)}: another winner could not be tested any more", style="yellow")
+    if len(of.trials) < of.top:
+        console.print(f"fewer than --top {of.top}: there are no more that are complete, differ and have their models")
+    if created and (gone := passed_over(handle, of.top)):
+        console.print(
+            f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "
+            "what could be tested and promoted",
+            style="yellow",
+        )
+
+
+def _finish(
+    console: Console,
+    services: Services,
+    handle: StudyHandle,
+    held: StudyHandle,
+    *,
+    interrupted: bool,
+    fleet: Fleet | None,
+    asked: bool,
+) -> int:
+    """Print the table, tell MLflow and the dashboard, and return the exit code."""
+    tell_outbox(console, services, held, interrupted=interrupted)
+    found = tabulate(handle, held)
+    if not found.pending:
+        _tell(console, services, handle)
+    console.print()
+    console.print(finalist_table(handle, found))
+    for line in finalist_lines(handle, found):
+        console.print(line)
+    if url := handle.attrs.get(RUN_URL):
+        console.print(f"MLflow, study: {url}")
+    tell_failed(console, fleet)
+    if found.pending:
+        console.print(f"go on with: {held.go_on}; or join with: {command('worker', '--study', held.spec.name)}")
+    return _code(found, interrupted=interrupted, asked=asked)
+
+
+def _code(found: Finalists, *, interrupted: bool, asked: bool) -> int:
+    if interrupted:
+        return 130
+    if found.pending and not asked:
+        return 0
+    return 0 if found.winner is not None else 1
+
+
+def _tell(console: Console, services: Services, handle: StudyHandle) -> None:
+    try:
+        close_study(handle, summarise(handle), services.open_tracking())
+    except Exception as error:  # the values are in the database: a server that is away must not hide them
+        again = command("finalists", handle.spec.name)
+        console.print(
+            f"MLflow was not told of the finalists ({one_line(error)}); tell it with: {again}", style="yellow"
+        )

@@ -1,0 +1,144 @@
+"""A trial's configuration: suggested by the study's sampler, and no other trial's where another can be had.
+
+Where every parameter is discrete a sampler repeats itself, the more so the better it knows what is good; a
+deterministic trial run twice teaches nothing. What was suggested is written at the end, in one statement, so that a
+suggestion that is not taken leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
+from optuna.trial import FrozenTrial
+
+from objectives import Objective, ObjectiveError
+from objectives.training import TrainConfig
+from search.sampling.samplers import derive_seed, make_sampler
+from search.spec.spec import StudySpec
+from storage.database.locks import suggestion_turn
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claim
+
+log = logging.getLogger(__name__)
+
+# How often the study's own sampler is asked before the untried configurations are gone through, and how often those.
+SAMPLER_TRIES = 4
+UNTRIED_TRIES = 8
+
+_MANY = 1000  # choices of one parameter, from which on a random one is hardly ever a repetition
+
+
+def suggest(objective: Objective, study: optuna.Study, claim: Claim, spec: StudySpec) -> TrainConfig:
+    """Return the configuration of a claimed trial; its parameters are written when this returns.
+
+    A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first
+    suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless all of its
+    parameters are discrete and another trial has the same; then the sampler is asked again with another seed, and
+    after that a configuration is chosen that no trial has. When there is none the repetition is accepted.
+
+    Args:
+        objective: suggests and checks the configuration.
+        study: Optuna's, on a `PostgresStorage`; its sampler is set here.
+        claim: the trial.
+        spec: the study's.
+
+    Raises:
+        ObjectiveError: the objective gives no configuration.
+        ClaimLostError: the trial is no longer this worker's; nothing was written.
+    """
+    storage = study._storage
+    assert isinstance(storage, PostgresStorage)
+    tries = SAMPLER_TRIES + UNTRIED_TRIES
+    given = storage.get_trial(claim.trial_id)
+    for number in range(tries):
+        study.sampler = _sampler(spec, claim.number, number)
+        # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
+        with (
+            suggestion_turn(storage.engine, study._study_id) as take_turn,
+            storage.together(claim.trial_id) as held,
+        ):
+            config = objective.configure(optuna.Trial(study, claim.trial_id))
+            made = storage.get_trial(claim.trial_id)
+            if spec.finalists_of is not None:
+                _require_same(made, spec.finalists_of.assignment(claim.number)[0])
+            if given.params or _is_free(made):
+                return config
+            take_turn()
+            twin = _twin(storage, study._study_id, made)
+            if twin is None:
+                return config
+            if number == tries - 1:
+                log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
+                return config
+            held.discard()
+    raise AssertionError("the last try returns")
+
+
+def _sampler(spec: StudySpec, trial_number: int, tried: int) -> BaseSampler:
+    if tried < SAMPLER_TRIES:
+        return make_sampler(spec.sampler, study_seed=spec.seed, trial_number=trial_number, again=tried)
+    return _Untried(derive_seed(spec.seed, "sampler", trial_number, tried))
+
+
+def _require_same(trial: FrozenTrial, finalist: int) -> None:
+    fixed = trial.system_attrs.get("fixed_params", {})
+    if differ := sorted(name for name in fixed | trial.params if fixed.get(name) != trial.params.get(name)):
+        raise ObjectiveError(
+            f"this is not the configuration of trial {finalist} any more ({', '.join(differ)}): the objective's code "
+            "was changed since; put it back, and try the trial again"
+        )
+
+
+def _is_free(trial: FrozenTrial) -> bool:
+    """Whether the trial may be run whatever the others are: by chance it repeats none, or somebody wants it so."""
+    fixed = trial.system_attrs.get("fixed_params", {})
+    free = {name: d for name, d in trial.distributions.items() if name not in fixed}
+    return not free or any(math.isinf(_choices(distribution)) for distribution in free.values())
+
+
+def _twin(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:
+    """Return the number of another trial with the same parameters, in whatever state."""
+    params = trial.params
+    for other in storage.get_all_trials(study_id, deepcopy=False):
+        if other.params == params and other.number != trial.number:
+            return other.number
+    return None
+
+
+def _choices(distribution: BaseDistribution) -> float:
+    """Return how many values a parameter can have."""
+    match distribution:
+        case CategoricalDistribution():
+            return len(distribution.choices)
+        case IntDistribution():
+            return (distribution.high - distribution.low) // distribution.step + 1
+        case FloatDistribution(step=float(step)):
+            return round((distribution.high - distribution.low) / step) + 1
+        case _:
+            return 1 if distribution.single() else math.inf
+
+
+class _Untried(BruteForceSampler):
+    """Chooses, at random, among the values under which there is a configuration that no trial has."""
+
+    def __init__(self, seed: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            super().__init__(seed)
+        self._random = RandomSampler(seed)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Return a value; at random, where there are too many to go through or other trials have another space."""
+        if _choices(param_distribution) <= _MANY:
+            with contextlib.suppress(ValueError):
+                return super().sample_independent(study, trial, param_name, param_distribution)
+        return self._random.sample_independent(study, trial, param_name, param_distribution)

@@ -1,0 +1,119 @@
+"""A study's checkpoints: one folder of its own, tidied up when its trials have ended, removed with the study."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path, PurePosixPath
+
+import sqlalchemy as sa
+
+from search.errors import SearchError
+from search.study.study import CHECKPOINT_URL, StudyHandle
+from storage.checkpoints.pointers import drop_pointers, ended
+from storage.checkpoints.store import Checkpoints
+from storage.database.retry import retrying
+from storage.errors import CheckpointStoreError
+from storage.study_storage.opening import engine_of
+from storage.urls import redact
+
+log = logging.getLogger(__name__)
+
+
+def open_checkpoints(study: StudyHandle, home: Path, url: str | None) -> StudyCheckpoints:
+    """Return a study's checkpoints: under `url`, else where the study says, else in a folder of the home.
+
+    Raises:
+        StorageError: the URL cannot be used.
+    """
+    given = url or study.attrs.get(CHECKPOINT_URL) or str(home / "checkpoints")
+    return StudyCheckpoints(Checkpoints(given), engine_of(study.storage), study.study_id, folder=study.folder)
+
+
+def note_checkpoints(study: StudyHandle, url: str) -> None:
+    """Note the URL in the study, so that workers need not be told; one with a password is not noted.
+
+    Raises:
+        SearchError: its checkpoints are somewhere else.
+    """
+    if redact(url) != url:
+        return
+    url = url if "://" in url else str(Path(url).expanduser().absolute())
+    if (kept := study.attrs.get(CHECKPOINT_URL, url)) != url:
+        raise SearchError(
+            f"--checkpoint-url {url}: the checkpoints of study {study.spec.name!r} are in {kept}: "
+            "leave it out to go on with it, or choose another --name"
+        )
+    study.set_attr(CHECKPOINT_URL, url)
+
+
+class StudyCheckpoints:
+    """The checkpoints of one study.
+
+    Args:
+        checkpoints: where they are kept.
+        engine: of the study's database.
+        study_id: the study.
+        folder: of the study's files there; no other study's, whichever database that is in.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, engine: sa.Engine, study_id: int, *, folder: str) -> None:
+        self.files = checkpoints
+        self.engine = engine
+        self.study_id = study_id
+        self.folder = folder
+
+    def tidy(self, runs: Path) -> None:
+        """Remove what trials that have ended left, such as when their worker died just then.
+
+        Args:
+            runs: folder of the study's run directories on this machine.
+        """
+        try:
+            kept, local = self.leftovers(runs)
+            self.files.remove(list(kept))
+            for path in local:
+                path.unlink(missing_ok=True)
+            retrying()(drop_pointers, self.engine, self.study_id)
+        except (CheckpointStoreError, OSError) as error:
+            log.warning("checkpoints of trials that have ended stay for now: %s", error)
+
+    def leftovers(self, runs: Path) -> tuple[dict[str, int], dict[Path, int]]:
+        """Return what trials that have ended left: files of the store, and of `runs` here, each with its bytes.
+
+        Raises:
+            CheckpointStoreError: the store does not answer.
+        """
+        found = self.files.sizes(self.folder)  # before the database is asked: a trial may be tried again
+        local = [path for name in ("last.pt", "previous.pt") for path in runs.glob(f"*/{name}")]
+        numbers = {_number(path) for path in [*found, *map(str, local)]}
+        over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
+        return (
+            {path: size for path, size in found.items() if path not in over.get(_number(path), {path})},
+            {path: path.stat().st_size for path in local if _number(str(path)) in over},
+        )
+
+    def forget_trial(self, number: int) -> None:
+        """Remove the checkpoints of a COMPLETE or PRUNED trial that MLflow has all of.
+
+        The pointers go last, so that whoever tidies up after a death in between knows of the files.
+        """
+        try:
+            self.files.remove_folder(f"{self.folder}/{number:04d}")
+        except CheckpointStoreError as error:
+            log.warning("trial %d: its checkpoints stay for now: %s", number, error)
+            return
+        retrying()(drop_pointers, self.engine, self.study_id, number=number)
+
+    def forget(self) -> None:
+        """Remove all files of the study, which is being deleted.
+
+        Raises:
+            CheckpointStoreError: the store does not answer.
+        """
+        self.files.remove_folder(self.folder)
+
+
+def _number(path: str) -> int:
+    """The trial's number in ``STUDY/0007/0004-1.pt`` or ``STUDY/0007-2/last.pt``; -1 for a file of another kind."""
+    number = PurePosixPath(path).parent.name.partition("-")[0]
+    return int(number) if number.isdecimal() else -1

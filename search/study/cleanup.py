@@ -1,0 +1,213 @@
+"""What a study keeps that nobody will ask for again: found, shown, and removed when somebody says so.
+
+Never touched is what a trial that runs or waits needs, what a registered version refers to, and what belongs to a
+finalist. A trial that is not among the best stays so: others may only push it further down.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.study.checkpoints import StudyCheckpoints, open_checkpoints
+from search.study.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle, load_study
+from search.study.summary import summarise
+from search.worker.loop import runs_folder
+from storage.database.locks import name_lock
+from storage.errors import StorageError
+from storage.files import size_of
+from storage.mlflow.client import Tracking
+from storage.mlflow.disk_usage import RunStorage
+from storage.mlflow.registry import Registry
+from storage.mlflow.run_links import RunBook
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import ATTEMPT
+from storage.trials.finalist_sets import finalist_studies
+
+KEEP_TOP = 5
+_BY_GC = "hpsearch gc removed its model and its best checkpoint"
+
+_ATTEMPT_DIR = re.compile(r"(\d{4,})-(\d+)")
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Things of one kind that can go.
+
+    Attributes:
+        study: whose they are.
+        what: for a person to read.
+        trials: numbers of the trials that they are of, in order.
+        size: bytes.
+        where: "MLflow", "checkpoint store" or "this machine".
+        remove: removes them; returns the bytes that were freed, which are fewer where something is needed by now.
+    """
+
+    study: str
+    what: str
+    trials: tuple[int, ...]
+    size: int
+    where: str
+    remove: Callable[[], int]
+
+
+def find_garbage(
+    handle: StudyHandle, *, home: Path, tracking: Tracking | None, keep_top: int = KEEP_TOP
+) -> tuple[list[Garbage], list[str]]:
+    """Return what can go of a study, and a line for each place that could not be looked at.
+
+    Args:
+        handle: the study.
+        home: the folder that holds run directories and, unless the study says otherwise, checkpoints.
+        tracking: the MLflow server; None leaves out what is there.
+        keep_top: how many of the best trials keep their models.
+    """
+    found: list[Garbage] = []
+    problems: list[str] = []
+    runs = runs_folder(home / "runs", handle)
+
+    def on_server() -> list[Garbage]:
+        return [] if tracking is None else _models(handle, tracking, keep_top)
+
+    def in_store() -> list[Garbage]:
+        return _checkpoints(handle, open_checkpoints(handle, home, None), runs)
+
+    def here() -> list[Garbage]:
+        return _run_dirs(handle, runs)
+
+    for look in (on_server, in_store, here):
+        try:
+            found += look()
+        except (StorageError, OSError) as error:
+            problems.append(f"{handle.spec.name}: {error}")
+    return found, problems
+
+
+def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garbage]:
+    """Return the models and best checkpoints of trials beyond the best ones."""
+    if handle.spec.finalists_of is not None or RUN_ID not in handle.attrs:
+        return []  # what was trained to confirm a choice stays with it
+    storage, registry = RunStorage(tracking), Registry(tracking.client)
+    surplus = [trial for trial in _ranked(handle)[keep_top:] if RUN_ID in trial.user_attrs]
+    runs = storage.untouched(str(handle.attrs[RUN_ID])) if surplus else {}
+    needed = _needed_trials(handle)
+    candidates = {
+        str(trial.user_attrs[RUN_ID]): trial
+        for trial in surplus
+        if trial.user_attrs[RUN_ID] in runs and trial.number not in needed
+    }
+    registered = {version.run_id for version in registry.versions_of_runs(list(candidates))}
+    kept = {run_id: storage.look(runs[run_id]) for run_id in candidates if run_id not in registered}
+    kept = {run_id: there for run_id, there in kept.items() if there.model_id or there.checkpoint_bytes}
+    if not kept:
+        return []
+
+    def remove() -> int:
+        book = RunBook(engine_of(handle.storage))
+        # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
+        # Those are chosen under the same lock, and not from what is marked.
+        with name_lock(engine_of(handle.storage), handle.spec.name):
+            needed = _needed_trials(handle)
+            left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
+            left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
+            book.mark(left.values(), REMOVED, _BY_GC)
+        freed = 0
+        try:
+            for run_id in list(left):
+                if not registry.versions_of_runs([run_id]):
+                    storage.remove(kept[run_id])
+                    freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
+                    del left[run_id]
+        finally:
+            book.unmark(left.values(), REMOVED)
+        return freed
+
+    size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
+    numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
+    what = f"models and best checkpoints beyond the best {keep_top}"
+    return [Garbage(handle.spec.name, what, numbers, size, "MLflow", remove)]
+
+
+def _ranked(handle: StudyHandle) -> list[FrozenTrial]:
+    """Return the trials that have run to their end, the best one first."""
+    sign = -1.0 if handle.spec.direction == "maximize" else 1.0
+    done = [trial for trial in handle.trials() if trial.state == TrialState.COMPLETE]
+    return sorted(done, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
+
+
+def _needed_trials(handle: StudyHandle) -> set[int]:
+    """Return the trials that were ever finalists, or that the test set was opened for."""
+    engine = engine_of(handle.storage)
+    needed: set[int] = set()
+    for name in finalist_studies(engine, handle.study_id):
+        of = load_study(handle.storage, name).spec.finalists_of
+        needed.update(of.trials if of is not None else ())
+    if (opening := read_opening(engine, handle.study_id)) is not None:
+        needed.add(opening.trial_number)
+    # What is on its way to MLflow would find half of it gone.
+    needed.update(trial.number for trial in handle.trials() if TRACKING in trial.user_attrs)
+    return needed
+
+
+def _checkpoints(handle: StudyHandle, checkpoints: StudyCheckpoints, runs: Path) -> list[Garbage]:
+    """Return the checkpoints that trials which have ended left behind, such as when their worker died just then."""
+    stored, local = checkpoints.leftovers(runs)
+
+    def remove() -> int:
+        stored, local = checkpoints.leftovers(runs)
+        checkpoints.tidy(runs)
+        return sum(stored.values()) + sum(local.values())
+
+    if not stored and not local:
+        return []
+    names = [Path(path).parent.name for path in [*stored, *map(str, local)]]
+    numbers = tuple(sorted({int(name.partition("-")[0]) for name in names}))
+    size = sum(stored.values()) + sum(local.values())
+    what = "checkpoints that trials which have ended left"
+    return [Garbage(handle.spec.name, what, numbers, size, "checkpoint store", remove)]
+
+
+def _run_dirs(handle: StudyHandle, runs: Path) -> list[Garbage]:
+    """Return the run directories here of a study that has ended, and those of attempts that came to nothing."""
+    trials = {trial.number: trial for trial in handle.trials()}
+    summary = summarise(handle)
+    over = summary.finished >= handle.budget and not summary.running and not summary.waiting
+    done: dict[int, list[Path]] = {}
+    abandoned: dict[int, list[Path]] = {}
+    for path in sorted(runs.iterdir()) if runs.is_dir() else []:
+        match = _ATTEMPT_DIR.fullmatch(path.name)
+        trial = trials.get(int(match[1])) if match else None
+        if match is None or trial is None or not trial.state.is_finished():
+            continue
+        if int(match[2]) < int(trial.user_attrs.get(ATTEMPT, 1)):
+            abandoned.setdefault(trial.number, []).append(path)
+        # What did not reach MLflow is nowhere else; a failed or infeasible trial may go on with its logs.
+        elif over and trial.state != TrialState.FAIL and _is_tracked(trial):
+            done.setdefault(trial.number, []).append(path)
+    kinds = (("run directories, which MLflow has", done), ("directories of attempts that were given up", abandoned))
+    return [_folders(handle, what, folders) for what, folders in kinds if folders]
+
+
+def _is_tracked(trial: FrozenTrial) -> bool:
+    return not trial.user_attrs.get(INFEASIBLE) and RUN_ID in trial.user_attrs and TRACKING not in trial.user_attrs
+
+
+def _folders(handle: StudyHandle, what: str, folders: dict[int, list[Path]]) -> Garbage:
+    paths = [path for some in folders.values() for path in some]
+
+    def remove() -> int:
+        alive = {trial.number for trial in handle.trials() if not trial.state.is_finished()}
+        gone = [path for number, some in folders.items() if number not in alive for path in some]
+        freed = sum(map(size_of, gone))
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)
+        return freed
+
+    size = sum(map(size_of, paths))
+    return Garbage(handle.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)

@@ -1,0 +1,78 @@
+"""From a request to a study that workers can join: created or joined, after the objective's code was tried."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import optuna
+import torch
+
+from objectives import Objective, load_objective
+from objectives.loading import objective_reference
+from objectives.training import TrainConfig
+from search.sampling.samplers import derive_seed, make_sampler
+from search.services import Services
+from search.spec.spec import StudySpec
+from search.study.study import STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
+from storage.study_storage.opening import engine_of, open_storage
+from storage.trials.claims import running_now
+
+
+def prepare_study(services: Services, settings: dict[str, Any], objective: Objective) -> tuple[StudyHandle, bool]:
+    """Create or join the study and make it ready for workers; return it and whether it is new.
+
+    Raises:
+        SearchError: a setting is wrong or differs from the stored spec.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = open_storage(services.storage_url, application_name="hpsearch run")
+    handle, created = create_or_join(storage, settings, objective, rehearse=rehearse)
+    tracking = services.open_tracking()
+    handle.set_attr(TRACKING_URI, tracking.uri)
+    if STARTED_AT not in handle.attrs or not running_now(engine_of(storage), handle.study_id):
+        handle.set_attr(STARTED_AT, time.time())
+    return handle, created
+
+
+def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective]:
+    """Load the objective that `settings` name; return the settings with its storable reference, and the objective.
+
+    Raises:
+        ObjectiveError: there is no such objective, or it cannot be imported.
+    """
+    reference = str(settings["objective"])
+    objective = load_objective(reference)
+    settings = {**settings, "objective": objective_reference(reference)}
+    whole = complete_settings(settings, objective)
+    objective.judge_by(whole["metric"], whole["direction"])
+    return settings, objective
+
+
+def rehearse(objective: Objective, spec: StudySpec) -> None:
+    """Run every part of the objective's code once, on values that the sampler might suggest.
+
+    A typo is found here, before there is a study, rather than by a night's trials.
+
+    Raises:
+        ObjectiveError: with the file and line of the mistake.
+    """
+    from objectives.training.loop.build import build
+
+    config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
+    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+
+
+def suggested(objective: Objective, spec: StudySpec) -> TrainConfig:
+    """Return a configuration that the sampler might suggest.
+
+    Raises:
+        ObjectiveError: with the file and line of a mistake in the objective's `suggest`.
+    """
+    from objectives.errors import users_code
+
+    logging.getLogger("optuna").setLevel(logging.WARNING)
+    scratch = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0))
+    with users_code(f"{type(objective).__name__}.suggest"):
+        return objective.configure(scratch.ask())

@@ -1,0 +1,46 @@
+"""Once per study, before its first trial: whether the objective's model can fit one batch at all."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from objectives import Objective
+from objectives.training.checks.smoke import SmokeResult, smoke
+from search.console import command
+from search.study.prepare import suggested
+from search.study.study import RUN_ID, StudyHandle
+from storage.mlflow.client import Tracking
+
+SMOKE = "hpsearch:smoke"  # attribute of a study: what the test came to, in a sentence
+
+_SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
+
+
+def smoke_test(handle: StudyHandle, objective: Objective, tracking: Tracking | None) -> str | None:
+    """Overfit one batch with a configuration of the search space, unless this study's was done; a warning if it fails.
+
+    A failure does not end the search: a space may hold models that are too small for it on purpose. The outcome is
+    kept in the study, and with its losses in MLflow's run of the study, where `tracking` is there to take them.
+    """
+    told = handle.attrs.get(SMOKE)
+    if told is None:
+        spec = handle.spec
+        result = smoke(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
+        told = _told(result)
+        if tracking is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                result.write(Path(folder))
+                for file in sorted(Path(folder).iterdir()):
+                    tracking.log_file(str(handle.attrs[RUN_ID]), file)
+        handle.set_attr(SMOKE, told)
+    if told.startswith("passed"):
+        return None
+    return f"warning: smoke test {told}; look closer with: {command('smoke', handle.spec.objective)}"
+
+
+def _told(result: SmokeResult) -> str:
+    if result.passed:
+        losses = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}"
+        return f"passed: one batch of {result.samples} samples fitted, {losses}"
+    return f"failed: {result.reason}"

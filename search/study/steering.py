@@ -1,0 +1,150 @@
+"""What a person may do to a study from anywhere: stop it, start it again, extend it, give a failed trial another go."""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.console import command
+from search.errors import SearchError
+from search.spec.spec import parse_spec
+from search.study.study import INFEASIBLE, StudyHandle
+from storage.study_storage.opening import engine_of
+from storage.trials.budget import change_spec
+from storage.trials.claims import STOPPED, running_now
+from storage.trials.reopening import reopen_trial
+from storage.trials.settling import REASON
+
+
+def stop_study(handle: StudyHandle) -> str | None:
+    """Stop a study: no trial is handed out, and workers give theirs back after the epoch they are in.
+
+    Returns:
+        Who stopped it before, and when; None if it was not stopped.
+    """
+    if why := handle.attrs.get(STOPPED):
+        return str(why)
+    handle.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    return None
+
+
+def start_study(handle: StudyHandle) -> str | None:
+    """Let a stopped study go on; return who had stopped it, and when, or None if it was not stopped."""
+    if not (why := handle.attrs.get(STOPPED)):
+        return None
+    handle.set_attr(STOPPED, None)
+    return str(why)
+
+
+def running_trials(handle: StudyHandle) -> int:
+    """Return how many trials are run by a worker that seems alive."""
+    return running_now(engine_of(handle.storage), handle.study_id)
+
+
+def whoami() -> str:
+    """Return user and host, for a person to read."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a passwd entry
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A budget before and after, and how many of its trials were started."""
+
+    before: int
+    after: int
+    started: int
+
+
+def extend_study(handle: StudyHandle, trials: str) -> Extended:
+    """Change the budget of a study, running or not.
+
+    Args:
+        handle: the study.
+        trials: ``+50`` for fifty more, or the new budget as a number.
+
+    Raises:
+        SearchError: that is no such number, too large, or no more than was started already; or they are finalists.
+    """
+    if (of := handle.spec.finalists_of) is not None:
+        raise SearchError(
+            f"study {handle.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
+            f"with {command('finalists', of.study, '--new-set')}"
+        )
+    if not re.fullmatch(r"\+?[0-9]{1,12}", trials):
+        raise SearchError(f"--trials {trials!r}: give +N for N more trials, or the new budget as a number")
+    changed: list[Extended] = []
+
+    def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
+        before = spec["n_trials"]
+        after = before + int(trials) if trials.startswith("+") else int(trials)
+        if after <= started:
+            raise SearchError(
+                f"--trials {trials}: {started} trials of {handle.spec.name!r} are started already: "
+                "give a larger number, or +N for N more"
+            )
+        changed.append(Extended(before, after, started))
+        return parse_spec({**spec, "n_trials": after}).model_dump()
+
+    change_spec(engine_of(handle.storage), handle.study_id, change)
+    return changed[-1]
+
+
+def retry_trial(handle: StudyHandle, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
+    """Make a failed or infeasible trial the next to be run, under its number and with its parameters.
+
+    Args:
+        handle: the study.
+        number: the trial's.
+        from_start: whether to forget its checkpoints and all that it has reported.
+
+    Returns:
+        The trial as it was, and the last epoch, from 0, that its checkpoint has; None to start anew.
+
+    Raises:
+        SearchError: there is no such trial, or its state says that there is nothing to try again.
+    """
+    trial = find_trial(handle, number)
+    reopened, epoch = reopen_trial(
+        engine_of(handle.storage), trial._trial_id, infeasible=INFEASIBLE, from_start=from_start
+    )
+    if not reopened:
+        why = _why_not(find_trial(handle, number))
+        raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")
+    return trial, epoch
+
+
+def _why_not(trial: FrozenTrial) -> str:
+    match trial.state:
+        case TrialState.PRUNED:
+            return f"it was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
+        case TrialState.RUNNING:
+            return "it is running"
+        case TrialState.WAITING:
+            return "it is waiting already"
+        case _:
+            return f"it is {trial.state.name}"
+
+
+def find_trial(handle: StudyHandle, number: int) -> FrozenTrial:
+    """Return a trial of the study as it is now.
+
+    Raises:
+        SearchError: there is none of that number.
+    """
+    try:
+        trial_id = handle.storage.get_trial_id_from_study_id_trial_number(handle.study_id, number)
+    except KeyError:
+        trials = handle.storage.get_n_trials(handle.study_id)
+        there = f"it has 0 to {trials - 1}" if trials else "it has none yet"
+        raise SearchError(f"--trial {number}: study {handle.spec.name!r} has no such trial; {there}") from None
+    return handle.storage.read_trial(trial_id)

@@ -1,0 +1,126 @@
+"""What a study came to: counts, the best trial, and the time that pruning saved."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.finalists.text import confirmation_lines
+from search.study.study import INFEASIBLE, RUN_URL, TRACKING, StudyHandle
+from storage.trials.claims import REASON
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The counts of a study's trials, its best trial, and the time pruning saved."""
+
+    complete: int
+    pruned: int
+    infeasible: int  # diverged or too large: PRUNED in Optuna, counted apart
+    failed: int
+    running: int
+    waiting: int
+    best: FrozenTrial | None
+    epochs_run: int
+    epochs_saved: int
+    untracked: int  # trials of which something did not reach MLflow
+    seconds_saved: float  # at each pruned trial's own pace per epoch
+
+    @property
+    def finished(self) -> int:
+        """What the budget has spent."""
+        return self.complete + self.pruned + self.infeasible + self.failed
+
+
+def summarise(handle: StudyHandle) -> Summary:
+    """Return the summary of a study as it stands."""
+    trials = handle.trials()
+    by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
+    infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
+    pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
+    sign = 1 if handle.spec.direction == "maximize" else -1
+    # Of equal values the earliest trial is the best, as in Optuna.
+    best = max(by_state[TrialState.COMPLETE], key=lambda t: (sign * _value(t), -t.number), default=None)
+    saved_epochs, saved_seconds = 0, 0.0
+    for trial in pruned:
+        done = len(trial.intermediate_values)
+        if done and trial.duration:
+            left = handle.spec.epochs - done
+            saved_epochs += left
+            saved_seconds += trial.duration.total_seconds() / done * left
+    return Summary(
+        complete=len(by_state[TrialState.COMPLETE]),
+        pruned=len(pruned),
+        infeasible=len(infeasible),
+        failed=len(by_state[TrialState.FAIL]),
+        running=len(by_state[TrialState.RUNNING]),
+        waiting=len(by_state[TrialState.WAITING]),
+        best=best,
+        epochs_run=sum(len(t.intermediate_values) for t in trials),
+        epochs_saved=saved_epochs,
+        untracked=sum(TRACKING in t.user_attrs for t in trials),
+        seconds_saved=saved_seconds,
+    )
+
+
+def _failed(handle: StudyHandle) -> list[FrozenTrial]:
+    return [t for t in handle.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+
+
+def _value(trial: FrozenTrial) -> float:
+    assert trial.value is not None
+    return trial.value
+
+
+def format_value(value: object) -> str:
+    """Return a parameter's value for a table: floats with four digits that count."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a length of time for a person: ``42 s``, ``3.5 min``, ``2.1 h``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str | None) -> list[str]:
+    """Return the end of a run as lines of plain text."""
+    spec = handle.spec
+    counts = [f"{summary.complete} complete", f"{summary.pruned} pruned"]
+    counts += [f"{summary.infeasible} infeasible"] if summary.infeasible else []
+    counts += [f"{summary.failed} failed"]
+    counts += [f"{summary.running} running"] if summary.running else []
+    counts += [f"{summary.waiting} waiting"] if summary.waiting else []
+    lines = [f"study {spec.name}: {summary.finished} of {handle.budget} trials ({', '.join(counts)})"]
+    if summary.best is not None:
+        best = summary.best
+        lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")
+        lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
+    else:
+        lines.append("best: none, no trial has run to its end")
+        lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(handle)[-1:]]
+    lines += confirmation_lines(handle)
+    if summary.epochs_saved:
+        lines.append(
+            f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
+            f"about {format_seconds(summary.seconds_saved)} of worker time"
+        )
+    if summary.untracked:
+        first = next(trial for trial in handle.trials() if TRACKING in trial.user_attrs)
+        why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
+        lines.append(f"MLflow lacks something of {summary.untracked} trials, such as of trial {first.number}: {why}")
+    if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
+        lines.append(f"MLflow, best trial: {url}")
+    if url := handle.attrs.get(RUN_URL):
+        lines.append(f"MLflow, study:      {url}")
+    if dashboard_url:
+        lines.append(f"Optuna dashboard:   {study_page(dashboard_url, handle.study_id)}")
+    return lines
+
+
+def study_page(dashboard_url: str, study_id: int) -> str:
+    """Return the study's page in the Optuna dashboard."""
+    return f"{dashboard_url.rstrip('/')}/dashboard/studies/{study_id}"

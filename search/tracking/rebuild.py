@@ -1,0 +1,136 @@
+"""A trial whose machine never came back to tell MLflow of it: told by another, from the checkpoint that was kept.
+
+The last checkpoint of a COMPLETE trial stays in the store until its model has arrived. It holds the trial's epochs and
+its best weights, so that no winner is ever without a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from optuna.trial import FrozenTrial, TrialState
+
+from objectives import Objective, load_objective
+from objectives.training import EpochRecord, FitResult, promotable
+from objectives.training.checks.held_out import restore_best
+from objectives.training.reproducibility import checkpoint
+from search.errors import USER_ERRORS, SearchError
+from search.study.checkpoints import StudyCheckpoints
+from search.study.study import TRACKING, StudyHandle
+from search.tracking.tracker import Tracker
+from search.tracking.trial_run import TrialTracking
+from storage.checkpoints.pointers import read_pointers
+from storage.mlflow.health import one_line
+from storage.mlflow.run_links import PENDING
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import ATTEMPT, REASON, Claim
+
+log = logging.getLogger(__name__)
+
+
+def pending_trials(handle: StudyHandle) -> list[FrozenTrial]:
+    """Return the COMPLETE trials that MLflow does not have all of yet."""
+    return [
+        trial
+        for trial in handle.trials()
+        if trial.state == TrialState.COMPLETE and str(trial.user_attrs.get(TRACKING, "")).startswith(PENDING)
+    ]
+
+
+def resend(
+    handle: StudyHandle,
+    tracker: Tracker,
+    checkpoints: StudyCheckpoints,
+    *,
+    only: Collection[int] | None = None,
+    objective: Objective | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[str]:
+    """Write journals for trials that no machine seems to send; ship them as any other.
+
+    Those that this machine has in its outbox are left alone.
+
+    Args:
+        handle: the study.
+        tracker: takes the journals.
+        checkpoints: of the study.
+        only: numbers of the trials to look at; all unless given.
+        objective: of the study; loaded when it is needed, unless given.
+        tell: is told what is being done.
+
+    Returns:
+        A line for each trial that cannot be told of.
+    """
+    problems = []
+    for trial in pending_trials(handle):
+        if (only is not None and trial.number not in only) or tracker.outbox.has(f"{trial.number:04d}-"):
+            continue
+        tell(f"making the model of trial {trial.number} again from its checkpoint")
+        try:
+            if objective is None:
+                objective = load_objective(handle.spec.objective)
+                objective.judge_by(handle.spec.metric, handle.spec.direction)
+            _resend(handle, tracker, checkpoints, objective, trial)
+        except (*USER_ERRORS, checkpoint.CheckpointError) as error:
+            problems.append(f"trial {trial.number}: {one_line(error)}")
+            log.warning("MLflow is not told of %s", problems[-1])
+    return problems
+
+
+def _resend(
+    handle: StudyHandle, tracker: Tracker, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
+        folder = Path(name)
+        result = _result(handle, checkpoints, objective, trial, folder)
+        claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
+        tracked = TrialTracking(tracker, handle.spec, claim, handle.storage)
+        tracked.open(resumed=True)
+        tracked.log_params()
+        for record in result.history:
+            tracked.log_epoch(record.epoch, record.timestamp, record.metrics)
+        tracked.publish(result, [])
+        ended = trial.datetime_complete
+        at = int(ended.timestamp() * 1000) if ended is not None else None
+        tracked.finish("COMPLETE", str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
+
+
+def _result(
+    handle: StudyHandle, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial, folder: Path
+) -> FitResult:
+    """Return what the trial's training came to, from its last checkpoint.
+
+    Raises:
+        SearchError: there is none that has the trial's best epoch.
+        StorageError: the store does not answer.
+        ObjectiveError: today's code does not fit it.
+    """
+    pointers = read_pointers(engine_of(handle.storage), trial._trial_id)
+    if not pointers:
+        raise SearchError("its checkpoint is gone, and the machine that trained it has not sent its model")
+    last = folder / "last.pt"
+    checkpoints.files.get(pointers[0].stored, last)
+    state = checkpoint.read(last)
+    best = promotable(state)
+    if best["value"] != trial.value:
+        raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {trial.value:.6g}")
+    restored = restore_best(objective, best)
+    checkpoint.write(folder / "best.pt", best)
+    val = restored.splits.val
+    return FitResult(
+        status="completed",
+        best_epoch=best["epoch"],
+        best_value=best["value"],
+        best_metrics=dict(best["metrics"]),
+        history=[EpochRecord(**record) for record in state["history"]],
+        model=restored.model,
+        example=val.inputs(torch.arange(4) % len(val)),
+        best_path=folder / "best.pt",
+        last_path=None,
+        split_hash=best["split_hash"],
+        val=val,
+    )

@@ -1,0 +1,74 @@
+"""The machine's load while a trial runs: MLflow's own monitors, sampled into the trial's journal."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from storage.mlflow.outbox import Journal
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 10.0  # seconds, as MLflow's
+
+
+class SystemMetrics:
+    """Samples CPU, memory, disk, network and, where there is one, the GPU, under the names that the MLflow UI draws.
+
+    MLflow's `SystemMetricsMonitor` does it with a thread that talks to the server itself, and loses what it cannot say.
+    """
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
+        self._monitors = _monitors()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, journal: Journal, *, since: float) -> None:
+        """Sample into a journal, at steps that are seconds since `since` (unix seconds)."""
+        self.stop()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._sample, args=(journal, since, self._stop), name="system-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Sample no more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _sample(self, journal: Journal, since: float, stop: threading.Event) -> None:
+        while not stop.wait(self._interval):
+            now = time.time()
+            values: dict[str, Any] = {}
+            for monitor in self._monitors:
+                try:
+                    monitor.collect_metrics()
+                    values |= monitor.aggregate_metrics()
+                    monitor.clear_metrics()
+                except Exception as error:  # a driver that went away says nothing about the trial
+                    log.debug("no system metrics of %s: %s", type(monitor).__name__, error)
+            named = {f"system/{name}": float(value) for name, value in values.items()}
+            journal.append("metrics", step=max(int(now - since), 0), at=now, values=named)
+
+
+def _monitors() -> list[BaseMetricsMonitor]:
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    try:
+        monitors.append(GPUMonitor())
+    except Exception as error:  # no NVIDIA driver, or no pynvml
+        log.debug("no system metrics of GPUs: %s", error)
+    return monitors

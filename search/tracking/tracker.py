@@ -1,0 +1,136 @@
+"""One process's way to MLflow for one study: its outbox, what ships it, and the run that all trials hang under."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from search.console import counted
+from search.study.checkpoints import StudyCheckpoints
+from search.study.study import StudyHandle
+from search.tracking.study_run import open_parent_run
+from search.tracking.system_metrics import SystemMetrics
+from storage.mlflow.client import Tracking
+from storage.mlflow.outbox import Journal, Outbox
+from storage.mlflow.run_links import RunBook
+from storage.mlflow.sender import Sender
+from storage.mlflow.shipper import Shipper
+from storage.study_storage.opening import engine_of
+from storage.trials.claims import Lost
+
+_STARTING = 15.0  # seconds that a server may take to start
+
+
+def outbox_folder(home: Path, study: StudyHandle) -> Path:
+    """Return the folder of what this machine has for MLflow of a study."""
+    return home / "outbox" / study.folder
+
+
+class Tracker:
+    """Logs the trials of one study, whether or not the tracking server answers.
+
+    Args:
+        study: the study.
+        tracking: its tracking server.
+        checkpoints: of the study; those that were kept until a trial's model has arrived are removed then.
+        home: where the outbox is.
+        tags: for the run of every trial that this process trains.
+        system_metrics: whether runs get the machine's load too.
+        refused: whether to try again what MLflow refused before.
+    """
+
+    def __init__(
+        self,
+        study: StudyHandle,
+        tracking: Tracking,
+        checkpoints: StudyCheckpoints,
+        home: Path,
+        *,
+        tags: dict[str, str] | None = None,
+        system_metrics: bool = False,
+        refused: bool = False,
+    ) -> None:
+        self._study = study
+        self._tracking = tracking
+        self._tags = tags or {}
+        self._parent: str | None = None
+        self._making = threading.Lock()
+        self.outbox = Outbox(outbox_folder(home, study))
+        self._shipper = Shipper(
+            tracking, RunBook(engine_of(study.storage)), parent=self.parent, delivered=checkpoints.forget_trial
+        )
+        self.sender = Sender(self.outbox, self._shipper, refused=refused)
+        self.system_metrics = SystemMetrics() if system_metrics else None
+
+    def parent(self) -> str:
+        """Return the study's run, made if it is missing; all processes of all machines get the same one."""
+        with self._making:
+            if self._parent is None:
+                self._parent = open_parent_run(self._study, self._tracking)
+            return self._parent
+
+    def begin(self, name: str, *, trial_id: int, number: int, attempt: int, resumed: bool, **tags: str) -> Journal:
+        """Begin the journal of an attempt, which is shipped from now on.
+
+        Args:
+            name: the journal's.
+            trial_id: the trial.
+            number: its number.
+            attempt: the attempt, which is ignored in favour of a later one.
+            resumed: whether the trial may have a run already.
+            tags: of its run.
+        """
+        spec = self._study.spec
+        journal = self.outbox.open(
+            name,
+            study=spec.name,
+            trial=trial_id,
+            number=number,
+            attempt=attempt,
+            resumed=resumed,
+            metric=f"val_{spec.metric}",
+            began=int(time.time() * 1000),
+            tags={"hpsearch.objective": spec.objective, "hpsearch.attempt": str(attempt), **self._tags, **tags},
+        )
+        self.sender.add(journal)
+        return journal
+
+    def lost(self, lost: Lost, *, at: int) -> None:
+        """End the run of a trial whose workers died; nobody else will."""
+        name = f"{lost.number:04d}-{lost.attempt}-lost"
+        journal = self.begin(name, trial_id=lost.trial_id, number=lost.number, attempt=lost.attempt, resumed=True)
+        journal.append("end", state="FAIL", reason=lost.reason, at=at, kept=False)
+        self.sender.wake(at_once=True)
+
+    def deliver(
+        self,
+        tell: Callable[[str], None],
+        *,
+        patience: float = math.inf,
+        then: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Ship what waits on this machine, and stop; return how many journals are left.
+
+        What a living worker has is its own to ship, and is left too.
+
+        Args:
+            tell: is told how far it is.
+            patience: seconds to go on for; a server that is away is waited for as if it were starting.
+            then: called when all of it has arrived; it may begin journals, which are shipped too.
+        """
+
+        def told(sent: int, left: int) -> None:
+            if sent or left:
+                tell(f"telling MLflow of {counted(sent + left, 'trial')}: {sent} done")
+
+        self.sender.start()
+        try:
+            if not self.sender.flush(patience, told, starting=_STARTING):
+                then()
+                self.sender.flush(patience, told)
+        finally:
+            self.sender.close()
+        return self.outbox.waiting()

@@ -1,0 +1,204 @@
+"""What a trial leaves in MLflow: its run, however many attempts it takes, and what its end publishes.
+
+All of it goes into the attempt's journal (:mod:`storage.mlflow.outbox`), and so costs the training thread a line on
+disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+
+from objectives.training import FitResult
+from search.spec.spec import StudySpec
+from search.tracking.tracker import Tracker
+from storage.mlflow import exported_model
+from storage.mlflow.client import FINALIST_OF, SEED, State
+from storage.mlflow.outbox import Journal
+from storage.mlflow.run_links import PENDING
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claim
+
+log = logging.getLogger(__name__)
+
+_LONGEST_DIGEST = 36  # characters that MLflow takes for a dataset's
+
+
+class TrialTracking:
+    """The tracking of one attempt at a trial. A server that is away costs the trial nothing."""
+
+    def __init__(self, tracker: Tracker, spec: StudySpec, claim: Claim, storage: PostgresStorage) -> None:
+        self._tracker = tracker
+        self._spec = spec
+        self._claim = claim
+        self._storage = storage
+        self._journal: Journal | None = None
+
+    @property
+    def journal(self) -> Journal:
+        """The attempt's journal, which `open` begins."""
+        assert self._journal is not None
+        return self._journal
+
+    def open(self, *, resumed: bool | None = None) -> None:
+        """Begin the journal; the run exists a moment later, where the server answers.
+
+        Args:
+            resumed: whether the trial may have a run already; by default, from its second attempt on.
+        """
+        claim, tags = self._claim, {}
+        if self._spec.finalists_of is not None:
+            trial, seed = self._spec.finalists_of.assignment(claim.number)
+            tags = {FINALIST_OF: str(trial), SEED: str(seed)}
+        self._journal = self._tracker.begin(
+            f"{claim.number:04d}-{claim.attempt}",
+            trial_id=claim.trial_id,
+            number=claim.number,
+            attempt=claim.attempt,
+            resumed=claim.resumed if resumed is None else resumed,
+            **tags,
+        )
+        if self._tracker.system_metrics is not None:
+            started = self._storage.get_trial(claim.trial_id).datetime_start
+            since = started.timestamp() if started else time.time()
+            self._tracker.system_metrics.start(self._journal, since=since)
+
+    def log_params(self) -> None:
+        """Log the trial's parameters, once they are suggested."""
+        self.journal.append("params", values=self._params())
+        self._tracker.sender.wake()
+
+    def _params(self) -> dict[str, object]:
+        params = self._storage.get_trial(self._claim.trial_id).params
+        return {**params, "seed": self._spec.seed, "epochs": self._spec.epochs}
+
+    def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
+        """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
+        self.journal.append("epoch", step=epoch, at=timestamp, values=metrics)
+        self._tracker.sender.wake()
+
+    def log_file(self, path: Path) -> None:
+        """Keep a file of the run directory for the run's artifacts."""
+        if self.journal.keep(path):
+            self.journal.append("files")
+
+    def publish(self, result: FitResult, files: list[Path]) -> bool:
+        """Write down what the trial made: its files, its best value and, where the spec wants one, its model.
+
+        It comes before the trial is settled: a worker that dies in between finds the trial at its last checkpoint
+        and publishes again, where the reverse order would leave a winner without a model.
+
+        Returns:
+            Whether the trial's last checkpoint is to be kept until all of it has arrived.
+        """
+        journal = self.journal
+        if journal.lost:  # on a full disk; the state has every epoch
+            journal.lost = 0
+            for record in result.history:
+                self.log_epoch(record.epoch, record.timestamp, record.metrics)
+        last = result.history[-1]
+        best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
+        best["best_epoch"] = float(result.best_epoch)
+        journal.append("metrics", step=last.epoch, at=last.timestamp, values=best)
+        self._log_data(result)
+        # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
+        whole = result.status == "completed" and self._spec.finalists_of is None
+        if not self._keep(files, result.best_path if whole else None):
+            # The checkpoint in the store has all of it.
+            journal.append("problem", text=f"{PENDING}: there was no room on disk for its files and its model")
+        elif self._spec.models == "all" or (whole and self._spec.models == "complete"):
+            self._log_model(result)
+        journal.append("published")
+        return whole
+
+    def _keep(self, files: list[Path], best: Path | None) -> bool:
+        """Keep the run's files and its best checkpoint; return whether there was room for all of it."""
+        if not self._tracker.outbox.has_room():
+            log.warning("trial %d: the outbox is full: its files and its model are not kept", self._claim.number)
+            return False
+        kept = [self.journal.keep(path) for path in files]
+        kept += [self.journal.keep(best, folder="checkpoints")] if best is not None else []
+        self.journal.append("files")
+        return all(kept)
+
+    def _log_data(self, result: FitResult) -> None:
+        source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": result.split_hash}
+        self.journal.append(
+            "data",
+            name=self._spec.objective.rpartition(":")[2],
+            digest=result.split_hash[:_LONGEST_DIGEST],
+            source=json.dumps(source),
+            profile=json.dumps({"validation_samples": len(result.val)}),
+        )
+        self.journal.append("tags", values={"hpsearch.data_sha256": result.split_hash})
+
+    def _log_model(self, result: FitResult) -> None:
+        try:
+            exported_model.export_model(result.model, result.example, self.journal.model)
+        except OSError as error:
+            log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
+            self.journal.append("problem", text=f"{PENDING}: there was no room on disk for its model")
+            return
+        except Exception as error:  # it leaves its checkpoint and the reason
+            reason = f"no model: it cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            log.warning("trial %d: %s", self._claim.number, reason)
+            self.journal.append("problem", text=reason)
+            return
+        best = next(record for record in result.history if record.epoch == result.best_epoch)
+        self.journal.append(
+            "model",
+            name=f"{self._spec.name.replace('.', '_')}-trial-{self._claim.number}",  # MLflow refuses dots
+            step=best.epoch,
+            at=best.timestamp,
+            metrics=best.metrics,
+            params=self._params(),
+            tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number)},
+        )
+
+    def tag_pruning(self, record: dict[str, object]) -> None:
+        """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+        self.journal.append("tags", values={"hpsearch.pruning": json.dumps(record)})
+
+    def pending(self) -> str:
+        """Return what to note at the trial until all of it is in MLflow."""
+        if self.journal.position.refused:
+            return f"refused: {self.journal.position.refused}"
+        return f"{PENDING}: on its way from {socket.gethostname()}"
+
+    def finish(self, state: State, reason: str, *, kept: bool = False, at: int | None = None) -> None:
+        """End the run as its trial ended. It ends there once all that was logged has arrived.
+
+        Args:
+            state: how the trial ended.
+            reason: why, for a person.
+            kept: whether the trial's last checkpoint was kept until then.
+            at: when, in unix milliseconds; now, unless given.
+        """
+        at = int(time.time() * 1000) if at is None else at
+        self._close("end", state=state, reason=reason, at=at, kept=kept)
+
+    def leave(self) -> None:
+        """Leave the run open for the trial's next attempt."""
+        self._close("leave")
+
+    def _close(self, kind: str, **values: object) -> None:
+        if self._tracker.system_metrics is not None:
+            self._tracker.system_metrics.stop()
+        self.journal.append(kind, **values)
+        self._tracker.sender.wake(at_once=True)
+
+    def abandon(self, reason: str) -> None:
+        """Leave a run whose trial was lost: ended as killed, unless another attempt has the run."""
+        if self._journal is None:
+            return
+        try:
+            ended = self._storage.get_trial(self._claim.trial_id).state.is_finished()
+        except KeyError:  # its study was deleted
+            ended = False
+        if ended:
+            self.finish("CANCELLED", reason)
+        else:
+            self.leave()

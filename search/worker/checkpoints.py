@@ -1,0 +1,198 @@
+"""A trial's checkpoints: kept where any machine finds them, brought back by its next attempt, removed at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import tenacity
+
+from objectives.training import LocalSession, promotable
+from objectives.training.reproducibility import checkpoint
+from search.study.checkpoints import StudyCheckpoints
+from storage.checkpoints.pointers import Pointer, read_pointers
+from storage.checkpoints.store import is_file
+from storage.database.retry import retrying
+from storage.errors import CheckpointError, CheckpointStoreError
+
+log = logging.getLogger(__name__)
+
+# A store that is away for a moment is waited for before a trial is given back.
+_waiting = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_type(CheckpointStoreError),
+    stop=tenacity.stop_after_delay(60.0),
+    wait=tenacity.wait_random_exponential(multiplier=0.5, max=5.0),
+    reraise=True,
+)
+
+
+class TrialCheckpoints:
+    """The checkpoints of one attempt at a trial.
+
+    The session saves into its run directory as ever; the file is kept under the study's URL as well, and counts once
+    the statement that reports its epoch has written its pointer (:attr:`pending`). A store that is full or away costs
+    checkpoints, not the trial.
+
+    Args:
+        study: the study's checkpoints.
+        local: the session, whose `last.pt` is kept.
+        trial_id: the trial.
+        number: its number.
+        attempt: the attempt.
+    """
+
+    def __init__(
+        self, study: StudyCheckpoints, local: LocalSession, *, trial_id: int, number: int, attempt: int
+    ) -> None:
+        self._study = study
+        self._local = local
+        self._trial_id = trial_id
+        self._number = number
+        self._attempt = attempt
+        self._folder = f"{study.folder}/{number:04d}"
+        self._known: list[Pointer] = []  # in the database, as far as this attempt knows
+        self._put: tuple[int, int] | None = None  # the local file that was put last
+        self._failing = False
+        self.pending: Pointer | None = None
+
+    @contextlib.contextmanager
+    def saving(self, state: dict[str, Any], *, best: bool) -> Iterator[None]:
+        """Save the state inside; then it is kept. A full disk is told and costs nothing but the checkpoint."""
+        epoch = len(state["history"]) - 1
+        self.pending = None
+        try:
+            try:
+                yield
+            except OSError:
+                if best:
+                    self._local.best_path.unlink(missing_ok=True)  # it is no longer the best
+                raise
+            if not self._local.best_path.exists():
+                checkpoint.write(self._local.best_path, promotable(state))
+            self._keep_elsewhere(epoch)
+        except (OSError, CheckpointStoreError) as error:
+            self._tell(epoch, error)
+        else:
+            self._failing = False
+
+    def _keep_elsewhere(self, epoch: int) -> None:
+        file = self._local.last_path.stat()
+        if self._put == (file.st_ino, file.st_mtime_ns):
+            return  # a session may save less often than each epoch
+        stored = self._study.files.put(self._local.last_path, name=f"{self._folder}/{epoch:04d}-{self._attempt}.pt")
+        self._put = (file.st_ino, file.st_mtime_ns)
+        self.pending = Pointer(epoch, self._attempt, stored)
+
+    def _tell(self, epoch: int, error: Exception) -> None:
+        if self._failing:
+            return
+        self._failing = True
+        known = max((pointer.epoch for pointer in self._known), default=None)
+        where = "from its beginning" if known is None else f"after epoch {known + 1}"
+        log.warning(
+            "trial %d: no checkpoint of epoch %d: %s; the trial goes on, and would be resumed %s",
+            *(self._number, epoch + 1, error, where),
+        )
+
+    def committed(self) -> None:
+        """Take note that the pending pointer is in the database, and remove the files that it supersedes."""
+        if self.pending is None:
+            return
+        newest = self.pending
+        # As the database does it: the one before stays, for two survive a torn file.
+        before = max((p.epoch for p in self._known if p.epoch < newest.epoch), default=newest.epoch)
+        gone = [p for p in self._known if p.epoch < before or p.epoch == newest.epoch]
+        self._known = [*(p for p in self._known if p not in gone), newest]
+        self.pending = None
+        self._remove([p.stored.path for p in gone])
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state that the database knows of and that can be trusted, or None to start anew.
+
+        Local files that no pointer names are not looked at: their epochs were never reported.
+
+        Raises:
+            CheckpointStoreError: the store does not answer for a minute. What is in it is too precious to start anew.
+        """
+        checkpoint.remove_leftovers(self._local.run_dir)
+        if self._attempt > 1:
+            self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
+            self._sweep()
+        for pointer in self._known:
+            try:
+                self._bring(pointer)
+                state = checkpoint.read(self._local.last_path)
+            except (CheckpointError, checkpoint.CheckpointError) as error:
+                log.warning("trial %d: epoch %d cannot be resumed: %s", self._number, pointer.epoch + 1, error)
+                continue
+            self._make_local_agree(state)
+            return state
+        if self._known:
+            log.warning("trial %d: none of its checkpoints can be used: starting from its beginning", self._number)
+        self._remove_local()
+        return None
+
+    def _bring(self, pointer: Pointer) -> None:
+        for path in (self._local.last_path, self._local.previous_path):
+            if is_file(path, pointer.stored):
+                path.replace(self._local.last_path)
+                return
+        _waiting(self._study.files.get, pointer.stored, self._local.last_path)
+
+    def _make_local_agree(self, state: dict[str, Any]) -> None:
+        """Make the directory what it was after the state's epoch; metrics are reported again from the state."""
+        for path in (self._local.previous_path, self._local.run_dir / "metrics.jsonl"):
+            path.unlink(missing_ok=True)
+        try:
+            checkpoint.write(self._local.best_path, promotable(state))
+        except OSError as error:
+            self._local.best_path.unlink(missing_ok=True)
+            self._tell(len(state["history"]) - 1, error)
+
+    def _remove_local(self, *, best: bool = True) -> None:
+        for path in (self._local.last_path, self._local.previous_path, *([self._local.best_path] if best else [])):
+            path.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove files of this attempt or earlier ones that no pointer names; a later attempt's are its own."""
+        try:
+            found = self._study.files.find(self._folder)
+            known = {pointer.stored.path for pointer in self._known}
+            self._study.files.remove([p for p in found if p not in known and _attempt(p) <= self._attempt])
+        except CheckpointStoreError as error:
+            log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._number, error)
+
+    def abandon(self) -> None:
+        """Remove what this attempt put and never committed, and its directory: the trial is somebody else's by now."""
+        self.pending = None
+        shutil.rmtree(self._local.run_dir, ignore_errors=True)
+        self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
+        self._sweep()
+
+    def forget(self, *, but_last: bool = False) -> None:
+        """Remove all of it but the local `best.pt`: the trial is COMPLETE or PRUNED, and its best is published.
+
+        Args:
+            but_last: leave what is in the store until the trial's model has arrived in MLflow.
+        """
+        self._remove_local(best=False)
+        if not but_last:
+            self._study.forget_trial(self._number)
+
+    def _remove(self, paths: list[str]) -> None:
+        try:
+            self._study.files.remove(paths)
+        except CheckpointStoreError as error:
+            log.warning("trial %d: an old checkpoint stays for now: %s", self._number, error)
+
+
+def _attempt(path: str) -> int:
+    """The attempt's number in ``STUDY/0007/0004-1.pt``, or in a copy of that name that was never finished."""
+    match = re.match(r"\d+-(\d+)\.pt", PurePosixPath(path).name)
+    return int(match[1]) if match else sys.maxsize

@@ -1,0 +1,138 @@
+"""A worker process: joins a study by its name, with what the study itself says, and stops when it is told to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+import optuna
+
+from objectives import load_objective
+from search.errors import SearchError
+from search.fleet.forking import watch_fleet
+from search.publish.study import close_if_spent
+from search.services import find_services, why_away
+from search.study.checkpoints import open_checkpoints
+from search.study.study import TRACKING_URI, load_study
+from search.study.summary import summarise
+from search.tracking.provenance import run_tags
+from search.tracking.rebuild import resend
+from search.tracking.tracker import Tracker
+from search.worker.loop import SERVICE_ERRORS, Worker, runs_folder, worker_name
+from storage.errors import CheckpointStoreError
+from storage.study_storage.opening import open_storage
+
+log = logging.getLogger(__name__)
+
+# Seconds that a worker stays for MLflow when there is nothing left to train, and when it was told to go.
+_PATIENCE, _GRACE = 60.0, 10.0
+
+
+def join_study(
+    name: str,
+    *,
+    device: str | None,
+    lease: float,
+    storage_url: str | None,
+    tracking_uri: str | None,
+    checkpoint_url: str | None,
+    home: str | None,
+    tracking_required: bool = False,
+    system_metrics: bool = False,
+) -> int:
+    """Run a worker of study `name` in this process and return its exit code.
+
+    Raises:
+        SearchError: no such study, or it names no tracking server and none was given.
+        ObjectiveError: the study's objective cannot be loaded here.
+        StorageError: a service cannot be used.
+    """
+    _log_to_stderr()
+    stop = stop_on_signals()
+    services = find_services(storage_url, tracking_uri, home=home)
+    application = f"hpsearch {worker_name()}"
+    storage = open_storage(services.storage_url, application_name=application)
+    study = load_study(storage, name)
+    uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
+    if uri is None:
+        raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
+    away = why_away(uri, required=tracking_required)
+    if away:
+        log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
+    objective = load_objective(study.spec.objective)
+    objective.judge_by(study.spec.metric, study.spec.direction)
+    if warning := study.source_warning(objective):
+        log.warning(warning)
+    tracking = services.open_tracking(uri)
+    checkpoints = open_checkpoints(study, services.home, checkpoint_url)
+    runs = services.home / "runs"
+    tracker = Tracker(
+        study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
+    )
+    fleet = os.environ.get("HPSEARCH_FLEET_PID")
+    fleet_gone = watch_fleet(int(fleet)) if fleet else None
+    code = 1
+    try:
+        tracker.sender.start()
+        worker = Worker(
+            study,
+            objective,
+            tracker=tracker,
+            runs_dir=runs,
+            checkpoints=checkpoints,
+            stop=stop,
+            fleet_gone=fleet_gone or (lambda: False),
+            device=device,
+            lease=lease,
+        )
+        log.info("worker %s joins study %s", worker_name(), name)
+        code = worker.work()
+        # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
+        left = tracker.sender.flush(_PATIENCE if code == 0 else _GRACE)
+        if left:
+            log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
+        checkpoints.tidy(runs_folder(runs, study))
+        # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
+        if code == 0 and (fleet_gone is None or fleet_gone() or study.spec.finalists_of is not None):
+            best = summarise(study).best
+            resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
+            tracker.sender.flush(_PATIENCE)
+            close_if_spent(study, tracking)
+    except SERVICE_ERRORS as error:
+        # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
+        log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
+        code = 1
+    except CheckpointStoreError as error:
+        log.error("the trial is given back: %s", error)
+        code = 1
+    finally:
+        tracker.sender.close()
+    log.info("worker %s leaves with exit code %d", worker_name(), code)
+    return code
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; the second signal of a kind ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        log.info("%s: ending the epoch, then going", signal.Signals(number).name)
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    return stop
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
+    for noisy in ("alembic", "httpx", "urllib3", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)

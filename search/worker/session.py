@@ -1,0 +1,119 @@
+"""The session of a trial: what the training loop's reports do to the study and to the trial's MLflow run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from objectives.training import EpochRecord, LocalSession, Verdict
+from search.pruning import Decision
+from search.study.checkpoints import StudyCheckpoints
+from search.worker.checkpoints import TrialCheckpoints
+from storage.files import sync_folder
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claim, Claims
+
+
+class TrialSession(LocalSession):
+    """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        storage: PostgresStorage,
+        claim: Claim,
+        claims: Claims,
+        checkpoints: StudyCheckpoints,
+        metric: str,
+        last_epoch: int,
+        log_epoch: Callable[[int, float, dict[str, float]], None],
+        stopping: Callable[[], bool],
+        judge: Callable[[FrozenTrial], Decision],
+    ) -> None:
+        super().__init__(run_dir, synced=False)  # the store syncs what it takes, and from there it is resumed
+        self._storage = storage
+        self._claim = claim
+        self._claims = claims
+        self.kept = TrialCheckpoints(
+            checkpoints, self, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
+        )
+        self._metric = metric
+        self._last_epoch = last_epoch
+        self._stopping = stopping
+        self._judge = judge
+        self.decision: Decision | None = None  # the last one
+        self._log_epoch = log_epoch
+        self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
+        self._values = dict(storage.get_trial(claim.trial_id).intermediate_values)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        return self.kept.restore()
+
+    def save(self, state: dict[str, Any], *, best: bool) -> None:
+        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        with self.kept.saving(state, best=best):
+            super().save(state, best=best)
+
+    def report(self, record: EpochRecord) -> Verdict:
+        """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        # Written before a file or a run is touched: a worker that lost its trial leaves no mark.
+        stopped = self._report(record.epoch, record.metrics[self._metric])
+        super().report(record)
+        # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
+        self._log_epoch(record.epoch, record.timestamp, record.metrics)
+        stopped = stopped or self._stopping()
+        if record.epoch < max(self._values):
+            return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
+        # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
+        if record.epoch < self._last_epoch:
+            self.decision = self._judge(self._frozen())
+            if self.decision.prune:
+                return Verdict.PRUNE
+        return Verdict.STOP if stopped else Verdict.CONTINUE
+
+    def _report(self, epoch: int, value: float) -> bool:
+        pending = self.kept.pending
+        stopped = self._claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        self.kept.committed()
+        self._values.setdefault(epoch, value)
+        return stopped
+
+    def _frozen(self) -> FrozenTrial:
+        frozen = self._storage.get_trial(self._claim.trial_id)
+        frozen.intermediate_values = dict(self._values)
+        return frozen
+
+    @property
+    def last_value(self) -> float | None:
+        """What the last epoch reported, which is the value of a pruned trial; None before the first."""
+        return self._values[max(self._values)] if self._values else None
+
+    def log(self, path: Path) -> None:
+        """Note a file that the run made; it is uploaded when the trial ends."""
+        self.files.append(path)
+
+    def keep_best(self) -> None:
+        """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
+        if self.best_path.exists():
+            with self.best_path.open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(self.run_dir)
+
+    def forget(self, *, but_last: bool) -> None:
+        """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
+        self.kept.forget(but_last=but_last)
+
+    def report_non_finite(self, epoch: int) -> None:
+        """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
+        self._report(epoch, math.nan)

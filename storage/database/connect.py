@@ -1,0 +1,174 @@
+"""Connections to the study database: how they are made, and whether one can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from storage.database.connection_errors import connection_error
+from storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, OUR_TABLES, REVISION, VERSION_TABLE
+from storage.errors import StorageError
+from storage.urls import normalise, redact
+
+if TYPE_CHECKING:
+    import sqlalchemy
+    from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
+
+CONNECT_TIMEOUT = 10  # seconds
+
+# A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
+# The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
+_CLIENT_SETTINGS = {
+    "connect_timeout": CONNECT_TIMEOUT,
+    "keepalives": 1,
+    "keepalives_idle": 20,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 35_000,
+}
+
+
+def client_settings(url: sqlalchemy.URL, *, application_name: str) -> dict[str, Any]:
+    """Return the libpq parameters for a URL; what the URL itself sets is left to it."""
+    settings = {**_CLIENT_SETTINGS, "application_name": application_name}
+    return {name: value for name, value in settings.items() if name not in url.query}
+
+
+def make_engine(
+    url: str, *, application_name: str, pool_size: int = 2, max_overflow: int = 3, pre_ping: bool = True
+) -> sqlalchemy.Engine:
+    """Return an engine whose connections are tested before use and notice a dead peer.
+
+    Safe behind PgBouncer in transaction mode: it keeps no state in the session.
+
+    Args:
+        url: A Postgres URL in any of its spellings.
+        application_name: What `pg_stat_activity` shows for the connections; Postgres cuts it at 63 bytes.
+        pool_size: Connections kept open.
+        max_overflow: Connections opened above that when all are in use.
+        pre_ping: Whether a connection is tested before use; whoever repeats what fails can do without.
+
+    Raises:
+        StorageError: The URL is not one of Postgres.
+    """
+    import sqlalchemy as sa
+
+    parsed = sa.make_url(normalise(url))
+    return sa.create_engine(
+        parsed,
+        pool_size=pool_size,
+        max_overflow=max_overflow,
+        pool_pre_ping=pre_ping,
+        connect_args=client_settings(parsed, application_name=application_name),
+    )
+
+
+@contextmanager
+def each_committed(engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+    """Yield a connection on which each statement is a transaction of its own: one round trip, no BEGIN, no COMMIT.
+
+    SQLAlchemy's isolation level AUTOCOMMIT does the same, but sends a SET each time that the connection goes back to
+    its pool.
+    """
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        driver.autocommit = True
+        try:
+            yield connection
+        finally:
+            if not driver.closed:
+                driver.autocommit = False
+
+
+def connect(url: str, *, application_name: str, setting: str = "--storage-url") -> Connection:
+    """Return one plain psycopg2 connection.
+
+    Raises:
+        StorageError: Why it could not be made, in one line.
+    """
+    import psycopg2
+    from sqlalchemy.engine import make_url
+
+    parsed = make_url(normalise(url, setting=setting))
+    dsn = parsed.set(drivername="postgresql").render_as_string(hide_password=False)
+    try:
+        connection: Connection = psycopg2.connect(dsn, **client_settings(parsed, application_name=application_name))
+    except psycopg2.Error as error:
+        raise connection_error(error, parsed, setting=setting) from None
+    return connection
+
+
+def check_database(url: str, *, setting: str = "--storage-url") -> None:
+    """Check that studies can be kept at `url`, without changing anything there.
+
+    Raises:
+        StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
+            are missing, of another version of Optuna, or may not be written.
+    """
+    import psycopg2
+
+    head = f"{setting} {redact(url)}"
+    connection = connect(url, application_name="hpsearch-check", setting=setting)
+    try:
+        with connection, connection.cursor() as cursor:
+            cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
+            user, read_only, schema = cursor.fetchone() or ("", False, None)
+            if read_only:
+                raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
+            if schema is None:
+                raise StorageError(
+                    f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
+                )
+            _check_tables(cursor, user, head)
+            _check_revision(cursor, head)
+    except psycopg2.Error as error:
+        raise StorageError(f"{head}: {' '.join(str(error).split())}") from None
+    finally:
+        connection.close()
+
+
+def _check_tables(cursor: Any, user: str, head: str) -> None:
+    cursor.execute(
+        """
+        SELECT name, to_regclass(quote_ident(name)) IS NULL,
+               CASE WHEN to_regclass(quote_ident(name)) IS NULL THEN ARRAY[]::text[] ELSE
+               ARRAY(SELECT right_ FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_
+                     WHERE NOT has_table_privilege(to_regclass(quote_ident(name)), right_)) END
+        FROM unnest(%s) AS name
+        """,
+        ([*OPTUNA_TABLES, *OUR_TABLES],),
+    )
+    rows = cursor.fetchall()
+    if all(is_missing for _, is_missing, _ in rows):
+        raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
+    if some := [name for name, is_missing, _ in rows if is_missing]:
+        raise StorageError(f"{head}: tables are missing ({_join(some)}): run hpsearch migrate as the owner")
+    lacking = sorted({right for *_, rights in rows for right in rights})
+    if lacking:
+        tables = [name for name, _, rights in rows if rights]
+        raise StorageError(
+            f"{head}: user {user!r} lacks {_join(lacking)} on {_join(tables[:3])}"
+            f"{' and more' if len(tables) > 3 else ''}: GRANT {_join(lacking)} ON ALL TABLES IN SCHEMA public TO {user}"
+        )
+
+
+def _check_revision(cursor: Any, head: str) -> None:
+    for table, owner, needed in (
+        ("alembic_version", "Optuna", OPTUNA_REVISION),
+        (VERSION_TABLE, "hpsearch", REVISION),
+    ):
+        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
+        found = None
+        if cursor.fetchone()[0]:
+            cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+            found = (cursor.fetchone() or (None,))[0]
+        if found != needed:
+            raise StorageError(
+                f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
+                "run hpsearch migrate as the owner of the database"
+            )
+
+
+def _join(words: Iterable[str]) -> str:
+    return ", ".join(words)

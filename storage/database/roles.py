@@ -1,0 +1,196 @@
+"""The two databases and the three roles of a deployment.
+
+| role | owns | may |
+|---|---|---|
+| `hpsearch_owner` | database `optuna` | change the schema: `hpsearch migrate` |
+| `hpsearch_worker` | nothing | read and write rows in `optuna` |
+| `mlflow` | database `mlflow` | everything there; only the MLflow server has its password |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from storage.database.connect import connect
+from storage.errors import StorageError
+from storage.urls import DRIVER, normalise
+
+if TYPE_CHECKING:
+    from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
+
+OWNER = "hpsearch_owner"
+WORKER = "hpsearch_worker"
+MLFLOW = "mlflow"
+STUDIES = "optuna"
+TRACKING = "mlflow"
+
+# Two keys of 32 bits, beside those of storage.database.locks.
+_LOCK = (0x68700004, 1)
+
+# The server's half of noticing a worker whose machine is gone: its locks are released after about 35 s.
+_KEEPALIVES = {"tcp_keepalives_idle": "20", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "3"}
+
+
+@dataclass(frozen=True)
+class Databases:
+    """The URLs of the databases, one for each role, with passwords."""
+
+    owner_url: str
+    worker_url: str
+    mlflow_url: str
+
+
+def create_databases(
+    admin_url: str,
+    *,
+    owner_password: str,
+    worker_password: str,
+    mlflow_password: str,
+    setting: str = "HPSEARCH_ADMIN_URL",
+) -> Databases:
+    """Create what is missing of the databases and roles, and set the passwords given.
+
+    Idempotent, and safe when several run at once. Give it a direct connection, not one through a pooler.
+
+    Args:
+        admin_url: URL of a superuser, or of a role with CREATEROLE and CREATEDB; any database of the server.
+        owner_password: Password of `hpsearch_owner`.
+        worker_password: Password of `hpsearch_worker`.
+        mlflow_password: Password of `mlflow`.
+        setting: Where `admin_url` was given, for messages.
+
+    Returns:
+        URLs on the same server.
+
+    Raises:
+        StorageError: The server cannot be reached, or the admin lacks rights.
+    """
+    import psycopg2
+
+    admin_url = normalise(admin_url, setting=setting)
+    passwords = {OWNER: owner_password, WORKER: worker_password, MLFLOW: mlflow_password}
+    urls = {
+        role: _as_role(admin_url, role, password, TRACKING if role == MLFLOW else STUDIES)
+        for role, password in passwords.items()
+    }
+    try:
+        with _locked(admin_url, setting) as admin:
+            for role, password in passwords.items():
+                _create_role(admin, role, password)
+            for database, owner in ((STUDIES, OWNER), (TRACKING, MLFLOW)):
+                _create_database(admin, database, owner)
+                _open_schema(admin, admin_url, database, owner, setting)
+                _close_to_others(urls[owner], database, setting)
+    except psycopg2.Error as error:
+        text = " ".join(str(error).split())
+        raise StorageError(
+            f"{setting}: cannot create the databases and roles ({text}): give the URL of a superuser, or of a role "
+            "with CREATEROLE and CREATEDB"
+        ) from None
+    return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])
+
+
+def grant_worker(cursor: Any) -> None:
+    """Let the worker role read and write every table of the connected owner's, now and later.
+
+    Does nothing on a server without the role, where one user is owner and worker.
+    """
+    cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s AND rolname <> current_user", (WORKER,))
+    if cursor.fetchone() is None:
+        return
+    rows, counters = "SELECT, INSERT, UPDATE, DELETE", "USAGE, SELECT, UPDATE"
+    cursor.execute(
+        f"""
+        GRANT USAGE ON SCHEMA public TO {WORKER};
+        GRANT {rows} ON ALL TABLES IN SCHEMA public TO {WORKER};
+        GRANT {counters} ON ALL SEQUENCES IN SCHEMA public TO {WORKER};
+        ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {rows} ON TABLES TO {WORKER};
+        ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT {counters} ON SEQUENCES TO {WORKER};
+        """
+    )
+
+
+def _as_role(admin_url: str, role: str, password: str, database: str) -> str:
+    from sqlalchemy.engine import make_url
+
+    url = make_url(admin_url).set(drivername=DRIVER, username=role, password=password, database=database)
+    return url.render_as_string(hide_password=False)
+
+
+@contextmanager
+def _locked(admin_url: str, setting: str) -> Iterator[Connection]:
+    """Yield an autocommit connection that holds the lock: CREATE DATABASE cannot stand in a transaction."""
+    connection = connect(admin_url, application_name="hpsearch-bootstrap", setting=setting)
+    connection.autocommit = True
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
+        yield connection
+    finally:
+        connection.close()
+
+
+def _create_role(admin: Connection, role: str, password: str) -> None:
+    from psycopg2 import sql
+    from psycopg2.extensions import encrypt_password
+
+    # The verifier instead of the password: a statement may end in the server's log.
+    verifier = encrypt_password(password, role, scope=admin, algorithm="scram-sha-256")
+    name = sql.Identifier(role)
+    with admin.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,))
+        if cursor.fetchone() is None:
+            cursor.execute(sql.SQL("CREATE ROLE {}").format(name))
+        cursor.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
+        for setting, value in _KEEPALIVES.items():
+            cursor.execute(
+                sql.SQL("ALTER ROLE {} SET {} = {}").format(name, sql.Identifier(setting), sql.Literal(value))
+            )
+
+
+def _create_database(admin: Connection, database: str, owner: str) -> None:
+    from psycopg2 import sql
+
+    with admin.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM pg_database WHERE datname = %s", (database,))
+        if cursor.fetchone() is not None:
+            return
+        cursor.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
+        if cursor.fetchone() != (True,):  # others may only give a database to a role they are a member of
+            cursor.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
+        cursor.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
+
+
+def _open_schema(admin: Connection, admin_url: str, database: str, owner: str, setting: str) -> None:
+    """Before Postgres 15 everybody may create tables in `public`, and its owner is not the database's."""
+    from psycopg2 import sql
+    from sqlalchemy.engine import make_url
+
+    if admin.server_version >= 150_000:
+        return
+    url = make_url(admin_url).set(database=database).render_as_string(hide_password=False)
+    connection = connect(url, application_name="hpsearch-bootstrap", setting=setting)
+    try:
+        with connection, connection.cursor() as cursor:
+            cursor.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+            cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
+    finally:
+        connection.close()
+
+
+def _close_to_others(owner_url: str, database: str, setting: str) -> None:
+    """Leave the database to its owner, and `optuna` to the workers too; this also tries the owner's password."""
+    from psycopg2 import sql
+
+    connection = connect(owner_url, application_name="hpsearch-bootstrap", setting=setting)
+    name = sql.Identifier(database)
+    try:
+        with connection, connection.cursor() as cursor:
+            cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
+            if database == STUDIES:
+                cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))
+    finally:
+        connection.close()

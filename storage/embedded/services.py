@@ -1,0 +1,179 @@
+"""The services of one home folder together: started in order, stopped in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.database import roles
+from storage.database.schema import IS_CURRENT
+from storage.embedded import ports
+from storage.embedded.commands import dashboard_command, mlflow_command
+from storage.embedded.postgres_account import find_folder, make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
+from storage.embedded.state import State
+from storage.embedded.web_service import WebService
+from storage.home import private_folder
+from storage.urls import build
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StackInfo:
+    """Where the services of a stack are; the two database URLs hold passwords.
+
+    Attributes:
+        home: The folder of the stack.
+        storage_url: The study database for workers, who may read and write rows.
+        owner_url: The same for migrations.
+        tracking_uri: The MLflow server.
+        dashboard_url: The Optuna dashboard, without a path.
+    """
+
+    home: Path
+    storage_url: str
+    owner_url: str
+    tracking_uri: str
+    dashboard_url: str
+
+
+class EmbeddedStack:
+    """Postgres, an MLflow server on it, and the Optuna dashboard.
+
+    Starting and stopping take the stack's lock, which the callers in `storage.embedded.stack` hold.
+    """
+
+    def __init__(self, home: Path, state: State) -> None:
+        self.home = home
+        self.state = state
+        self._logs = home / "logs"
+        self.mlflow = WebService(
+            name="MLflow",
+            health_path="/api/2.0/mlflow/experiments/search?max_results=1",  # goes to the database and back
+            command=self._mlflow_command,
+            record=state.mlflow,
+            save=self._save,
+            home=home,
+            log=self._logs / "mlflow.log",
+        )
+        self.dashboard = WebService(
+            name="Optuna dashboard",
+            health_path="/api/meta",
+            command=self._dashboard_command,
+            record=state.dashboard,
+            save=self._save,
+            home=home,
+            log=self._logs / "dashboard.log",
+        )
+
+    @property
+    def server(self) -> Server | None:
+        """The Postgres, once it has a data directory."""
+        folder = find_folder(self.home)
+        return Server(folder, self._logs / "postgres.log") if folder else None
+
+    @property
+    def info(self) -> StackInfo:
+        """Where the services are, or were when they ran last."""
+        return StackInfo(
+            home=self.home,
+            storage_url=self._url(roles.WORKER, self.state.worker_password, roles.STUDIES),
+            owner_url=self._url(roles.OWNER, self.state.owner_password, roles.STUDIES),
+            tracking_uri=self.mlflow.url,
+            dashboard_url=self.dashboard.url,
+        )
+
+    def postgres_answers(self, question: str = "SELECT true") -> bool:
+        """Whether our Postgres runs where it is remembered, lets a worker in, and says yes to `question`."""
+        server, port = self.server, self.state.postgres.port
+        if server is None or port is None or server.running() is None or server.port() != port:
+            return False
+        return server.answers(
+            user=roles.WORKER,
+            password=self.state.worker_password,
+            database=roles.STUDIES,
+            port=port,
+            question=question,
+        )
+
+    def is_up(self) -> bool:
+        """Whether all three run and answer, and the tables are of this release."""
+        return (
+            self.postgres_answers(IS_CURRENT)
+            and self.mlflow.find() is not None
+            and self.dashboard.find() is not None
+            and self.dashboard.answers()
+            and self.mlflow.answers()
+        )
+
+    def start(self, progress: Progress) -> None:
+        """Adopt what runs and start what does not."""
+        port = self._start_postgres(progress)
+        if not self.mlflow.find():
+            progress("starting MLflow (about 10 s)")
+        self.mlflow.begin(port)
+        # MLflow takes longest: the study tables and the dashboard are made meanwhile.
+        from storage.database.migrate import migrate
+
+        migrate(self.info.owner_url, setting="the embedded Postgres")
+        if not self.dashboard.find():
+            progress("starting the Optuna dashboard")
+        self.dashboard.begin(port, self.mlflow.record.port)
+        self.mlflow.finish()
+        self.dashboard.begin(port, self.mlflow.record.port)  # nothing, unless MLflow had to take another port
+        self.dashboard.finish()
+
+    def stop(self) -> list[str]:
+        """Stop everything, the users of Postgres first; return what was stopped."""
+        server = self.server
+        stopped = [(service.name, service.stop()) for service in (self.dashboard, self.mlflow)]
+        stopped.append(("Postgres", server.stop() if server else None))
+        self.state.postgres.process = None
+        self._save()
+        return [f"{name} (process {pid})" for name, pid in stopped if pid is not None]
+
+    def _start_postgres(self, progress: Progress) -> int:
+        server = Server(make_folder(self.home), self._logs / "postgres.log")
+        self.state.postgres_folder = str(server.folder)
+        if not server.folder.is_relative_to(self.home):
+            progress(f"Postgres cannot run as root, and as another user cannot enter {self.home}")
+            progress(f"its data is in {server.folder}")
+        port = server.adopt()
+        if port is None:
+            progress("starting Postgres" if server.data.exists() else "setting up Postgres")
+            port = server.start(self.state.postgres.port)
+        self.state.postgres.port = port
+        self.state.postgres.process = server.identity()
+        self._save()
+        roles.create_databases(
+            self._url(SUPERUSER, server.password, "postgres"),
+            owner_password=self.state.owner_password,
+            worker_password=self.state.worker_password,
+            mlflow_password=self.state.mlflow_password,
+            setting="the embedded Postgres",
+        )
+        return port
+
+    def _save(self) -> None:
+        self.state.save(self.home)
+
+    def _url(self, role: str, password: str, database: str, *, application_name: str = "") -> str:
+        port = self.state.postgres.port
+        assert port is not None
+        # The wheel's Postgres has no TLS; said here, the user's PGSSLMODE does not ask for it.
+        query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
+        return build(user=role, password=password, host=ports.LOOPBACK, port=port, database=database, query=query)
+
+    def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        artifacts = private_folder(self.home / "artifacts").as_uri()
+        command, env = mlflow_command(host=ports.LOOPBACK, port=port, artifacts=artifacts, allowed_hosts=None)
+        password = self.state.mlflow_password
+        backend = self._url(roles.MLFLOW, password, roles.TRACKING, application_name="hpsearch-mlflow")
+        return command, env | {"MLFLOW_BACKEND_STORE_URI": backend}
+
+    def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
+        command, env = dashboard_command(host=ports.LOOPBACK, port=port)
+        return command, env | {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}

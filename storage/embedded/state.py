@@ -1,0 +1,79 @@
+"""What is remembered of an embedded stack, in `stack.json` (0600: it holds the passwords)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from storage.embedded.process import Identity
+from storage.files import write_private
+
+FILE = "stack.json"
+_VERSION = 1
+
+
+@dataclass
+class ServiceRecord:
+    """What is remembered of one service.
+
+    Attributes:
+        port: Where it listens, or listened last.
+        process: Its process; None once it was stopped.
+        database_port: Where its database was when it was started.
+        tracking_port: Where the MLflow server was, if it uses one.
+    """
+
+    port: int | None = None
+    process: Identity | None = None
+    database_port: int | None = None
+    tracking_port: int | None = None
+
+
+def _password() -> str:
+    return secrets.token_urlsafe(24)
+
+
+@dataclass
+class State:
+    """What is remembered of a stack."""
+
+    owner_password: str = field(default_factory=_password)
+    worker_password: str = field(default_factory=_password)
+    mlflow_password: str = field(default_factory=_password)
+    postgres_folder: str | None = None
+    postgres: ServiceRecord = field(default_factory=ServiceRecord)
+    mlflow: ServiceRecord = field(default_factory=ServiceRecord)
+    dashboard: ServiceRecord = field(default_factory=ServiceRecord)
+
+    def save(self, home: Path) -> None:
+        """Write the state, whole."""
+        write_private(home / FILE, json.dumps({"version": _VERSION, **asdict(self)}, indent=2) + "\n")
+
+
+def load(home: Path) -> State | None:
+    """Return the state of `home`; None where there is none that can be read.
+
+    Nothing is lost with a damaged file: the passwords are set anew at the next start, and services that nobody
+    remembers are found by the marker in their environment.
+    """
+    try:
+        document = json.loads((home / FILE).read_text(encoding="utf-8"))
+        if document.pop("version") != _VERSION:
+            return None
+        for name in ("postgres", "mlflow", "dashboard"):
+            document[name] = _record(document[name])
+        return State(**document)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _record(document: dict[str, Any]) -> ServiceRecord:
+    process = document.pop("process")
+    if process is not None:
+        process = Identity(int(process["pid"]), float(process["started"]), tuple(process["command"]))
+    return ServiceRecord(**document, process=process)

@@ -1,0 +1,340 @@
+"""What MLflow is told: one parent run per study, one child run per trial, by client calls alone.
+
+The fluent API is per process and thread, and its `start_run` overwrites a run's status; a service uses the client.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+import tenacity
+
+from storage.errors import StorageError
+from storage.mlflow.health import is_away
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+EXPERIMENT = "hpsearch"
+
+# Tags of ours on runs: found by them, a run is never created twice.
+STUDY, TRIAL, STATE, REASON = "hpsearch.study", "hpsearch.trial", "hpsearch.state", "hpsearch.reason"
+STUDY_ID = "hpsearch.study_id"
+MODEL_ID = "hpsearch.model_id"
+FINALIST_OF, SEED = "hpsearch.finalist_of", "hpsearch.seed"  # of a finalist's run: the trial it repeats, on which seed
+
+# MLflow knows no PRUNED: KILLED tells it from FINISHED in lists, the state tag tells it from a run that was killed.
+STATUS_OF = {
+    "COMPLETE": "FINISHED",
+    "PRUNED": "KILLED",
+    "CANCELLED": "KILLED",
+    "INFEASIBLE": "FAILED",
+    "FAIL": "FAILED",
+}
+State = Literal["COMPLETE", "PRUNED", "CANCELLED", "INFEASIBLE", "FAIL"]
+
+_CLIENT_SETTINGS = {
+    # The defaults block a call to a dead server for four minutes, and repeat a creation whose reply was lost, which
+    # makes a second run. Who calls repeats what is safe to repeat.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class RunDeletedError(StorageError):
+    """Somebody deleted the run in the MLflow UI."""
+
+
+# What is safe to repeat is repeated when a proxy or a restart cut it off.
+_again = tenacity.retry(
+    retry=tenacity.retry_if_exception(is_away),
+    stop=tenacity.stop_after_attempt(3),
+    wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
+    reraise=True,
+)
+
+
+class Tracking:
+    """The tracking server and the one experiment in it that holds all studies. Asks nothing of it before it must.
+
+    Args:
+        uri: the server's address.
+        experiment: the experiment's name; made if there is none.
+        ui_url: where browsers reach the server, for links; `uri` unless given.
+    """
+
+    def __init__(self, uri: str, *, experiment: str = EXPERIMENT, ui_url: str | None = None) -> None:
+        for name, value in _CLIENT_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        _reach_loopback_directly(uri)
+        import mlflow
+
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        mlflow.set_tracking_uri(uri)
+        self.uri = uri.rstrip("/")
+        self._ui_url = (ui_url or uri).rstrip("/")
+        self._experiment = experiment
+        self.client: MlflowClient = mlflow.MlflowClient(tracking_uri=uri)
+
+    @functools.cached_property
+    def experiment_id(self) -> str:
+        """The experiment's id.
+
+        Raises:
+            StorageError: somebody deleted the experiment.
+            MlflowException: the server does not answer, or refuses.
+        """
+        from mlflow.exceptions import MlflowException
+
+        name = self._experiment
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                # The kind that the UI itself gives to experiments of model training.
+                tags = {"mlflow.experimentKind": "custom_model_development"}
+                return str(self.client.create_experiment(name, tags=tags))
+            except MlflowException:
+                found = self.client.get_experiment_by_name(name)  # another process was faster
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            raise StorageError(
+                f"MLflow experiment {name!r} is deleted; restore it in the MLflow UI or with "
+                f"'mlflow experiments restore --experiment-id {found.experiment_id}'"
+            )
+        return str(found.experiment_id)
+
+    def run_url(self, run_id: str) -> str:
+        """Return the page of a run in the MLflow UI, in the view that has models and their "Register model"."""
+        return f"{self._ui_url}/#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+    def study_run(
+        self,
+        study_name: str,
+        study_id: int,
+        *,
+        params: Mapping[str, object],
+        known: str | None,
+        may_create: Callable[[], object] = lambda: None,
+    ) -> str:
+        """Return the id of the study's parent run, creating it if need be; call it under the study's lock.
+
+        Args:
+            study_name: the study's name, which the run gets.
+            study_id: the study's id in the database.
+            params: the spec, logged as the run's parameters.
+            known: the run's id, when the study has it noted.
+            may_create: is called before a run is created, and raises if none may be.
+        """
+        if known is not None and self.has_run(known):
+            return known
+        # A study deleted and made again under its name is another study: its number tells them apart.
+        if found := self._find(f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'", child=False):
+            return found
+        may_create()
+        run = self._create(study_name, {STUDY: study_name, STUDY_ID: str(study_id)})
+        self.log(run, params=params)
+        return run
+
+    def find_trial_run(self, study_name: str, number: int, *, parent: str) -> str | None:
+        """Return the run of a trial, looked for by its tags."""
+        # By the study's name too: its finalists, whose trials are numbered anew, have the same parent.
+        mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
+        return self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
+
+    def create_trial_run(
+        self, study_name: str, number: int, *, parent: str, tags: Mapping[str, str], began: int | None = None
+    ) -> str:
+        """Create the run of a trial, which `began` then (unix milliseconds; now), under its study's; return its id."""
+        tags = {STUDY: study_name, TRIAL: str(number), "mlflow.parentRunId": parent, **tags}
+        return self._create(f"{study_name}-{number:04d}", tags, began=began)
+
+    def open_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
+        """Return the runs of a study's trials that nobody has ended: trial number to run id."""
+        under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
+        query = f"attributes.status = 'RUNNING' AND {under}"
+        runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
+        return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
+
+    @_again
+    def reopen(self, run_id: str) -> None:
+        """Set a run to RUNNING, such as a study's that goes on."""
+        self.client.update_run(run_id, status="RUNNING")
+
+    @_again
+    def schedule(self, run_id: str) -> None:
+        """Set the ended run of a trial to SCHEDULED: it waits for another attempt, which goes on with the run."""
+        self.log(run_id, tags={STATE: "waiting", REASON: ""})
+        self.client.update_run(run_id, status="SCHEDULED")
+
+    @_again
+    def end_study_run(
+        self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], step: int, finished: bool
+    ) -> None:
+        """Write what came of a study to its parent run, and end the run when the study is `finished`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.log(run_id, metrics=[Metric(key, value, now, step) for key, value in metrics.items()], tags=tags)
+        if finished:
+            self.client.set_terminated(run_id, status="FINISHED", end_time=now)
+
+    @_again
+    def annotate(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:
+        """Add tags and metrics to a run that has ended; said again with the same time, a metric is there once.
+
+        Args:
+            run_id: the run, which keeps its status.
+            tags: to set.
+            metrics: to log, at step 0.
+            at: unix seconds.
+        """
+        self.log(run_id, metrics=epoch_metrics(0, at, metrics), tags=tags)
+
+    def end_trial_run(self, run_id: str, state: State, reason: str, *, at: int) -> None:
+        """End a run as its trial ended, with the reason as a tag.
+
+        Args:
+            run_id: the run.
+            state: how the trial ended.
+            reason: why, for a person.
+            at: when, in unix milliseconds.
+        """
+        self.log(run_id, tags={STATE: state.lower(), REASON: reason})
+        self.client.set_terminated(run_id, status=STATUS_OF[state], end_time=at)
+
+    @_again
+    def log_file(self, run_id: str, path: Path) -> None:
+        """Upload a file to a run."""
+        self.client.log_artifact(run_id, str(path))
+
+    def log(
+        self,
+        run_id: str,
+        *,
+        metrics: list[Metric] | None = None,
+        params: Mapping[str, object] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Log a batch; what MLflow would refuse of a name or a text is changed, not lost. Safe to repeat."""
+        from mlflow.entities import Param, RunTag
+
+        self.client.log_batch(
+            run_id,
+            metrics=metrics or (),
+            params=[Param(allowed_name(key), str(value)[:_LONGEST_PARAM]) for key, value in (params or {}).items()],
+            tags=[RunTag(key, value[:_LONGEST_TAG]) for key, value in (tags or {}).items()],
+        )
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether this server has the run: a study may move to another tracking server.
+
+        Raises:
+            RunDeletedError: it was deleted in the MLflow UI. That is a person's wish: no run is made in its place.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        if run.info.lifecycle_stage != "active":
+            raise RunDeletedError(f"its run {run_id} was deleted in the MLflow UI; restore it there")
+        return True
+
+    def _find(self, query: str, *, child: bool) -> str | None:
+        runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=5)
+        for run in runs:
+            if ("mlflow.parentRunId" in run.data.tags) == child:
+                return str(run.info.run_id)
+        return None
+
+    def _create(self, name: str, tags: Mapping[str, str], *, began: int | None = None) -> str:
+        tags = {**tags, "mlflow.user": _user(), "mlflow.source.name": "hpsearch"}
+        run = self.client.create_run(self.experiment_id, start_time=began, tags=dict(tags), run_name=name)
+        return str(run.info.run_id)
+
+
+class TrialRun:
+    """The MLflow run of one trial, for whoever logs to it directly and waits for the answer.
+
+    Trials themselves log by way of their outbox (:mod:`storage.mlflow.outbox`), which waits for nothing.
+    """
+
+    def __init__(self, tracking: Tracking, run_id: str) -> None:
+        self._tracking = tracking
+        self.run_id = run_id
+        self.url = tracking.run_url(run_id)
+
+    @_again
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Log parameters."""
+        self._tracking.log(self.run_id, params=params)
+
+    @_again
+    def log_epoch(self, epoch: int, timestamp: float, metrics: Mapping[str, float]) -> None:
+        """Log an epoch's metrics; with its own `timestamp` (unix seconds) a repetition changes nothing."""
+        self._tracking.log(self.run_id, metrics=epoch_metrics(epoch, timestamp, metrics))
+
+    def log_file(self, path: Path, *, folder: str | None = None) -> None:
+        """Upload a file."""
+        _again(self._tracking.client.log_artifact)(self.run_id, str(path), folder)
+
+    @_again
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags."""
+        self._tracking.log(self.run_id, tags=tags)
+
+    @_again
+    def finish(self, state: State, reason: str) -> None:
+        """End the run with the status of a trial's `state`, its reason as a tag."""
+        self._tracking.end_trial_run(self.run_id, state, reason, at=int(time.time() * 1000))
+
+
+def epoch_metrics(
+    epoch: int, timestamp: float, values: Mapping[str, float], model_id: str | None = None
+) -> list[Metric]:
+    """Return an epoch's metrics for MLflow, which keeps one copy of an equal (key, time, step, value)."""
+    from mlflow.entities import Metric
+
+    at = int(timestamp * 1000)
+    return [Metric(allowed_name(key), float(value), at, epoch, model_id=model_id) for key, value in values.items()]
+
+
+_LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 5000
+
+
+def allowed_name(name: str) -> str:
+    """Return the name of a metric or parameter with what MLflow refuses in it replaced."""
+    return re.sub(r"[^\w\-./ :]", "_", name)[:_LONGEST_NAME]
+
+
+def _reach_loopback_directly(uri: str) -> None:
+    """Keep requests to this machine's own server away from a configured proxy, which could not reach it."""
+    host = urlsplit(uri).hostname or ""
+    for name in ("NO_PROXY", "no_proxy"):
+        known = os.environ.get(name, "")
+        if host in {"127.0.0.1", "localhost", "::1"} and host not in known.split(","):
+            os.environ[name] = f"{known},{host}".lstrip(",")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a passwd entry
+        return f"uid-{os.getuid()}"

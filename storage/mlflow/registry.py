@@ -1,0 +1,247 @@
+"""MLflow's model registry, by client calls: versions of registered models, their tags, and their aliases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from storage.errors import StorageError
+from storage.mlflow.client import MODEL_ID
+from storage.mlflow.health import one_line
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+CHAMPION = "champion"
+PROMOTED_BY = "hpsearch.promoted_by"  # tag of a version: who promoted it with our own command
+
+DESCRIPTION_LIMIT = 5000  # characters; what MLflow's column holds, where Postgres refuses more
+TAG_LIMIT = 8000
+
+_LONGEST_ALIAS = 255
+_LONGEST_MODEL = 256
+_MODEL_ID = re.compile(r"\bm-[0-9a-f]{32}\b")
+_NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a registered model.
+
+    Attributes:
+        model: name of the registered model.
+        number: from 1; MLflow gives none twice.
+        run_id: the run whose model it is; None where MLflow does not know.
+        model_id: the logged model that it is; None for one that was registered from files.
+        user: who registered it, where the server knows users.
+        tags: of the version.
+        description: of the version, in Markdown.
+    """
+
+    model: str
+    number: int
+    run_id: str | None
+    model_id: str | None
+    user: str | None
+    tags: Mapping[str, str]
+    description: str
+
+    @property
+    def address(self) -> str:
+        """How the version is loaded: ``models:/digits/3``."""
+        return f"models:/{self.model}/{self.number}"
+
+
+def previous_alias(alias: str) -> str:
+    """Return the alias that a replaced version gets: ``previous`` for ``champion``, ``previous-x`` for ``x``."""
+    return "previous" if alias == CHAMPION else f"previous-{alias}"
+
+
+def is_previous(alias: str) -> bool:
+    """Whether an alias only says what another named before."""
+    return alias == "previous" or alias.startswith("previous-")
+
+
+def check_alias(alias: str, *, setting: str = "--alias") -> None:
+    """Refuse, before anything is done, an alias that MLflow refuses.
+
+    Raises:
+        StorageError: it does.
+    """
+    head = f"{setting} {alias!r}"
+    if not re.fullmatch(r"[\w-]+", alias) or len(alias) > _LONGEST_ALIAS:
+        raise StorageError(f"{head}: an alias is made of letters, digits, - and _: choose another, such as champion")
+    if is_previous(alias):
+        raise StorageError(f"{head}: that is for the version before: choose another, such as {CHAMPION}")
+    if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
+        raise StorageError(f"{head}: MLflow keeps 'latest' and names like 'v3' for itself: choose another")
+
+
+def check_model_name(name: str, *, setting: str = "--model") -> None:
+    """Refuse, before anything is done, a name of a registered model that MLflow refuses.
+
+    Raises:
+        StorageError: it does.
+    """
+    if not name.strip() or len(name) > _LONGEST_MODEL or set(name) & set('/:"') or name in {".", ".."}:
+        raise StorageError(
+            f"{setting} {name!r}: a registered model's name has up to {_LONGEST_MODEL} characters, none of / : \": "
+            "choose another"
+        )
+
+
+class Registry:
+    """The model registry of one MLflow server.
+
+    Every method raises `StorageError`, in one line, when the server is away or refuses.
+    """
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client = client
+
+    def aliases(self) -> dict[tuple[str, str], int]:
+        """Return what every alias names, (model, alias) to version: one request for a thousand models."""
+        found: dict[tuple[str, str], int] = {}
+        token = None
+        while True:
+            with _telling("list its models"):
+                page = self._client.search_registered_models(max_results=1000, page_token=token)
+            for model in page:
+                found.update({(model.name, alias): int(version) for alias, version in model.aliases.items()})
+            if not (token := page.token):
+                return found
+
+    def version(self, model: str, number: int) -> Version | None:
+        """Return a version, or None where there is none of that number."""
+        with _telling(f"look up version {number} of {model!r}"):
+            found = _unless_missing(self._client.get_model_version, model, str(number))
+        return None if found is None else _version(found)
+
+    def version_by_alias(self, model: str, alias: str) -> Version | None:
+        """Return the version that an alias names, or None."""
+        with _telling(f"look up {model}@{alias}"):
+            # Of an alias that is not there MLflow says that the request is invalid.
+            found = _unless_missing(
+                self._client.get_model_version_by_alias, model, alias, also="INVALID_PARAMETER_VALUE"
+            )
+        return None if found is None else _version(found)
+
+    def versions_of_runs(self, run_ids: list[str]) -> list[Version]:
+        """Return all versions that are models of these runs."""
+        found: list[Version] = []
+        for start in range(0, len(run_ids), 100):
+            names = ", ".join(f"'{run_id}'" for run_id in run_ids[start : start + 100])
+            token = None
+            while True:
+                with _telling("list the versions of its models"):
+                    page = self._client.search_model_versions(f"run_id IN ({names})", page_token=token)
+                found += map(_version, page)
+                if not (token := page.token):
+                    break
+        return found
+
+    def model_of(self, run_id: str) -> str | None:
+        """Return the logged model of a run that can be registered, or None."""
+        with _telling(f"look up run {run_id}"):
+            run = _unless_missing(self._client.get_run, run_id)
+        if run is None:
+            return None
+        outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
+        for model_id in filter(None, [run.data.tags.get(MODEL_ID), *reversed(outputs)]):
+            with _telling(f"look up the model of run {run_id}"):
+                if (model := _unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
+                    return str(model_id)
+        return None
+
+    def knows_run(self, run_id: str) -> bool:
+        """Whether this server has, or had, a run: a study may have been tracked by another one."""
+        with _telling(f"look up run {run_id}"):
+            return _unless_missing(self._client.get_run, run_id) is not None
+
+    def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
+        """Return the version of a registered model that a logged model is, made unless it is there.
+
+        Args:
+            model: name of the registered model, made unless it is there.
+            model_id: the logged model.
+            run_id: the run that it is of.
+            tags: of a new version.
+        """
+        for version in self.versions_of_runs([run_id]):
+            if version.model == model and version.model_id == model_id:
+                return version
+        with _telling(f"register {model!r}"):
+            _unless_there(self._client.create_registered_model, model)
+            made = self._client.create_model_version(
+                model,
+                source=f"models:/{model_id}",
+                run_id=run_id,
+                model_id=model_id,
+                tags={key: value[:TAG_LIMIT] for key, value in tags.items()},
+                await_creation_for=60,
+            )
+        return _version(made)
+
+    def describe(self, version: Version, *, tags: Mapping[str, str], description: str) -> None:
+        """Set a version's tags and description, where they are not so already; tags of others stay."""
+        number = str(version.number)
+        with _telling(f"write the tags of version {number} of {version.model!r}"):
+            for key, value in tags.items():
+                if version.tags.get(key) != value[:TAG_LIMIT]:
+                    self._client.set_model_version_tag(version.model, number, key, value[:TAG_LIMIT])
+            if version.description != description:
+                self._client.update_model_version(version.model, number, description[:DESCRIPTION_LIMIT])
+
+    def set_alias(self, version: Version, alias: str) -> None:
+        """Let an alias name a version, and no longer what it named before."""
+        with _telling(f"set alias {alias!r} of {version.model!r}"):
+            self._client.set_registered_model_alias(version.model, alias, str(version.number))
+
+
+def _version(found: Any) -> Version:
+    # The UI registers the place of a model's files, everyone else `models:/m-...`: both hold the model's id.
+    match = _MODEL_ID.search(found.source or "")
+    return Version(
+        model=str(found.name),
+        number=int(found.version),
+        run_id=found.run_id or None,
+        model_id=found.model_id or (match[0] if match else None),
+        user=found.user_id or None,
+        tags=dict(found.tags),
+        description=found.description or "",
+    )
+
+
+def _unless_missing(call: Any, *arguments: Any, also: str = _NOT_FOUND) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return call(*arguments)
+    except MlflowException as error:
+        if error.error_code in {_NOT_FOUND, also}:
+            return None
+        raise
+
+
+def _unless_there(call: Any, *arguments: Any) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        call(*arguments)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Turn what a client raises into one line."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise StorageError(f"the model registry of MLflow did not {what}: {one_line(error)}") from None

@@ -1,0 +1,161 @@
+"""What the study's database says of trials' runs in MLflow; written also when a trial has ended, as Optuna refuses to.
+
+All of it is by SQL of our own: Optuna's storages let nobody set an attribute of a finished trial, and a run may become
+known, or arrive whole, long after its trial has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from storage.database.locks import run_lock
+from storage.database.retry import retrying
+from storage.trials.settling import REASON
+
+# User attributes of a study and of a trial.
+RUN_ID = "hpsearch:mlflow_run_id"  # on a study the parent run, on a trial its own
+RUN_URL = "hpsearch:mlflow_url"
+MODEL = "hpsearch:mlflow_model_id"
+TRACKING = "hpsearch:tracking"  # of a trial that has ended: what of it MLflow does not have, or not yet
+INFEASIBLE = "hpsearch:infeasible"
+REMOVED = "hpsearch:removed"  # of a trial: who removed its model and its best checkpoint, to free their space
+
+PENDING = "pending"  # how TRACKING begins while records are on their way
+
+_PATIENCE = 10.0  # seconds to wait for the database
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial ended: its state by Optuna's name, whether as infeasible, and why."""
+
+    state: str
+    infeasible: bool
+    reason: str
+
+
+class TrialGoneError(Exception):
+    """The trial is no longer in the database: its study was deleted."""
+
+
+class RunBook:
+    """The runs and models of trials, as the database of their study notes them."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    @contextmanager
+    def opening(self, trial_id: int) -> Iterator[Page]:
+        """Hold a trial, so that no other process makes a run or a model of it, and read and write what is noted.
+
+        Raises:
+            TrialGoneError: there is no such trial any more.
+            LockHeldError: another process holds it.
+            LockLostError: this one took too long.
+        """
+        with run_lock(self._engine, trial_id) as connection:
+            if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
+                raise TrialGoneError
+            yield Page(connection, trial_id)
+
+    def superseded(self, trial_id: int, attempt: int) -> bool:
+        """Whether a later attempt has the trial, and with it the last word on its run."""
+
+        def once() -> bool:
+            with self._engine.connect() as connection:
+                return bool(connection.execute(_LATER, {"trial": trial_id, "attempt": attempt}).scalar())
+
+        return retrying(_PATIENCE)(once)
+
+    def ended(self, trial_id: int) -> Ended | None:
+        """Return how a trial ended; None while it runs or waits, or when it is gone."""
+        arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
+
+        def once() -> Ended | None:
+            with self._engine.connect() as connection:
+                row = connection.execute(_ENDED, arguments).one_or_none()
+            return None if row is None else Ended(row.state, bool(row.infeasible), row.reason or "")
+
+        return retrying(_PATIENCE)(once)
+
+    def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
+        """Set an attribute of several trials, whatever their states."""
+        arguments = {"trials": list(trial_ids), "key": key, "value": json.dumps(value)}
+        with self._engine.begin() as connection:
+            connection.execute(_MARK, arguments)
+
+    def unmark(self, trial_ids: Iterable[int], key: str) -> None:
+        """Remove an attribute of several trials, where they have it."""
+        with self._engine.begin() as connection:
+            connection.execute(_UNMARK, {"trials": list(trial_ids), "key": key})
+
+    def delivered(self, trial_id: int, problem: str | None) -> None:
+        """Note that all of a trial that can arrive has arrived, but for the `problem`."""
+
+        def once() -> None:
+            with self._engine.begin() as connection:
+                if problem is None:
+                    connection.execute(_FORGET, {"trial": trial_id, "key": TRACKING})
+                else:
+                    Page(connection, trial_id).note({TRACKING: problem})
+
+        retrying(_PATIENCE)(once)
+
+
+class Page:
+    """What is noted of one trial, held for this process."""
+
+    def __init__(self, connection: sa.Connection, trial_id: int) -> None:
+        self._connection = connection
+        self._trial_id = trial_id
+
+    def read(self, key: str) -> str | None:
+        """Return an attribute of the trial."""
+        value = self._connection.execute(_READ, {"trial": self._trial_id, "key": key}).scalar()
+        return None if value is None else str(json.loads(value))
+
+    def note(self, attrs: Mapping[str, Any]) -> None:
+        """Set attributes of the trial, whatever its state."""
+        self._write(_NOTE, attrs)
+
+    def note_system(self, attrs: Mapping[str, Any]) -> None:
+        """Set system attributes of the trial, whatever its state, such as those by which the dashboard lists files."""
+        self._write(_NOTE_SYSTEM, attrs)
+
+    def _write(self, statement: sa.TextClause, attrs: Mapping[str, Any]) -> None:
+        values = [json.dumps(value) for value in attrs.values()]
+        self._connection.execute(statement, {"trial": self._trial_id, "keys": list(attrs), "values": values})
+
+
+_EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
+_LATER = sa.text("SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt)")
+_READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
+_MARK = sa.text("""
+    INSERT INTO trial_user_attributes (trial_id, key, value_json)
+    SELECT trial_id, :key, :value FROM trials WHERE trial_id = ANY(CAST(:trials AS int[]))
+    ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+""")
+_UNMARK = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = ANY(CAST(:trials AS int[])) AND key = :key")
+_FORGET = sa.text("DELETE FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
+_SET = """
+    INSERT INTO {table} (trial_id, key, value_json)
+    SELECT :trial, key, value_json FROM unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
+     WHERE EXISTS (SELECT FROM trials WHERE trial_id = :trial)
+    ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+"""
+_NOTE = sa.text(_SET.format(table="trial_user_attributes"))
+_NOTE_SYSTEM = sa.text(_SET.format(table="trial_system_attributes"))
+_ENDED = sa.text("""
+    SELECT t.state, reason.value_json::jsonb #>> '{}' AS reason, infeasible.value_json = 'true' AS infeasible
+      FROM trials t
+      LEFT JOIN trial_user_attributes reason ON reason.trial_id = t.trial_id AND reason.key = :reason
+      LEFT JOIN trial_user_attributes infeasible
+             ON infeasible.trial_id = t.trial_id AND infeasible.key = :infeasible
+     WHERE t.trial_id = :trial AND t.state NOT IN ('RUNNING', 'WAITING')
+""")

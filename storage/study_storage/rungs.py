@@ -1,0 +1,31 @@
+"""The rungs of successive halving: one query for the values that trials of a study have noted at one of them."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from storage.database.retry import retrying
+
+_PREFIX = "completed_rung_"
+
+# Trials in every state: a pruned one sets the cut-off as much as one that runs.
+_VALUES = sa.text("""
+    SELECT t.number, a.value_json FROM trials t JOIN trial_system_attributes a USING (trial_id)
+     WHERE t.study_id = :study AND a.key = :key
+""")
+
+
+def rung_key(rung: int) -> str:
+    """Return the trial system attribute in which Optuna, too, keeps the value at a rung (from 0)."""
+    return f"{_PREFIX}{rung}"
+
+
+def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float]]:
+    """Return (trial number, value) of all trials that have reached a rung, in no particular order."""
+
+    def read() -> list[tuple[int, float]]:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            rows = connection.execute(_VALUES, {"study": study_id, "key": rung_key(rung)})
+            return [(row.number, float(row.value_json)) for row in rows]
+
+    return retrying()(read)

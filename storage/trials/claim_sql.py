@@ -1,0 +1,124 @@
+"""The statements by which trials are claimed and reported on. Times are the database's.
+
+They are those of the moment, not of the transaction's beginning: a claim may have waited for its lock since.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from storage.database.locks import UNLESS_FROZEN
+
+# The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
+# the budget was changed reads the new one.
+STUDY = sa.text(f"""
+    {UNLESS_FROZEN}
+    SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
+           CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
+                THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
+           stopped.value_json::jsonb #>> '{{}}' AS stopped
+      FROM studies s
+      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
+      LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
+     WHERE s.study_id = :study
+       FOR UPDATE OF s, spec
+""")  # noqa: S608 the parts are constants
+
+MADE = sa.text("""
+    SELECT trial_id, number, attempt FROM hpsearch_attempts JOIN trials USING (trial_id)
+     WHERE claim_id = :claim AND ended_at IS NULL
+""")
+
+# A lease that ran out while the server itself was down says nothing about the worker.
+LIVE = sa.text("""
+    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state,
+           a.expires_at < clock_timestamp()
+           AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second' AS expired,
+           (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = a.trial_id AND b.outcome IN ('lost', 'failed'))
+           AS failures
+      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+     WHERE t.study_id = :study AND a.ended_at IS NULL
+     ORDER BY t.number
+""")
+
+CHOICE = sa.text("""
+    WITH waiting AS (
+        SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
+          FROM trials t WHERE study_id = :study AND state = 'WAITING'
+    )
+    SELECT (SELECT count(*) FROM trials WHERE study_id = :study) AS total,
+           (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
+           (SELECT trial_id FROM waiting WHERE started ORDER BY number LIMIT 1) AS given_back,
+           (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
+           (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+             WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running
+""")
+
+_LEASED = """
+    lease AS (
+        INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, lease, started_at, expires_at)
+        SELECT trial_id, attempt, :claim, :worker, :process, :lease, clock_timestamp(),
+               clock_timestamp() + :lease * interval '1 second' FROM mine
+    ), noted AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT trial_id, key, value_json FROM mine,
+               unnest(CAST(:keys AS text[]), ARRAY[attempt::text, to_json(CAST(:worker AS text))::text])
+               AS attr (key, value_json)
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+    )
+"""
+
+TAKE = sa.text(f"""
+    WITH mine AS (
+        UPDATE trials t
+           SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', clock_timestamp()))
+         WHERE trial_id = :trial AND state = 'WAITING'
+        RETURNING trial_id, number,
+                  (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)
+                  AS attempt
+    ), {_LEASED}
+    SELECT number, attempt FROM mine
+""")  # noqa: S608 the parts are constants
+
+CREATE = sa.text(f"""
+    WITH mine AS (
+        INSERT INTO trials (study_id, number, state, datetime_start)
+        VALUES (:study, :number, 'RUNNING', timezone('utc', clock_timestamp()))
+        RETURNING trial_id, 1 AS attempt
+    ), {_LEASED}
+    SELECT trial_id FROM mine
+""")  # noqa: S608 the parts are constants
+
+REPORT = sa.text("""
+    WITH mine AS (
+        UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
+          FROM trials t
+         WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
+           AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
+        RETURNING a.trial_id, a.attempt
+    ), valued AS (
+        INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
+        SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
+        ON CONFLICT (trial_id, step) DO NOTHING
+    ), kept AS (
+        INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
+        SELECT trial_id, :step, attempt, :path, :sha256, CAST(:size AS bigint) FROM mine
+         WHERE CAST(:path AS text) IS NOT NULL
+        ON CONFLICT (trial_id, epoch)
+        DO UPDATE SET attempt = excluded.attempt, path = excluded.path, sha256 = excluded.sha256, size = excluded.size
+    ), dropped AS (
+        DELETE FROM hpsearch_checkpoints
+         WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
+           AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial AND epoch < :step)
+    )
+    SELECT EXISTS (SELECT FROM mine) AS mine,
+           EXISTS (SELECT FROM study_user_attributes
+                    WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
+""")
+
+FAILURES = sa.text("SELECT count(*) FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')")
+
+RENEW = sa.text("""
+    UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'
+     WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
+""")

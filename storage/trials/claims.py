@@ -1,0 +1,306 @@
+"""Claims: which worker runs which trial, within the budget, each trial by one worker at a time.
+
+A claim is a trial that lost its worker or was given back, else one that somebody enqueued, else a new one, else
+nothing: the budget is spent. The claim writes its *attempt* in the transaction that creates or takes the trial: a
+lease by the database's clock, which the worker renews. A write of a trial goes through only while its attempt is
+live, so that a worker that was frozen and lost its trial meanwhile can change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import sqlalchemy as sa
+
+from storage.database.connect import each_committed
+from storage.database.retry import PATIENCE, retrying
+from storage.errors import ClaimLostError, StorageError
+from storage.trials import claim_sql as sql
+from storage.trials import settling
+from storage.trials.process_identity import current_process, has_ended
+from storage.trials.settling import ATTEMPT, REASON, WORKER, Outcome
+
+__all__ = ["ATTEMPT", "REASON", "WORKER", "Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
+
+LEASE = 60.0  # seconds
+
+# User attributes of a study that a claim heeds.
+SPEC = "hpsearch:spec"
+STOPPED = "hpsearch:stopped"  # who stopped the study, and when
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to run one trial."""
+
+    trial_id: int
+    number: int
+    attempt: int
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the trial has been started before."""
+        return self.attempt > 1
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A trial that was settled as FAIL just now, because too many of its workers died."""
+
+    trial_id: int
+    number: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
+
+    running: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The study was stopped: nothing is handed out until it is started again."""
+
+    why: str
+
+
+class Checkpoint(Protocol):
+    """Where a checkpoint is kept, and what it must be: see :mod:`storage.checkpoints.store`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def sha256(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Claims:
+    """Claims of one worker in one study.
+
+    Args:
+        engine: of the study's database.
+        study_id: the study; its spec, with budget and retries, is read from the database at every claim.
+        worker: who claims, for a person to read.
+        lease: seconds without a sign of life after which another worker may take a trial over.
+        patience: seconds to wait for a database that does not answer.
+    """
+
+    def __init__(
+        self, engine: sa.Engine, study_id: int, *, worker: str, lease: float = LEASE, patience: float = PATIENCE
+    ) -> None:
+        self._engine = engine
+        self._study_id = study_id
+        self._worker = worker
+        self._process = current_process()
+        self.lease = lease
+        self._patience = patience
+        self._back_at = -math.inf  # when the database last came back after it had been away
+
+    def note_outage(self) -> None:
+        """Take note that the database was away until now: nobody could renew, and each gets its lease anew."""
+        self._back_at = time.monotonic()
+
+    def claim(self, *, open_new: bool = True) -> Claim | Lost | Nothing | Stopped:
+        """Take a trial.
+
+        Args:
+            open_new: whether trials that were never started may be taken (no, when the time is up).
+
+        A trial that is settled here as lost, when the answer of the commit was lost as well, is told to nobody: its run
+        in MLflow is ended with the study's.
+
+        Raises:
+            StorageError: the study was deleted.
+        """
+        claim_id = uuid.uuid4()
+        repeated = False
+
+        def take() -> Claim | Lost | Nothing | Stopped:
+            nonlocal repeated
+            with self._engine.begin() as connection:
+                # A claim whose commit was answered by silence may be there.
+                again, repeated = repeated, True
+                if again:
+                    self.note_outage()
+                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none() if again else None
+                if made is not None:
+                    return Claim(made.trial_id, made.number, made.attempt)
+                return self._take(connection, claim_id, open_new=open_new)
+
+        return retrying(self._patience)(take)
+
+    def _take(
+        self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
+    ) -> Claim | Lost | Nothing | Stopped:
+        study = connection.execute(sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
+        if study is None:
+            raise StorageError("the study was deleted")
+        if study.stopped is not None:
+            return Stopped(study.stopped)
+        if lost := self._recover(connection, retries=study.retries):
+            return lost
+        row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+        arguments = {
+            "study": self._study_id,
+            "claim": claim_id,
+            "worker": self._worker,
+            "process": self._process,
+            "lease": self.lease,
+            "keys": [ATTEMPT, WORKER],
+        }
+        may_open = open_new and row.total - row.enqueued < study.n_trials
+        trial_id = row.given_back or (row.next_enqueued if may_open else None)
+        if trial_id is not None:
+            taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
+            if taken is None:  # a notebook was faster
+                return self._take(connection, claim_id, open_new=open_new)
+            return Claim(trial_id, taken.number, taken.attempt)
+        if may_open:
+            new = connection.execute(sql.CREATE, {**arguments, "number": row.total}).one()
+            return Claim(new.trial_id, row.total, 1)
+        return Nothing(row.running)
+
+    def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
+        """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
+        for row in connection.execute(sql.LIVE, {"study": self._study_id}).all():
+            expired = row.expired and time.monotonic() - self._back_at > row.lease
+            if not (expired or has_ended(row.process)):
+                continue
+            if row.state != "RUNNING":  # ended from outside, and then its worker died
+                settling.end_attempt(connection, row.trial_id, row.attempt, "cancelled")
+            elif (failures := row.failures + 1) <= retries:
+                settling.settle(connection, row.trial_id, row.attempt, "WAITING", "lost")
+            elif fail:
+                reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
+                settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
+                return Lost(row.trial_id, row.number, row.attempt, reason)
+        return None
+
+    def sweep(self) -> None:
+        """Put back the trials of workers that died, so that whoever claims next finds them.
+
+        A trial that is out of retries stays for a claim, which says so and ends its run.
+        """
+        with self._engine.begin() as connection:
+            study = connection.execute(
+                sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+            ).one_or_none()
+            if study is not None:
+                self._recover(connection, retries=study.retries, fail=False)
+
+    def renew(self, claim: Claim) -> bool:
+        """Extend the lease; return whether the attempt is still live."""
+        with each_committed(self._engine) as connection:
+            return (
+                connection.execute(
+                    sql.RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
+                ).rowcount
+                == 1
+            )
+
+    def report(self, claim: Claim, step: int, value: float, checkpoint: Checkpoint | None = None) -> bool:
+        """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
+
+        Args:
+            claim: whose trial it is.
+            step: the epoch, from 0; one that was reported before keeps its value.
+            value: any float; NaN and infinities are stored as Optuna does.
+            checkpoint: where the trial can be resumed after this epoch; the one before it is kept too.
+
+        Returns:
+            Whether the study was stopped: the trial is to be given back.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        arguments = {
+            "study": self._study_id,
+            "stopped": STOPPED,
+            "trial": claim.trial_id,
+            "attempt": claim.attempt,
+            "lease": self.lease,
+            "step": step,
+            "finite": value if math.isfinite(value) else None,
+            "type": settling.value_type(value),
+            "path": checkpoint.path if checkpoint else None,
+            "sha256": checkpoint.sha256 if checkpoint else None,
+            "size": checkpoint.size if checkpoint else None,
+        }
+
+        def once() -> bool:
+            with each_committed(self._engine) as connection:
+                row = connection.execute(sql.REPORT, arguments).one()
+                if not row.mine:
+                    raise self._lost(connection, claim)
+                return bool(row.stopped)
+
+        return retrying(self._patience)(once)
+
+    def settle(
+        self,
+        claim: Claim,
+        state: str,
+        outcome: Outcome,
+        *,
+        value: float | None = None,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End the attempt, and with it the trial or, with state ``WAITING``, leave it to whoever claims next.
+
+        Args:
+            claim: whose trial it is.
+            state: the trial's new state, by the name Optuna has for it.
+            outcome: of the attempt.
+            value: of a COMPLETE or PRUNED trial.
+            attrs: user attributes to set with it, in the same transaction.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+
+        def once() -> None:
+            with each_committed(self._engine) as connection:
+                if settling.settle(connection, claim.trial_id, claim.attempt, state, outcome, value=value, attrs=attrs):
+                    return
+                # Written already, when the answer to it was lost.
+                if settling.outcome_of(connection, claim.trial_id, claim.attempt) != outcome:
+                    raise self._lost(connection, claim)
+
+        retrying(self._patience)(once)
+
+    def _lost(self, connection: sa.Connection, claim: Claim) -> ClaimLostError:
+        return ClaimLostError(f"trial {claim.number} {settling.why_lost(connection, claim.trial_id, claim.attempt)}")
+
+    def failures(self, claim: Claim) -> int:
+        """Return how many attempts at the trial came to nothing: their worker died, or they failed."""
+
+        def once() -> int:
+            with self._engine.connect() as connection:
+                return int(connection.execute(sql.FAILURES, {"trial": claim.trial_id}).scalar() or 0)
+
+        return retrying(self._patience)(once)
+
+    def let_go(self, claim: Claim) -> None:
+        """End the attempt at a trial that was lost, whatever is left of it."""
+
+        def once() -> None:
+            with each_committed(self._engine) as connection:
+                settling.end_attempt(connection, claim.trial_id, claim.attempt, "cancelled")
+
+        retrying(self._patience)(once)
+
+
+def running_now(engine: sa.Engine, study_id: int) -> int:
+    """Return how many of the study's trials are run by a worker that seems alive."""
+    with engine.connect() as connection:
+        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id}).all()
+    return sum(not (row.expired or has_ended(row.process)) for row in rows)

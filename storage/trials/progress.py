@@ -1,0 +1,93 @@
+"""Where a study stands, in two small queries however long its history is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sqlalchemy as sa
+
+from storage.trials.claims import SPEC
+
+
+@dataclass(frozen=True)
+class Running:
+    """A trial that runs now; `step` is its last reported epoch, counted from 0."""
+
+    number: int
+    worker: str
+    step: int | None
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The budget, trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
+
+    budget: int
+    complete: int = 0
+    pruned: int = 0
+    fail: int = 0
+    waiting: int = 0
+    epochs: int = 0
+    best_number: int | None = None
+    best_value: float | None = None
+    running: list[Running] = field(default_factory=list)
+
+    @property
+    def finished(self) -> int:
+        """COMPLETE, PRUNED and FAIL together: what the budget has spent."""
+        return self.complete + self.pruned + self.fail
+
+    @property
+    def with_result(self) -> int:
+        """COMPLETE and PRUNED together: trials that came to something."""
+        return self.complete + self.pruned
+
+
+_COUNTS = sa.text("""
+    SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
+             WHERE study_id = :study AND key = :spec) AS budget,
+           count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
+           count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
+           count(*) FILTER (WHERE state = 'FAIL') AS fail,
+           count(*) FILTER (WHERE state = 'WAITING') AS waiting,
+           (SELECT count(*) FROM trial_intermediate_values v JOIN trials t USING (trial_id)
+             WHERE t.study_id = :study) AS epochs
+      FROM trials WHERE study_id = :study
+""")
+
+_BEST = """
+    SELECT t.number, v.value FROM trials t JOIN trial_values v USING (trial_id)
+     WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE'
+     ORDER BY v.value {order}, t.number LIMIT 1
+"""
+_BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
+
+_RUNNING = sa.text("""
+    SELECT t.number, a.worker, v.step, v.intermediate_value AS value
+      FROM trials t
+      LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.ended_at IS NULL
+      LEFT JOIN LATERAL (SELECT step, intermediate_value FROM trial_intermediate_values i
+                          WHERE i.trial_id = t.trial_id ORDER BY step DESC LIMIT 1) v ON true
+     WHERE t.study_id = :study AND t.state = 'RUNNING'
+     ORDER BY t.number
+""")
+
+
+def read_progress(engine: sa.Engine, study_id: int, direction: str) -> Progress:
+    """Return where the study stands; `direction` is ``maximize`` or ``minimize``."""
+    with engine.connect() as connection:
+        counts = connection.execute(_COUNTS, {"study": study_id, "spec": SPEC}).one()
+        best = connection.execute(_BEST_OF[direction], {"study": study_id}).one_or_none()
+        running = connection.execute(_RUNNING, {"study": study_id}).all()
+    return Progress(
+        budget=counts.budget or 0,
+        complete=counts.complete,
+        pruned=counts.pruned,
+        fail=counts.fail,
+        waiting=counts.waiting,
+        epochs=counts.epochs,
+        best_number=best.number if best else None,
+        best_value=best.value if best else None,
+        running=[Running(r.number, r.worker or "elsewhere", r.step, r.value) for r in running],
+    )

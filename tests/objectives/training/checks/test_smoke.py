@@ -1,0 +1,103 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import ObjectiveError, load_objective
+from objectives.training import TrainConfig
+from objectives.training.checks.smoke import smoke
+
+
+@pytest.mark.parametrize("name", ["digits", "breast_cancer"])
+def test_the_built_in_objectives_fit_a_batch(name):
+    result = smoke(load_objective(name))
+    assert result.passed
+    assert result.losses[-1] <= result.target < result.losses[0]
+    assert result.samples == 32
+    assert result.reason == ""
+
+
+def test_regularisation_is_out_of_the_way():
+    config = TrainConfig(
+        lr=1e-2,
+        label_smoothing=0.4,
+        weight_decay=1.0,
+        ema_decay=0.999,
+        accumulate=4,
+        schedule="step",
+        decay_epochs=7,
+        model={"kind": "mlp", "layers": 2, "width": 64, "dropout": 0.8},
+    )
+    assert smoke(load_objective("digits"), config).passed
+
+
+@pytest.mark.parametrize("lr", [1e-4, 0.5])
+def test_a_rate_that_is_far_off_is_not_the_models_fault(lr):
+    config = TrainConfig(lr=lr, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.0})
+    assert smoke(load_objective("digits"), config, steps=600).passed
+
+
+def _cut(_self, _config, _train):
+    class Cut(nn.Sequential):
+        def forward(self, x):
+            hidden = self[0](x).detach() * 0.0  # the inputs never reach the output
+            return self[1](hidden)
+
+    return Cut(nn.Linear(13, 8), nn.Linear(8, 3))
+
+
+def test_a_model_that_does_not_see_its_inputs_fails(objective_with):
+    result = smoke(objective_with(model=_cut), steps=100)
+    assert not result.passed
+    assert "the loss of one batch is" in result.reason
+    assert result.losses[-1] > 0.5
+
+
+def test_a_loss_that_is_not_finite_fails_with_its_place(objective_with):
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            loss = super().forward(output, target)
+            return loss * torch.nan if output.requires_grad else loss
+
+    result = smoke(objective_with(loss=lambda *_: Loss()), steps=50)
+    assert not result.passed
+    assert "loss is nan at epoch 1, step 0" in result.reason
+
+
+def test_the_result_is_kept_with_its_plot(wine, tmp_path):
+    result = smoke(wine, steps=50)
+    result.write(tmp_path / "deep")
+    kept = json.loads((tmp_path / "deep" / "smoke.json").read_text())
+    assert (kept["passed"], kept["losses"], kept["samples"]) == (result.passed, result.losses, 32)
+    assert (tmp_path / "deep" / "smoke.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_repeats_and_leaves_the_process_as_it_was(wine):
+    torch.manual_seed(1)
+    expected = torch.rand(1).item()
+    torch.manual_seed(1)
+    assert smoke(wine, steps=50) == smoke(wine, steps=50)
+    assert torch.rand(1).item() == expected
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_mistake_in_the_objective_is_told(objective_with):
+    with pytest.raises(ObjectiveError, match="no parameters to train"):
+        smoke(objective_with(model=lambda *_: nn.Flatten()))
+
+
+def test_a_test_that_time_ends_has_not_passed_and_says_so(objective_with):
+    result = smoke(objective_with(model=_cut), seconds=0.0)
+    assert not result.passed
+    assert len(result.losses) == 25, "a look after the first steps, and no other rate"
+    assert "after 25 steps, when time was up, and should be below 0.01" in result.reason
+
+
+def test_the_curve_has_every_step(wine):
+    """By plain SGD, so that the last of it can be computed by hand."""
+    config = TrainConfig(optimizer="sgd", momentum=0.0, lr=0.1, clip_grad_norm=None)
+    found = smoke(wine, config, steps=30)
+    assert len(found.losses) == 30
+    assert found.losses[0] > 2 * found.losses[-1]
+    assert max(found.losses[i + 1] / found.losses[i] for i in range(29)) < 1, "it falls at every step"

@@ -1,0 +1,187 @@
+import numpy as np
+import pytest
+import torch
+
+from objectives import ObjectiveError
+from objectives.training import Dataset, Splits, Standardize
+from objectives.training.data.dataset import steps_per_epoch, windows
+
+
+def _make(seed=0, n=100, **kwargs):
+    rng = np.random.default_rng(1)
+    return Splits.make(rng.normal(size=(n, 3)), np.arange(n) % 4, seed=seed, **kwargs)
+
+
+@pytest.mark.parametrize("how", [{}, {"stratify": False}, {"groups": np.arange(100) // 5}])
+def test_a_split_is_a_pure_function_of_data_and_seed(how):
+    made = []
+    with torch.random.fork_rng():
+        for state in (1, 2):
+            torch.manual_seed(state)
+            np.random.seed(state)
+            made.append(_make(seed=3, **how).hash())
+    assert made[0] == made[1] != _make(seed=4, **how).hash()
+
+
+def test_splits_divide_all_rows_and_keep_the_shares_of_classes():
+    splits = _make()
+    rows = torch.cat([part.rows for _, part in splits.parts()])
+    assert sorted(rows.tolist()) == list(range(100))
+    assert [len(part) for _, part in splits.parts()] == [60, 20, 20]
+    for _, part in splits.parts():
+        assert torch.bincount(part.y).tolist() == [len(part) // 4] * 4
+
+
+def test_no_group_is_divided():
+    groups = np.repeat(np.arange(20), 5)
+    splits = _make(groups=groups)
+    members = [set(groups[part.rows.numpy()]) for _, part in splits.parts()]
+    assert set.union(*members) == set(range(20))
+    assert sum(map(len, members)) == 20
+
+
+def test_values_are_split_without_strata():
+    splits = Splits.make(np.zeros((50, 2)), np.linspace(0, 1, 50), seed=0)
+    assert splits.train.y.dtype == torch.float32
+    assert len(splits.train) == 30
+
+
+def test_the_hash_sees_every_part():
+    base = _make()
+    for split in ("train", "val", "test"):
+        for what in ("x", "y"):
+            changed = _make()
+            getattr(getattr(changed, split), what)[0] += 1
+            assert changed.hash() != base.hash(), (split, what)
+
+
+def _data(x, y=None, rows=None):
+    x = torch.as_tensor(x, dtype=torch.float32)
+    return Dataset(x, torch.zeros(len(x), dtype=torch.int64) if y is None else torch.as_tensor(y), rows)
+
+
+GOOD = torch.zeros(4, 3)
+NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ((_data(GOOD), _data(torch.zeros(0, 3)), _data(GOOD)), "the validation split is empty"),
+        ((_data(GOOD), _data(GOOD, [0]), _data(GOOD)), "validation split has 4 inputs but 1 targets"),
+        ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs hold NaN or infinity in 1 of 2 samples"),
+        ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets hold NaN or infinity in 1 of 4"),
+        ((_data(GOOD, [0, 1, 2, 1]), _data(GOOD, [0, 1, 2, 3]), _data(GOOD)), "validation labels go from 0 to 3, but"),
+        ((_data(GOOD, [0, 1, -1, 1]), _data(GOOD), _data(GOOD)), "train labels go from -1 to 1"),
+        ((_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)), r"validation inputs are \[2\] float32 a sample, but"),
+        ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"test targets are \[\] float32 a sample, but"),
+        (
+            (_data(GOOD, rows=torch.arange(4)), _data(GOOD, rows=torch.arange(3, 7)), _data(GOOD)),
+            "the validation split shares 1 samples with another split",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(splits, message):
+    with pytest.raises(ObjectiveError, match=message):
+        Splits(*splits).check()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"val": 0.0}, "must be above 0"),
+        ({"val": 0.6, "test": 0.5}, "must be above 0 and leave something"),
+        ({"n": 8}, "the data cannot be split: "),  # fewer validation samples than classes
+    ],
+)
+def test_a_split_that_cannot_be_made_is_refused(kwargs, message):
+    with pytest.raises(ObjectiveError, match=message):
+        _make(**kwargs)
+
+
+def test_inputs_and_targets_must_have_one_length():
+    with pytest.raises(ObjectiveError, match="x has 3 samples and y has 2"):
+        Splits.make(np.zeros((3, 1)), np.zeros(2), seed=0)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 8, 9, 30, 32])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_windows_give_each_sample_once(samples, accumulate, drop_last):
+    settings = {"batch_size": 8, "accumulate": accumulate, "drop_last": drop_last}
+    found = list(windows(samples, **settings, seed=5))
+    rows = torch.cat([batch for window in found for batch in window]).tolist()
+    dropped = samples % 8 if drop_last and samples > 8 else 0
+    assert len(rows) == len(set(rows)) == samples - dropped
+    assert len(found) == steps_per_epoch(samples, **settings)
+    assert all(len(window) <= accumulate for window in found)
+
+
+def test_the_order_follows_from_the_seed_alone():
+    def order(seed):
+        return torch.cat([b for w in windows(20, batch_size=4, accumulate=1, drop_last=True, seed=seed) for b in w])
+
+    first = order(1)
+    torch.manual_seed(7)
+    assert torch.equal(order(1), first)
+    assert not torch.equal(order(2), first)
+
+
+def test_standardize_is_fitted_once_and_travels_in_the_state():
+    x = torch.randn(50, 3) * torch.tensor([1.0, 10.0, 0.0]) + 5
+    layer = Standardize.fit(x)
+    scaled = layer(x)
+    torch.testing.assert_close(scaled.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]), atol=1e-5, rtol=0)
+    assert set(layer.state_dict()) == {"mean", "std"}
+    assert not list(layer.parameters())
+    other = Standardize.fit(torch.randn(50, 3))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), scaled)
+
+
+def test_standardize_images_by_channel():
+    x = torch.randn(20, 2, 4, 4) * torch.tensor([3.0, 0.5])[:, None, None]
+    scaled = Standardize.fit(x, dim=(0, 2, 3))(x)
+    torch.testing.assert_close(scaled.std(dim=(0, 2, 3), correction=0), torch.ones(2))
+
+
+def _timed(times, **kwargs):
+    return Splits.make(np.arange(len(times))[:, None], np.zeros(len(times)), seed=0, times=times, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["float", "datetime64[s]"])
+def test_a_split_by_time_trains_on_the_past(kind):
+    times = np.random.default_rng(0).permutation(50).astype("int64").astype(kind)
+    splits = _timed(times, val=0.2, test=0.1)
+    train, val, test = (times[part.rows.numpy()] for _, part in splits.parts())
+    assert (len(train), len(val), len(test)) == (35, 10, 5)
+    assert train.max() < val.min() <= val.max() < test.min()
+    assert splits.hash() == _timed(times, val=0.2, test=0.1).hash()
+
+
+def test_no_moment_is_divided_between_splits():
+    times = np.repeat([3, 1, 2, 0, 4], 7)
+    moments = [set(times[part.rows.numpy()]) for _, part in _timed(times, val=0.3, test=0.15).parts()]
+    assert sum(map(len, moments)) == 5
+    assert max(moments[0]) < min(moments[1]) <= max(moments[1]) < min(moments[2])
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([1.0] * 10, "cannot be split by time: 1 moments"),
+        ([1.0, float("nan")] * 5, "none of them missing"),
+        (["a"] * 10, "must be numbers or datetimes"),
+        (np.zeros((10, 2)), "one value for each of the 10 samples"),
+        (np.array(["2020-01-01", "NaT"] * 5, dtype="datetime64[D]"), "none of them missing"),
+    ],
+)
+def test_times_that_order_nothing_are_refused(times, message):
+    with pytest.raises(ObjectiveError, match=message):
+        _timed(times) if len(times) == 10 else None
+
+
+def test_groups_and_times_exclude_each_other():
+    with pytest.raises(ObjectiveError, match="groups or times"):
+        _timed(np.arange(20), groups=np.arange(20))

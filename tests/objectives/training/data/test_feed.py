@@ -1,0 +1,203 @@
+"""The DataLoader path: the same run as from memory, whatever the number of its processes."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import data as torch_data
+
+from objectives import ObjectiveError
+from objectives.training import Dataset, Splits, TrainConfig, Trainer
+from objectives.training.data.loader import loaded
+from tests.objectives.training.support import exact, same_result, started
+
+CPU = torch.device("cpu")
+
+
+def _noise(x):
+    """Draws from all three generators, as augmentation in the wild does."""
+    scale = float(np.random.uniform(0.9, 1.1))
+    return x * scale + 0.1 * torch.randn_like(x)
+
+
+def _augmented(objective_with):
+    return objective_with(augment=lambda *_: _noise)
+
+
+def _fit(objective, workers, **settings):
+    settings = {"lr": 0.02, "batch_size": 16, "accumulate": 2, **settings}
+    return Trainer(objective, TrainConfig(num_workers=workers, **settings), epochs=3, seed=3).fit()
+
+
+def test_the_number_of_processes_changes_nothing(objective_with):
+    objective = _augmented(objective_with)
+    here, there = _fit(objective, 0), _fit(objective, 2)
+    assert exact(here.history) == exact(there.history)
+    weights = here.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in there.model.state_dict().items())
+
+
+def test_without_augmentation_a_loader_gives_what_memory_gives(wine):
+    same_result(_fit(wine, 2), _fit(wine, None))
+
+
+def test_augmentation_differs_by_epoch_and_by_seed_and_spares_validation(objective_with):
+    seen = []
+
+    def augment(x):
+        seen.append(_noise(torch.zeros(2)))
+        return x
+
+    objective = objective_with(augment=lambda *_: augment)
+    _fit(objective, 0)
+    del seen[0]  # a look at it before training
+    assert len(seen) == 18, "six batches of three epochs: training alone"
+    assert len({tuple(draw.tolist()) for draw in seen}) == 18
+    first = [draw.tolist() for draw in seen]
+    seen.clear()
+    torch.rand(5)
+    _fit(objective, 0)
+    assert [draw.tolist() for draw in seen[1:]] == first
+
+
+def test_loading_draws_nothing_from_the_generators_of_training(objective_with):
+    """Dropout must not change with what the loader draws."""
+    plain = started(_augmented(objective_with), TrainConfig(num_workers=0, batch_size=16))
+    before = torch.get_rng_state()
+    for window in plain.feed.windows(0):
+        for batch in window:
+            batch.get()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_in_memory_augmentation_repeats_too(objective_with):
+    objective = _augmented(objective_with)
+    assert exact(_fit(objective, None).history) == exact(_fit(objective, None).history)
+
+
+def test_the_loader_is_seeded_and_its_processes_live_for_one_epoch(wine, monkeypatch):
+    made = []
+
+    class Spy(torch_data.DataLoader):
+        def __init__(self, *args, **kwargs):
+            made.append(kwargs)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(torch_data, "DataLoader", Spy)
+    run = started(wine, TrainConfig(num_workers=1, batch_size=64))
+    for epoch in (0, 1, 1):
+        list(run.feed.windows(epoch))
+    seeds = [kwargs["generator"].initial_seed() for kwargs in made]
+    assert seeds[0] != seeds[1] == seeds[2]
+    assert all(kwargs["worker_init_fn"] is not None for kwargs in made)
+    assert {kwargs["persistent_workers"] for kwargs in made} == {False}
+    assert {kwargs["pin_memory"] for kwargs in made} == {False}
+
+
+def test_batches_are_pinned_for_a_gpu(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch_data, "DataLoader", lambda *_, **kwargs: made.append(kwargs) or [])
+    list(loaded(Dataset(torch.zeros(3, 1), torch.zeros(3)), [torch.arange(3)], device=torch.device("cuda")))
+    assert made[0]["pin_memory"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_loads_a_batch_is_seeded_by_its_process(workers):
+    """`load` may draw, such as a random crop: not the same in each process, and the same when run again."""
+
+    def drawn(seed):
+        data = Dataset(torch.arange(12), torch.zeros(12), load=lambda entry: entry + torch.rand(()))
+        rows = list(torch.arange(12).split(3))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return torch.cat([x for x, _ in loaded(data, rows, device=CPU, num_workers=workers, seed=seed)]).tolist()
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    fractions = [round(value % 1, 6) for value in drawn(1)]
+    assert len(set(fractions)) == 12
+
+
+@pytest.fixture
+def filed(objective_with, tmp_path):
+    """Wine with each sample in a file of its own, read when it is needed."""
+
+    def make():
+        class Filed(type(objective_with())):
+            def data(self, seed):
+                from sklearn.datasets import load_wine
+
+                x, y = load_wine(return_X_y=True)
+                for number, row in enumerate(x.astype(np.float32)):
+                    np.save(tmp_path / f"{number}.npy", row)
+
+                def load(entry):
+                    return torch.from_numpy(np.load(tmp_path / f"{int(entry)}.npy"))
+
+                return Splits.make(np.arange(len(y)), y, seed=seed, load=load)
+
+            def model(self, config, train):
+                return super().model(config, Dataset(train.inputs(slice(None)), train.y))
+
+        return Filed()
+
+    return make()
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
+    config = {"batch_size": 16, "lr": 0.02}
+    result = _fit(filed, workers, **config)
+    expected = _fit(wine, None, **config)
+    assert exact(result.history) == exact(expected.history)
+    assert torch.equal(result.example, expected.example)
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_an_error_of_augmentation_is_told_in_a_line_with_its_place(objective_with, workers):
+    def augment(x):
+        return x @ torch.zeros(2, 2)
+
+    with pytest.raises(ObjectiveError, match=r"test_feed.py:\d+: RuntimeError: mat1 and mat2") as caught:
+        _fit(objective_with(augment=lambda *_: augment), workers)
+    assert "\n" not in str(caught.value)
+
+
+def test_augment_must_not_fail_to_be_made(objective_with):
+    with pytest.raises(ObjectiveError, match=r"Changed.augment: .*ZeroDivisionError"):
+        _fit(objective_with(augment=lambda *_: 1 / 0), None)
+
+
+def test_data_in_memory_need_no_loader(wine, monkeypatch):
+    monkeypatch.setattr(torch_data, "DataLoader", None)
+    run = started(wine, TrainConfig(batch_size=16))
+    (x, y) = next(run.feed.windows(0))[0].get()
+    assert (len(x), len(y)) == (16, 16)
+
+
+@pytest.mark.parametrize("workers", [None, 0])
+def test_each_epoch_has_an_order_of_its_own(wine, workers):
+    run = started(wine, TrainConfig(batch_size=16, num_workers=workers))
+
+    def order(epoch):
+        return torch.cat([batch.get()[0] for window in run.feed.windows(epoch) for batch in window])
+
+    assert torch.equal(order(0), order(0))
+    assert not torch.equal(order(0), order(1))
+
+
+def test_batches_go_to_the_device_without_waiting(wine):
+    """Pinned memory alone gains nothing: the copy has to be asked for as one that need not be waited for."""
+
+    class Pinned:
+        def to(self, device, *, non_blocking=False):
+            return device, non_blocking
+
+    run = started(wine, TrainConfig(batch_size=16, num_workers=0))
+    assert run.feed._move(Pinned(), Pinned()) == ((CPU, True), (CPU, True))
+
+
+def test_the_short_last_batch_of_training_is_left_out_unless_told(wine):
+    sizes = [
+        [batch.size for window in started(wine, config).feed.windows(0) for batch in window]
+        for config in (TrainConfig(batch_size=16), TrainConfig(batch_size=16, drop_last=False))
+    ]
+    assert sizes == [[16] * 6, [16] * 6 + [10]]

@@ -1,0 +1,65 @@
+"""A real process, killed after each of its epochs and resumed by another, comes to the same bits: eighteen times."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from objectives.training import LocalSession, TrainConfig, Trainer
+from objectives.training.optimizers.optimizer import OPTIMIZERS
+from objectives.training.optimizers.schedules import SCHEDULES
+from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS
+from tests.objectives.training.support import same_result
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_killed_at_every_epoch_and_resumed(tmp_path, name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.objectives.training.loop.killed_runs", name, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"ends": [-signal.SIGKILL] * EPOCHS, "same": [True] * EPOCHS, "epochs": EPOCHS}
+
+
+class DiedError(Exception):
+    pass
+
+
+class Dying(LocalSession):
+    def report(self, record):
+        verdict = super().report(record)
+        if record.epoch == 1:
+            raise DiedError
+        return verdict
+
+
+# Each optimizer and each schedule at least once.
+PAIRS = [(name, SCHEDULES[i % len(SCHEDULES)]) for i, name in enumerate(sorted(OPTIMIZERS))]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), PAIRS)
+def test_every_optimizer_and_schedule_goes_on_exactly(wine, tmp_path, optimizer, schedule):
+    config = TrainConfig(optimizer=optimizer, schedule=schedule, lr=0.01, batch_size=16, plateau_patience=0)
+
+    def trainer(session):
+        return Trainer(wine, config, epochs=4, seed=2, session=session)
+
+    with pytest.raises(DiedError):
+        trainer(Dying(tmp_path)).fit()
+    same_result(trainer(LocalSession(tmp_path)).fit(), trainer(None).fit())
+
+
+def test_the_pairs_cover_all():
+    assert {schedule for _, schedule in PAIRS} == set(SCHEDULES)

@@ -1,0 +1,165 @@
+"""What is to make the same numbers come sooner gives the same numbers."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import load_objective
+from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from objectives.training.loop.performance import peak_memory
+from tests.objectives.training.support import exact, same_result, started
+
+CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.2}
+MLP = {"kind": "mlp", "layers": 3, "width": 16, "dropout": 0.2}
+
+needs_headers = pytest.mark.skipif(
+    not Path(sysconfig.get_paths()["include"], "Python.h").exists(), reason="needs Python's headers to compile with"
+)
+
+
+def _fit(objective, config, epochs=2):
+    return Trainer(objective, config, epochs=epochs, seed=0).fit()
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.5}])
+def test_recomputed_activations_change_no_bit_and_leave_no_trace(settings):
+    digits = load_objective("digits")
+    plain = _fit(digits, TrainConfig(model=MLP, **settings))
+    recomputed = _fit(digits, TrainConfig(model=MLP, activation_checkpointing=True, **settings))
+    same_result(recomputed, plain)
+    assert not any("forward" in vars(module) for module in recomputed.model.modules())
+    torch.export.export(recomputed.model, (recomputed.example,))
+
+
+def test_activations_are_really_computed_again_but_for_batch_norm():
+    calls = {"linear": 0, "norm": 0}
+    run = started(load_objective("digits"), TrainConfig(model=MLP, activation_checkpointing=True))
+    linear = next(module for module in run.model.modules() if isinstance(module, nn.Linear))
+    linear.register_forward_pre_hook(lambda *_: calls.__setitem__("linear", calls["linear"] + 1))
+    hooked = linear.forward.args[0].__self__
+    assert hooked is linear
+    x = run.splits.train.x[:8].requires_grad_()
+    seen = []
+    original = torch.nn.functional.linear
+    try:
+        torch.nn.functional.linear = lambda *args: (seen.append(args[0].shape), original(*args))[1]
+        run.model.train()(x).sum().backward()
+    finally:
+        torch.nn.functional.linear = original
+    assert len(seen) == 2 * 4, "four linear layers, each in the forward and again in the backward pass"
+    cnn = started(load_objective("digits"), TrainConfig(model=CNN, activation_checkpointing=True))
+    norms = [module for module in cnn.model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    assert not any("forward" in vars(module) for module in norms)
+
+
+def test_channels_last_reaches_the_convolutions_and_not_the_result():
+    config = TrainConfig(model=CNN, channels_last=True)
+    run = started(load_objective("digits"), config)
+    convolutions = [module for module in run.model.modules() if isinstance(module, nn.Conv2d)]
+    assert all(c.weight.is_contiguous(memory_format=torch.channels_last) for c in convolutions)
+    result = _fit(load_objective("digits"), config)
+    plain = _fit(load_objective("digits"), TrainConfig(model=CNN))
+    assert result.history[-1].metrics["val_loss"] == pytest.approx(plain.history[-1].metrics["val_loss"], rel=0.2)
+    assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
+
+
+@needs_headers
+def test_a_model_is_compiled_when_asked_for(wine):
+    plain = _fit(wine, TrainConfig(batch_size=16), epochs=3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = _fit(wine, TrainConfig(batch_size=16, compile=True), epochs=3)
+    assert result.resume_note is None
+    stats = torch._dynamo.utils.counters["stats"]
+    assert 1 <= stats["unique_graphs"] <= 4, "for training and evaluation, whole batches and the last one"
+    for one, other in zip(exact(result.history), exact(plain.history), strict=True):
+        assert one[1] == pytest.approx(other[1], rel=1e-3, abs=1e-3)
+    assert set(result.model.state_dict()) == set(plain.model.state_dict()), "no names of a wrapper"
+    assert all(module._compiled_call_impl is None for module in result.model.modules())
+
+
+def test_where_compiling_fails_the_run_goes_on_and_says_why(wine, monkeypatch, tmp_path):
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no compiler here\nand a long trace")
+
+    import torch._inductor.compile_fx
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
+    result = Trainer(wine, TrainConfig(compile=True), epochs=2, seed=0, run_dir=tmp_path).fit()
+    assert result.resume_note is not None
+    assert result.resume_note.startswith("not compiled: ")
+    assert "no compiler here" in result.resume_note
+    assert "not compiled" in (tmp_path / "train.log").read_text()
+    assert "not compiled" in (tmp_path / "report.md").read_text()
+    same_result(result, _fit(wine, TrainConfig(), epochs=2))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium", None])
+def test_the_precision_of_products_is_set_for_the_run_alone(objective_with, precision):
+    seen = []
+
+    def model(_self, _config, _train):
+        net = nn.Linear(13, 3)
+        net.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+        return net
+
+    before = torch.get_float32_matmul_precision()
+    config = TrainConfig() if precision is None else TrainConfig(matmul_precision=precision)
+    _fit(objective_with(model=model), config, epochs=1)
+    assert set(seen) == {precision or "high"}
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_memory_is_measured_on_devices_that_have_their_own(wine):
+    assert peak_memory(torch.device("cpu")) is None
+    result = _fit(wine, TrainConfig(), epochs=1)
+    assert result.memory is None
+    assert "peak_memory_bytes" not in result.history[0].metrics
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_memory_is_recorded_on_a_gpu(wine):
+    result = Trainer(wine, TrainConfig(), epochs=1, seed=0, device="cuda").fit()
+    assert result.memory
+    assert result.history[0].metrics["peak_memory_bytes"] > 0
+
+
+@needs_headers
+def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch, tmp_path):
+    class Stopping(LocalSession):
+        def report(self, record):
+            super().report(record)
+            return Verdict.STOP
+
+    config = TrainConfig(compile=True)
+    first = Trainer(wine, config, epochs=2, seed=0, session=Stopping(tmp_path)).fit()
+    assert (first.status, first.resume_note) == ("stopped", None)
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no compiler here")
+
+    import torch._inductor.compile_fx
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
+    result = Trainer(wine, config, epochs=2, seed=0, session=LocalSession(tmp_path)).fit()
+    assert "not exact after epoch 1: compiled True -> False" in result.resume_note
+    assert "no compiler here" in result.resume_note
+
+
+def test_the_memory_that_a_device_counts_is_recorded_and_reported(wine, monkeypatch, tmp_path):
+    """No GPU is needed to see where the number goes."""
+    from objectives.training import result, trainer
+
+    assert trainer.peak_memory is result.peak_memory is peak_memory
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
+    assert peak_memory(torch.device("cuda:1")) == 5 * 2**20
+    for module in (trainer, result):
+        monkeypatch.setattr(module, "peak_memory", lambda _device: peak_memory(torch.device("cuda")))
+    found = Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
+    assert found.memory == found.history[0].metrics["peak_memory_bytes"] == 5 * 2**20
+    assert "peak device memory 5 MiB" in (tmp_path / "report.md").read_text()

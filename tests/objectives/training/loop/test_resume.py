@@ -1,0 +1,243 @@
+"""A run that is killed and resumed is the run that was never killed, to the last bit."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from objectives import ObjectiveError, load_objective
+from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from tests.objectives.training.support import exact, same_result
+
+EPOCHS = 3
+FILES = {"report.md", "config.yaml", "metrics.jsonl", "steps.jsonl", "train.log", "curves.png", "gradients.png"}
+CONFIGS = {
+    "cnn": TrainConfig(
+        lr=5e-3,
+        schedule="one_cycle",
+        ema_decay=0.9,
+        model={"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.3},
+    ),
+    "sgd": TrainConfig(
+        optimizer="sgd",
+        lr=0.05,
+        nesterov=True,
+        accumulate=2,
+        model={"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3},
+    ),
+    "fp16": TrainConfig(precision="fp16", model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.3}),
+}
+
+
+class DiedError(Exception):
+    pass
+
+
+class Dying(LocalSession):
+    """Dies at a point of an epoch: before it is saved, between save and report, or after the report."""
+
+    def __init__(self, run_dir, epoch, point, die):
+        super().__init__(run_dir)
+        self.at, self.die = (epoch, point), die
+
+    def save(self, state, *, best):
+        epoch = len(state["history"]) - 1
+        if self.at == (epoch, "unsaved"):
+            self.die()
+        super().save(state, best=best)
+        if self.at == (epoch, "unreported"):
+            self.die()
+
+    def report(self, record):
+        verdict = super().report(record)
+        if self.at == (record.epoch, "reported"):
+            self.die()
+        return verdict
+
+
+def _die():
+    raise DiedError
+
+
+def _trainer(config, run_dir=None, session=None, **changed):
+    settings = {"epochs": EPOCHS, "seed": 11, "split_seed": 5, "session": session, "run_dir": run_dir, **changed}
+    return Trainer(load_objective("digits"), config, **settings)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    done = {}
+
+    def get(name):
+        if name not in done:
+            done[name] = _trainer(CONFIGS[name]).fit()
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [("cnn", "unsaved"), ("cnn", "unreported"), ("cnn", "reported"), ("sgd", "reported"), ("fp16", "reported")],
+)
+@pytest.mark.parametrize("epoch", range(EPOCHS))
+def test_ended_at_any_epoch_and_resumed(tmp_path, undisturbed, name, epoch, point):
+    with pytest.raises(DiedError):
+        _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, _die)).fit()
+    torch.manual_seed(epoch)  # what the process does in between must not matter
+    torch.rand(7)
+    result = _trainer(CONFIGS[name], run_dir=tmp_path).fit()
+    assert result.status == "completed"
+    assert result.resume_note is None
+    same_result(result, undisturbed(name))
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == EPOCHS
+
+
+KILLED = """
+import sys, signal, os, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.objectives.training.loop.test_resume import CONFIGS, Dying, _trainer
+torch.set_num_threads(1)
+run_dir, name, epoch, point = sys.argv[2:]
+session = Dying(Path(run_dir), int(epoch), point, lambda: os.kill(os.getpid(), signal.SIGKILL))
+_trainer(CONFIGS[name], session=session).fit()
+"""
+
+
+@pytest.mark.parametrize(("epoch", "point"), [(1, "unreported"), (2, "unsaved")])
+def test_killed_by_the_system_and_resumed_by_another_process(tmp_path, undisturbed, epoch, point):
+    root = str(Path(__file__).parents[4])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, root, str(tmp_path), "cnn", str(epoch), point],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
+
+
+def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbed):
+    with pytest.raises(DiedError):
+        _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", _die)).fit()
+    last = tmp_path / "last.pt"
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
+
+
+def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
+    expected = undisturbed("cnn")
+    _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
+    monkeypatch.setattr("objectives.training.trainer.train_epoch", None)
+    again = _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
+    assert again.status == "completed"
+    same_result(again, expected)
+
+
+class Recording(LocalSession):
+    """Answers each epoch as told and notes what it was asked."""
+
+    def __init__(self, run_dir, answers=None):
+        super().__init__(run_dir)
+        self.answers, self.calls, self.logged = answers or {}, [], []
+
+    def save(self, state, *, best):
+        super().save(state, best=best)
+        self.calls.append(("save", len(state["history"]) - 1))
+
+    def report(self, record):
+        super().report(record)
+        self.calls.append(("report", record.epoch))
+        return self.answers.get(record.epoch, Verdict.CONTINUE)
+
+    def log(self, path):
+        self.logged.append(path.name)
+
+
+def test_a_stopped_run_saves_first_hands_over_nothing_and_goes_on_later(tmp_path, undisturbed):
+    session = Recording(tmp_path, {1: Verdict.STOP})
+    first = _trainer(CONFIGS["cnn"], session=session).fit()
+    assert first.status == "stopped"
+    assert session.calls == [("save", 0), ("report", 0), ("save", 1), ("report", 1)]
+    assert session.logged == []
+    assert exact(first.history) == exact(undisturbed("cnn").history[:2])
+    again = Recording(tmp_path)
+    second = _trainer(CONFIGS["cnn"], session=again).fit()
+    assert again.calls[:4] == [("report", 0), ("report", 1), ("save", 2), ("report", 2)]
+    assert set(again.logged) - {"changes.diff"} == FILES
+    same_result(second, undisturbed("cnn"))
+    assert [r.timestamp for r in second.history[:2]] == [r.timestamp for r in first.history]
+
+
+def test_stopping_at_the_last_epoch_is_completing(tmp_path):
+    session = Recording(tmp_path, {EPOCHS - 1: Verdict.STOP})
+    assert _trainer(CONFIGS["sgd"], session=session).fit().status == "completed"
+
+
+def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
+    with pytest.raises(DiedError):
+        _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "unreported", _die)).fit()
+    session = Recording(tmp_path, {1: Verdict.PRUNE})
+    result = _trainer(CONFIGS["sgd"], session=session).fit()
+    assert result.status == "pruned"
+    assert len(result.history) == 2
+    assert session.calls == [("report", 0), ("report", 1)]
+
+
+def test_patience_goes_on_where_it_was(tmp_path):
+    config = TrainConfig(lr=1e-9, patience=3, schedule="constant", model={"kind": "mlp", "layers": 1, "width": 8})
+    undisturbed = _trainer(config, epochs=9).fit()
+    assert undisturbed.status == "completed"
+    assert len(undisturbed.history) == 4
+    with pytest.raises(DiedError):
+        _trainer(config, session=Dying(tmp_path, 2, "reported", _die), epochs=9).fit()
+    same_result(_trainer(config, run_dir=tmp_path, epochs=9).fit(), undisturbed)
+    assert len(_trainer(config, run_dir=tmp_path, epochs=9).fit().history) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"config": TrainConfig(lr=0.5)}, "another run: lr is 0.05 there and 0.5 here"),
+        ({"seed": 1}, "another run: seed is 11 there and 1 here"),
+        ({"split_seed": 1}, "another run: split_seed is 5 there and 1 here"),
+        ({"epochs": 9}, "another run: epochs is 3 there and 9 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path, changed, message):
+    config = CONFIGS["sgd"]
+    _trainer(config, run_dir=tmp_path).fit()
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("*.pt")}
+    if "config" in changed:
+        changed = {"config": TrainConfig.from_dict({**config.to_dict(), "lr": 0.5})}
+    with pytest.raises(ObjectiveError, match=message):
+        _trainer(**{"config": config, **changed}, run_dir=tmp_path).fit()
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.pt")} == before
+
+
+def test_resuming_with_other_threads_is_told(tmp_path):
+    session = Recording(tmp_path, {0: Verdict.STOP})
+    _trainer(CONFIGS["sgd"], session=session).fit()
+    torch.set_num_threads(2)
+    _trainer(CONFIGS["sgd"], session=Recording(tmp_path, {1: Verdict.STOP})).fit()
+    result = _trainer(CONFIGS["sgd"], run_dir=tmp_path).fit()
+    assert result.resume_note == "not exact after epoch 1: threads 1 -> 2"
+    assert "threads 1 -> 2" in (tmp_path / "train.log").read_text()
+
+
+def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
+    """Also where the run died in the midst of what it wrote: a step is there once, by its own number."""
+    config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
+    _trainer(config, run_dir=tmp_path / "whole").fit()
+    with pytest.raises(DiedError):
+        _trainer(config, session=Dying(tmp_path / "died", 1, "unsaved", _die)).fit()
+    with (tmp_path / "died" / "steps.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "st')
+    _trainer(config, run_dir=tmp_path / "died").fit()
+    whole, died = ((tmp_path / name / "steps.jsonl").read_text() for name in ("whole", "died"))
+    assert died == whole
+    assert len(whole.splitlines()) == 10 + 6, "48 steps"

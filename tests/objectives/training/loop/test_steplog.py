@@ -1,0 +1,52 @@
+"""What is noted within an epoch."""
+
+import math
+
+import pytest
+import torch
+
+from objectives.training.loop.epoch import train_epoch
+from tests.objectives.training.support import built, weights_of
+
+
+def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine):
+    run = built(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
+    seen = {}
+
+    def spy(note):
+        def noted(point, loss):
+            seen[point.step] = {name: p.grad.norm().item() for name, p in run.model.named_parameters()}
+            note(point, loss)
+
+        return noted
+
+    run.steplog.note = spy(run.steplog.note)
+    for epoch in range(2):
+        train_epoch(run, epoch)
+    records = run.steplog.drain()
+    assert [record["step"] for record in records] == [0, 4, 8]
+    assert [record["epoch"] for record in records] == [0, 0, 1]
+    for record in records:
+        norms = seen[record["step"]]
+        assert set(record["layers"]) == {"1.0", "1.2"}
+        for layer, norm in record["layers"].items():
+            assert norm == pytest.approx(math.hypot(norms[f"{layer}.weight"], norms[f"{layer}.bias"]), rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(math.hypot(*record["layers"].values()))
+        assert record["grad_norm"] > 1e-3, "before clipping"
+    assert run.steplog.drain() == []
+
+
+def test_no_step_is_noted_unless_asked_for(wine):
+    run = built(wine, batch_size=16, log_every=None)
+    train_epoch(run, 0)
+    assert run.steplog.drain() == []
+
+
+def test_a_validation_within_an_epoch_changes_nothing(wine):
+    plain, watched = (built(wine, batch_size=16, validate_every=every) for every in (None, 4))
+    scores = [train_epoch(run, 0) for run in (plain, watched)]
+    assert scores[0] == scores[1]
+    assert torch.equal(weights_of(plain), weights_of(watched))
+    within = [record for record in watched.steplog.drain() if "val_loss" in record]
+    assert [(record["epoch"], record["step"]) for record in within] == [(0, 4)]
+    assert within[0]["val_accuracy"] > 0

@@ -1,0 +1,215 @@
+"""The report of a run says what was trained, what came of it, and what looks wrong."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
+from objectives.training.checks.smoke import smoke
+from objectives.training.reports.diagnosis import shared_inputs, tracks
+
+
+def _report(objective, tmp_path, config=None, **settings):
+    settings = {"epochs": 4, "seed": 0, **settings}
+    result = Trainer(objective, config or TrainConfig(lr=0.02, batch_size=16), run_dir=tmp_path, **settings).fit()
+    return result, (tmp_path / "report.md").read_text()
+
+
+def _section(text, title):
+    return re.split(r"\n#+ ", text.partition(f"## {title}\n")[2])[0].strip()
+
+
+def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
+    objective = objective_with(default_config=lambda _self: TrainConfig(lr=0.5, batch_size=16))
+    _, text = _report(objective, tmp_path, TrainConfig(lr=0.02, batch_size=16))
+    rows = _section(text, "Configuration, and why").splitlines()[2:]
+    assert len(rows) == len(TrainConfig().to_dict())
+    assert "| `lr` | `0.02` | set for this run; the objective's default is `0.5` |" in rows
+    assert "| `batch_size` | `16` | the objective's default |" in rows
+    assert '| `optimizer` | `"adamw"` | default |' in rows
+
+
+def test_train_and_validation_are_judged_alike(wine, tmp_path):
+    """By the same weights, in evaluation mode: the losses while training are those of other weights."""
+    config = TrainConfig(lr=0.02, batch_size=16)
+    result, text = _report(wine, tmp_path, config)
+    train = wine.data(0).train
+    scores = evaluate(result.model, train, wine.loss(config, train), wine.metrics(train), batch_size=99, device="cpu")
+    assert result.train_scores == pytest.approx(scores, abs=1e-5)
+    row = next(line for line in text.splitlines() if line.startswith("| accuracy"))
+    _, _, shown_train, shown_val, gap, _ = (cell.strip() for cell in row.split("|"))
+    assert float(shown_train) == pytest.approx(scores["accuracy"], abs=1e-4)
+    assert float(shown_val) == pytest.approx(result.best_value, abs=1e-4)
+    assert float(gap) == pytest.approx(float(shown_val) - float(shown_train), abs=1e-4)
+
+
+def _random_labels(_self, seed):
+    torch.manual_seed(seed)
+    return Splits.make(torch.randn(200, 13), torch.randint(0, 3, (200,)), seed=seed)
+
+
+def _wide(_self, _config, _train):
+    return nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, 3))
+
+
+def test_overfitting_is_called_so(objective_with, tmp_path):
+    memorising = objective_with(data=_random_labels, model=_wide)
+    config = TrainConfig(lr=0.02, batch_size=16, schedule="constant", weight_decay=0.0)
+    _, text = _report(memorising, tmp_path, config, epochs=12)
+    gap = _section(text, "Train against validation")
+    assert "Overfit: train is +" in gap
+    assert "above its lowest: later epochs overfitted" in gap
+
+
+def test_a_run_that_fits_alike_is_not_called_overfit(wine, tmp_path):
+    _, text = _report(wine, tmp_path)
+    assert "No wide gap" in _section(text, "Train against validation")
+
+
+def test_underfitting_is_called_so(wine, tmp_path):
+    _, text = _report(wine, tmp_path, TrainConfig(lr=1e-4, batch_size=16, schedule="constant"))
+    assert "more epochs may do better (underfit)" in text
+
+
+def test_a_loss_that_has_come_to_rest_is_not_called_underfit(wine, tmp_path):
+    """A rate that fades out lowers the loss to the last epoch, by less and less."""
+    config = TrainConfig(optimizer="sgd", lr=0.1, batch_size=16, schedule="exponential", warmup_fraction=0.0)
+    result, text = _report(wine, tmp_path, config, epochs=15)
+    losses = [record.metrics["val_loss"] for record in result.history]
+    assert losses[-1] == min(losses)
+    assert "underfit" not in text
+
+
+def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
+    wine = objective_with()
+
+    def data(_self, seed):
+        splits = wine.data(seed)
+        copied = torch.cat([splits.train.x[:5], splits.val.x]), torch.cat([splits.train.y[:5], splits.val.y])
+        return Splits(splits.train, Dataset(*copied), splits.test)
+
+    _, text = _report(objective_with(data=data), tmp_path)
+    assert "- 5 of 41 validation inputs are also training inputs" in _section(text, "Possible leakage")
+    _, clean = _report(wine, tmp_path / "clean")
+    assert _section(clean, "Possible leakage") == "None seen."
+
+
+def test_a_split_of_copies_is_flagged_by_its_curve(objective_with, tmp_path):
+    """Each case is there ten times, with a noise that hides it from a comparison of bits."""
+
+    def data(_self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        cases, y = torch.randn(64, 13, generator=generator), torch.randint(0, 3, (64,), generator=generator)
+
+        def copies(count):
+            x = cases.repeat(count, 1)
+            return Dataset(x + 1e-4 * torch.randn(x.shape, generator=generator), y.repeat(count))
+
+        return Splits(copies(12), copies(4), copies(1))
+
+    def model(_self, _config, train):
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    config = TrainConfig(lr=4e-4, batch_size=128, schedule="constant", weight_decay=0.0, warmup_fraction=0.0)
+    objective = objective_with(data=data, model=model)
+    result, text = _report(objective, tmp_path, config, epochs=100)
+    losses = [(r.metrics["train_loss"], r.metrics["val_loss"]) for r in result.history]
+    assert shared_inputs(objective.data(0).train, objective.data(0).val) == 0
+    assert "stayed within 1% of the training loss" in _section(text, "Possible leakage"), losses[-3:]
+
+
+def test_curves_that_track():
+    falling = [2.0, 1.5, 1.0, 0.7]
+    assert tracks(falling, [value * 1.005 for value in falling])
+    assert not tracks(falling, [value * 1.05 for value in falling])
+    assert not tracks([2.0] * 4, [2.0] * 4), "nothing was learned, so nothing leaked"
+    assert not tracks(falling[:2], falling[:2])
+
+
+def test_instabilities_are_told(objective_with, tmp_path):
+    class Dead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(13, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.second(x[:, :8] + 1e-12 * self.first(x))
+
+    config = TrainConfig(optimizer="sgd", lr=1.0, batch_size=16, schedule="constant", log_every=1, clip_grad_norm=0.5)
+    _, text = _report(objective_with(model=lambda *_: Dead()), tmp_path, config, epochs=6)
+    told = _section(text, "Instabilities, and what was done")
+    assert "the gradient of `first` vanished" in told
+    assert "gradient of `second`" not in told
+    assert re.search(r"\d+ of 36 noted steps had a gradient norm above 0.5: clipped to it", told)
+
+
+def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):
+    class Overflowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(13, 3)
+            self.net.weight.register_hook(self._overflow)
+            self.passes = 0
+
+        def _overflow(self, gradient):
+            self.passes += 1
+            return gradient * torch.inf if self.passes in (3, 4, 9) else gradient
+
+        def forward(self, x):
+            return self.net(x / 1000)
+
+    config = TrainConfig(precision="fp16", batch_size=16)
+    _, text = _report(objective_with(model=lambda *_: Overflowing()), tmp_path, config)
+    assert "- 3 of 24 steps overflowed in fp16: skipped, loss scale halved" in text
+
+
+def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
+    config = TrainConfig(optimizer="sgd", lr=8.0, weight_decay=0.0, clip_grad_norm=None, warmup_fraction=0.9)
+    _, text = _report(objective_with(), tmp_path, config, epochs=20)
+    assert re.search(r"the training loss rose from \S+ to \S+ in epoch \d+", text)
+
+
+def test_the_smoke_test_is_quoted(wine, tmp_path):
+    _, before = _report(wine, tmp_path / "a")
+    assert "Not run here; `hpsearch smoke Wine` overfits one batch." in before
+    smoke(wine).write(tmp_path / "b")
+    _, after = _report(wine, tmp_path / "b")
+    assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
+    kept = json.loads((tmp_path / "b" / "smoke.json").read_text())
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "smoke.json").write_text(json.dumps({**kept, "passed": False}))
+    assert "FAILED: do not trust this model" in _report(wine, tmp_path / "c")[1]
+
+
+def test_checkpoints_are_named(wine, tmp_path):
+    _, text = _report(wine, tmp_path)
+    assert f"- best, for promotion: `{tmp_path / 'best.pt'}`" in text
+    assert f"- last, for resuming: `{tmp_path / 'last.pt'}`" in text
+
+
+def test_the_flow_of_gradients_is_drawn_from_the_noted_steps(wine, tmp_path):
+    _report(wine, tmp_path)
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert {"epoch", "step", "lr", "loss", "grad_norm", "layers"} == set(steps[0])
+    _report(wine, tmp_path / "quiet", TrainConfig(log_every=None))
+    assert not (tmp_path / "quiet" / "gradients.png").exists()
+
+
+def test_the_share_of_the_largest_class_stands_beside_the_accuracy(objective_with, tmp_path):
+    def data(_self, seed):
+        torch.manual_seed(seed)
+        return Splits.make(torch.randn(200, 13), (torch.arange(200) % 10 == 0).long(), seed=seed)
+
+    _, text = _report(objective_with(data=data), tmp_path / "uneven")
+    assert "| (largest class) | 0.9 | 0.9 | |" in text
+    warned = (tmp_path / "uneven" / "train.log").read_text()
+    assert "90% of the training samples are of one class, and so much accuracy costs nothing" in warned
+    _report(objective_with(data=data, metric="macro_f1"), tmp_path / "f1")
+    assert "costs nothing" not in (tmp_path / "f1" / "train.log").read_text()
+    _, even = _report(objective_with(), tmp_path / "even")
+    assert re.search(r"\| \(largest class\) \| 0\.405\d+ \| 0\.388\d+ \| \|", even)
+    assert "costs nothing" not in (tmp_path / "even" / "train.log").read_text()

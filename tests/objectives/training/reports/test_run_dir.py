@@ -1,0 +1,105 @@
+"""The directory of a run."""
+
+import json
+import sys
+
+import torch
+import yaml
+
+from objectives.training import EpochRecord, LocalSession, TrainConfig, Verdict
+from objectives.training.reports.plots import curves
+from objectives.training.reproducibility import checkpoint
+from tests.objectives.training.support import Memory, fit
+
+
+def test_the_files_of_a_run(wine, tmp_path):
+    session = Memory()
+    config = TrainConfig(lr=0.02, model={"width": 4})
+    result = fit(wine, config, session=session, run_dir=tmp_path, split_seed=3)
+    names = ["config.yaml", "curves.png", "gradients.png", "metrics.jsonl", "report.md", "steps.jsonl", "train.log"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "changes.diff") == names
+    assert sorted(p.name for p in session.logged if p.name != "changes.diff") == names
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert TrainConfig.from_dict(kept["config"]) == config
+    assert (kept["epochs"], kept["seed"], kept["split_seed"]) == (5, 0, 3)
+    assert kept["split_hash"] == result.split_hash == wine.data(3).hash()
+    assert kept["environment"]["torch"] == torch.__version__
+    assert kept["environment"]["threads"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [EpochRecord(d.pop("epoch"), d.pop("timestamp"), d) for d in lines] == result.history
+    log = (tmp_path / "train.log").read_text()
+    assert "untrained: loss=" in log
+    assert log.count("epoch ") >= 5
+    assert "completed: best epoch" in log
+
+
+def test_a_local_run_keeps_checkpoints_in_its_directory(wine, tmp_path):
+    result = fit(wine, run_dir=tmp_path)
+    assert (result.best_path, result.last_path) == (tmp_path / "best.pt", tmp_path / "last.pt")
+    state = checkpoint.read(result.last_path)
+    for part in ("model", "optimizer", "schedule", "scaler", "step", "skipped", "best", "history", "config", "seed"):
+        assert part in state
+
+
+def test_a_new_run_in_an_old_directory_keeps_no_old_numbers(wine, tmp_path):
+    for lr in (0.1, 0.001):  # these sessions restore nothing
+        result = fit(wine, TrainConfig(lr=lr), session=Memory(), run_dir=tmp_path, epochs=2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["val_loss"] for line in lines] == [record.metrics["val_loss"] for record in result.history]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["config"]["lr"] == 0.001
+
+
+def test_nothing_is_written_without_a_place(wine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = fit(wine)
+    assert list(tmp_path.iterdir()) == []
+    assert (result.best_path, result.last_path) == (None, None)
+
+
+def test_a_command_line_is_kept_without_its_passwords(wine, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["run", "--storage-url", "postgresql://bob:hunter2@db/optuna"])
+    fit(wine, run_dir=tmp_path, epochs=1)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "hunter2" not in text
+    assert "postgresql://bob:***@db/optuna" in text
+
+
+def test_curves_mark_the_best_epoch(wine, tmp_path):
+    history = fit(wine).history
+    path = curves(history, tmp_path / "deep" / "a.png", metric="accuracy", best_epoch=2)
+    plain = curves(history, tmp_path / "b.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes() != plain.read_bytes()
+
+
+def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = fit(wine, run_dir=tmp_path, epochs=2)
+    assert result.status == "completed"
+    assert (tmp_path / "report.md").exists()
+    assert not list(tmp_path.glob("*.png"))
+    assert "no plots: matplotlib" in (tmp_path / "train.log").read_text()
+
+
+def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
+    class Full(Memory):
+        def report(self, record):
+            for name in ("metrics.jsonl", "steps.jsonl", "report.md"):
+                path = tmp_path / name
+                if not path.is_dir():
+                    path.unlink(missing_ok=True)
+                    path.mkdir()  # nobody can write a file here now
+            return super().report(record)
+
+    result = fit(wine, session=Full(), run_dir=tmp_path)
+    assert (result.status, len(result.history)) == ("completed", 5)
+    log = (tmp_path / "train.log").read_text()
+    assert "metrics.jsonl cannot be written" in log
+    assert "the report cannot be written" in log
+
+
+def test_a_local_session_goes_on_without_its_metrics(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert LocalSession(tmp_path).report(EpochRecord(0, 0.0, {"val_loss": 1.0})) is Verdict.CONTINUE
+    assert "metrics.jsonl cannot be written" in caplog.text

@@ -1,0 +1,213 @@
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from objectives.training import EpochRecord, LocalSession, Verdict
+from objectives.training.reproducibility import checkpoint
+from objectives.training.reproducibility.checkpoint import CheckpointError
+
+STATE = {
+    "model": {"weight": torch.arange(1000.0)},
+    "history": [{"epoch": 0, "metrics": {"val_loss": 0.1}}],
+    "best": {"epoch": 0, "value": 0.5, "metrics": {}, "model": {"weight": torch.ones(3)}},
+    "seed": 3,
+    "ema": None,
+    "flags": (True, "text"),
+}
+
+
+def _same(found):
+    assert torch.equal(found["model"]["weight"], STATE["model"]["weight"])
+    assert {k: found[k] for k in ("history", "seed", "ema", "flags")} == {
+        k: STATE[k] for k in ("history", "seed", "ema", "flags")
+    }
+
+
+def test_a_round_trip_and_plain_torch_reads_it_too(tmp_path):
+    path = tmp_path / "deep" / "a.pt"
+    checkpoint.write(path, STATE)
+    _same(checkpoint.read(path))
+    _same(torch.load(path, weights_only=True))
+    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
+
+
+def test_without_syncing_the_file_is_whole_all_the_same(tmp_path):
+    session = LocalSession(tmp_path, synced=False)
+    session.save(STATE, best=False)
+    _same(session.restore())
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_any_changed_byte_is_noticed(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.write(path, STATE)
+    good = path.read_bytes()
+    for position in [0, *range(7, len(good), 97), len(good) - 1]:
+        bad = bytearray(good)
+        bad[position] ^= 1
+        path.write_bytes(bad)
+        if position in (len(good) - 73, len(good) - 72):
+            continue  # the two bytes of the comment's length are not hashed; torch does not read them
+        with pytest.raises(CheckpointError, match="torn or was changed"):
+            checkpoint.read(path)
+
+
+def test_a_torn_file_is_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.write(path, STATE)
+    good = path.read_bytes()
+    for size in (0, 1, 50, 71, 72, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:size])
+        with pytest.raises(CheckpointError):
+            checkpoint.read(path)
+    torch.save(STATE, path)  # whole, but without a checksum
+    with pytest.raises(CheckpointError):
+        checkpoint.read(path)
+
+
+class _Code:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def test_code_in_a_checkpoint_is_never_run(tmp_path):
+    path, trap = tmp_path / "a.pt", tmp_path / "trap"
+    checkpoint.write(path, {"model": _Code(str(trap))})  # with a checksum that fits
+    with pytest.raises(CheckpointError, match="more than plain values and tensors"):
+        checkpoint.read(path)
+    assert not trap.exists()
+
+
+def test_what_is_not_a_state_is_refused(tmp_path):
+    checkpoint.write(tmp_path / "a.pt", [1, 2])
+    with pytest.raises(CheckpointError, match="not a checkpoint: it holds a list"):
+        checkpoint.read(tmp_path / "a.pt")
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.pt"
+    checkpoint.write(path, STATE)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        checkpoint.write(path, {"model": lambda: None})
+    _same(checkpoint.read(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from objectives.training.session import LocalSession
+session = LocalSession(Path(sys.argv[1]))
+print("ready", flush=True)
+number = 0
+about = dict.fromkeys(("format", "objective", "config", "seed", "split_seed", "split_hash"), 1)
+while True:
+    number += 1
+    state = {"number": number, "weights": torch.full((300_000,), float(number))}
+    session.save({**about, **state, "best": {"model": state}}, best=True)
+    if number >= 3:
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("writes", [0, 1, 5, 9])
+def test_a_kill_in_the_middle_of_writing_leaves_a_whole_state(tmp_path, writes):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    last = [int(process.stdout.readline()) for _ in range(writes + 1)][-1]
+    process.kill()
+    process.wait()
+    session = LocalSession(tmp_path)
+    state = session.restore()
+    assert state is not None
+    assert state["number"] >= last
+    assert bool((state["weights"] == state["number"]).all())
+    best = checkpoint.read(session.best_path)["model"]
+    assert bool((best["weights"] == best["number"]).all())
+    assert not list(tmp_path.glob(".*.tmp")), "leftovers are removed"
+
+
+def _state(number):
+    about = dict.fromkeys(("format", "objective", "config", "seed", "split_seed", "split_hash"), number)
+    return {**about, "optimizer": {}, "best": {"epoch": number, "value": 1.0, "metrics": {}, "model": {}}}
+
+
+def test_a_session_falls_back_to_the_state_before(tmp_path, caplog):
+    session = LocalSession(tmp_path)
+    assert session.restore() is None
+    for number in range(3):
+        session.save(_state(number), best=number == 1)
+    assert session.restore()["seed"] == 2
+    assert checkpoint.read(session.best_path)["epoch"] == 1
+    assert "optimizer" not in checkpoint.read(session.best_path)
+    session.last_path.write_bytes(session.last_path.read_bytes()[:-9])
+    assert session.restore()["seed"] == 1
+    assert "last.pt is torn" in caplog.text
+    session.last_path.unlink()  # as after a death between the two renames
+    assert session.restore()["seed"] == 1
+    session.previous_path.write_bytes(b"")
+    assert session.restore() is None
+
+
+def test_metrics_are_appended_once_and_a_torn_line_is_mended(tmp_path):
+    session = LocalSession(tmp_path)
+    records = [EpochRecord(epoch, 100.0 + epoch, {"val_loss": 0.5, "odd": float("nan")}) for epoch in range(3)]
+    for record in (*records[:2], *records[:2]):
+        assert session.report(record) is Verdict.CONTINUE
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    assert whole.count("\n") == 2
+    path.write_text(whole[:-10])  # killed in the middle of a line
+    again = LocalSession(tmp_path)
+    for record in records:
+        again.report(record)
+    lines = path.read_text().splitlines()
+    assert path.read_text().startswith(whole)
+    assert lines[2] == '{"epoch": 2, "timestamp": 102.0, "val_loss": 0.5, "odd": null}'
+
+
+def test_a_logged_file_is_kept(tmp_path):
+    made = tmp_path / "elsewhere.txt"
+    made.write_text("x")
+    session = LocalSession(tmp_path / "run")
+    session.log(made)
+    session.log(tmp_path / "run" / "elsewhere.txt")
+    assert (tmp_path / "run" / "elsewhere.txt").read_text() == "x"
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A crash of the machine must not leave the name on an empty file, nor lose the name."""
+    done = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(handle):
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renamed(path, target):
+        done.append(f"{'whole' if torch.load(path, weights_only=True) else ''} renamed")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    assert done == ["file", "whole renamed", "folder"]
+
+
+def test_what_a_killed_write_left_is_removed_and_nothing_else(tmp_path):
+    session = LocalSession(tmp_path)
+    session.save(_state(1), best=True)
+    for name in (".last.pt.4711.tmp", ".best.pt.4712.tmp", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    assert session.restore()["seed"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "last.pt", "notes.tmp"]

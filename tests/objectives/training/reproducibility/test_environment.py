@@ -1,0 +1,109 @@
+"""A run keeps what it takes to repeat it: the source's commit, and how the source differs from it."""
+
+import hashlib
+import inspect
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from objectives import load_objective
+from objectives.training import TrainConfig, Trainer
+from objectives.training.loop.resume import restore
+from objectives.training.reproducibility.environment import uncommitted
+from tests.objectives.training.support import built
+
+SOURCE = """
+from tests.objectives.conftest import Wine
+
+class Mine(Wine):
+    epochs = 2
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    def git(*command):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    git("init", "--quiet")
+    (tmp_path / "mine.py").write_text(SOURCE)
+    git("add", "mine.py")
+    git("commit", "--quiet", "--message", "first")
+    return tmp_path, git("rev-parse", "HEAD").stdout.strip()
+
+
+def _train(folder, run_dir):
+    objective = load_objective(str(folder / "mine.py"))
+    Trainer(objective, TrainConfig(), epochs=1, seed=0, run_dir=run_dir).fit()
+    return yaml.safe_load((run_dir / "config.yaml").read_text())["environment"]
+
+
+def test_a_clean_source_is_its_commit(repository, tmp_path):
+    folder, sha = repository
+    found = _train(folder, tmp_path / "run")
+    assert (found["git_sha"], found["git_dirty"]) == (sha, False)
+    assert not (tmp_path / "run" / "changes.diff").exists()
+
+
+def test_changes_are_kept_as_text_that_git_applies_without_passwords(repository, tmp_path):
+    folder, sha = repository
+    source = SOURCE.replace("epochs = 2", "epochs = 3") + "\nURL = 'postgresql://bob:hunter2@db/optuna'\n"
+    (folder / "mine.py").write_text(source)
+    found = _train(folder, tmp_path / "run")
+    assert (found["git_sha"], found["git_dirty"]) == (sha, True)
+    diff = tmp_path / "run" / "changes.diff"
+    assert "-    epochs = 2\n+    epochs = 3" in diff.read_text()
+    assert "hunter2" not in diff.read_text()
+    subprocess.run(["git", "stash", "--quiet"], cwd=folder, check=True, env={"HOME": str(tmp_path), **_author()})
+    subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
+    assert "epochs = 3" in (folder / "mine.py").read_text()
+
+
+def _author():
+    names = ("GIT_AUTHOR", "GIT_COMMITTER")
+    return {f"{name}_NAME": "a" for name in names} | {f"{name}_EMAIL": "a@example.org" for name in names}
+
+
+def test_a_diff_is_bounded(repository):
+    folder, _ = repository
+    (folder / "mine.py").write_text("x = 1\n" * 400_000)
+    diff = uncommitted(folder)
+    assert len(diff) < 1_000_100
+    assert "is left out]" in diff
+
+
+def test_outside_of_git_there_is_none(tmp_path):
+    assert uncommitted(tmp_path) == ""
+
+
+def test_what_a_run_ran_on_is_kept(wine, tmp_path):
+    Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
+    found = yaml.safe_load((tmp_path / "config.yaml").read_text())["environment"]
+    for library in ("torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer"):
+        assert found[library] == metadata.version(library)
+    assert found["python"] == platform.python_version()
+    assert (found["device"], found["device_name"], found["threads"]) == ("cpu", "cpu", 1)
+    assert found["machine"] == platform.machine()
+    assert found["command"] == " ".join(sys.argv)
+    source = Path(inspect.getsourcefile(type(wine)))
+    assert found["source_sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert found["compiled"] is False
+
+
+MATTERS = ("torch", "numpy", "pytorch-optimizer", "device_name", "machine", "threads", "compiled")
+
+
+@pytest.mark.parametrize("name", MATTERS)
+def test_a_resume_elsewhere_is_not_exact(wine, name):
+    state, run = built(wine).state_dict(), built(wine)
+    restore(run, state)
+    assert run.notes == []
+    now = state["environment"][name]
+    restore(run, {**state, "environment": {**state["environment"], name: "another"}})
+    assert run.notes == [f"not exact after epoch 0: {name} another -> {now}"]

@@ -1,0 +1,193 @@
+"""The command line: every mistake is told in one line with exit code 2."""
+
+from __future__ import annotations
+
+import io
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from search.cli import _run
+from search.cli.confirm import confirm
+from search.cli.secrets import NAMES
+from search.errors import SearchError
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+    """Run a command that must be refused, and return its one line."""
+
+    def run(*arguments: str) -> str:
+        assert _run(list(arguments)) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1, captured.err
+        assert "Traceback" not in captured.err
+        assert captured.err.startswith("hpsearch: ")
+        return captured.err
+
+    return run
+
+
+BAD = [
+    (["run", "digts"], ["'digts'", "digits"]),
+    (["run", "no.such.module:Class"], ["no.such.module"]),
+    (["run", "objectives.digits:Digit"], ["Digit", "Digits"]),
+    (["run", "nowhere.py"], ["nowhere.py"]),
+    (["run"], ["OBJECTIVE", "--spec"]),
+    (["run", "digits", "--trials", "0"], ["--trials", "0"]),
+    (["run", "digits", "--trials", "many"], ["--trials", "'many'"]),
+    (["run", "digits", "--workers", "-1"], ["--workers", "-1"]),
+    (["run", "digits", "--workers", "99999999999"], ["--workers", "512"]),
+    (["run", "digits", "--epochs", "0"], ["epochs", "0"]),
+    (["run", "digits", "--direction", "sideways"], ["direction", "'sideways'"]),
+    (["run", "digits", "--name", "../../etc"], ["name", "'../../etc'"]),
+    (["run", "digits", "--sampler", "tpee"], ["'tpee'", "'tpe'"]),
+    (["run", "digits", "--sampler-option", "seed=1"], ["sampler.seed"]),
+    (["run", "digits", "--pruner-option", "n_warmup_steps"], ["--pruner-option", "KEY=VALUE"]),
+    (["run", "digits", "--pruner", "hyperband", "--pruner-option", "max_resource=auto"], ["max_resource", "'auto'"]),
+    (["run", "digits", "--metric", "accurcy"], ["'accurcy'", "accuracy"]),
+    (["run", "digits", "--metric", "loss", "--direction", "maximize"], ["direction", "'maximize'", "'minimize'"]),
+    (["run", "--spec", "nowhere.toml"], ["--spec", "nowhere.toml", "No such file"]),
+    (["run", "digits", "--storage-url", "sqlite:///x.db", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
+    (["run", "digits", "--storage-url", "postgresql://u@127.0.0.1:1/x"], ["--tracking-uri"]),
+    (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
+    (["run", "digits", "--checkpoint-url", "foo://bucket"], ["--checkpoint-url", "'foo://bucket'", "s3"]),
+    (["run", "digits", "--checkpoint-url", "file://relative"], ["--checkpoint-url", "file:///FOLDER"]),
+    (["run", "digits", "--checkpoint-url", "/dev/null/x"], ["--checkpoint-url", "cannot be written"]),
+    (
+        [
+            "run",
+            "digits",
+            "--storage-url",
+            "postgresql://u:geheim@127.0.0.1:1/x",
+            "--tracking-uri",
+            "http://127.0.0.1:1",
+        ],
+        ["--storage-url", "127.0.0.1:1", "Postgres"],
+    ),
+    (["worker"], ["--study"]),
+    (["rnu"], ["'rnu'", "'run'"]),
+    (["migrate"], ["--storage-url", "HPSEARCH_OWNER_URL"]),
+    (["migrate", "--bootstrap"], ["HPSEARCH_ADMIN_URL"]),
+    (["serve", "mlflow"], ["MLFLOW_BACKEND_STORE_URI"]),
+    (["serve", "dashboard"], ["--storage-url"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=lambda value: " ".join(value)[:60])
+def test_a_mistake_is_told_in_one_line(refuse, arguments: list[str], words: list[str], tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refuse(*arguments)
+    for word in words:
+        assert word in message
+    assert "geheim" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("objective = 'digits'\nn_trails = 3\n", ["'n_trails'", "'n_trials'"]),
+        ("objective = 'digits'\n[sampler]\nname = 'tpe'\nstartup = 3\n", ["sampler.startup"]),
+        ("objective = 'digits'\nsampler = 5\n", ["sampler is 5"]),
+        ("objective = \n", ["--spec", "line 1"]),
+        ("version = 2\nobjective = 'digits'\n", ["version", "2"]),
+    ],
+)
+def test_a_mistake_in_a_spec_file_is_told(refuse, tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    message = refuse("run", "--spec", str(path))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(("name", "text"), [("s.yaml", "- a\n- b\n"), ("s.json", "{}"), ("s.yml", "a: [1\n")])
+def test_a_spec_file_of_another_kind_is_refused(refuse, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert name in refuse("run", "--spec", str(tmp_path / name))
+
+
+def test_an_error_in_the_users_file_names_its_file_and_line(refuse, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import math\n\nx = math.nonsense\n")
+    message = refuse("run", str(path))
+    assert "mine.py:3" in message
+    assert "nonsense" in message
+
+
+def services(url: str) -> list[str]:
+    return ["--storage-url", url, "--tracking-uri", "http://127.0.0.1:1"]
+
+
+def test_a_wrong_password_is_told_without_it(refuse, database_url: str) -> None:
+    wrong = re.sub(r":[^:@/]+@", ":geheim@", database_url)
+    message = refuse("run", "digits", *services(wrong))
+    assert "password" in message
+    assert "geheim" not in message
+
+
+def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: str) -> None:
+    assert "hpsearch migrate" in refuse("run", "digits", *services(empty_database_url))
+
+
+def test_a_dead_tracking_server_is_told(refuse, database_url: str) -> None:
+    assert "--tracking-uri http://127.0.0.1:1: no MLflow server answers" in refuse(
+        "run", "digits", "--tracking-required", *services(database_url)
+    )
+
+
+def test_what_is_no_tracking_server_is_told(refuse, database_url: str) -> None:
+    message = refuse("run", "digits", "--storage-url", database_url, "--tracking-uri", "file:///tmp/runs")
+    assert "http(s)://" in message
+
+
+def test_an_unknown_study_is_told(refuse, database_url: str) -> None:
+    for verb in (["show"], ["report"], ["delete", "--yes"], ["worker", "--study"]):
+        assert "no study 'nope'" in refuse(*verb, "nope", "--storage-url", database_url)
+
+
+def test_a_port_in_use_is_told(refuse, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", database_url)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        assert f"--port {port}" in refuse("serve", "mlflow", "--port", port)
+        assert f"--port {port}" in refuse("serve", "dashboard", "--port", port, "--storage-url", database_url)
+
+
+def test_init_writes_an_objective_once(refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    assert _run(["init", str(path)]) == 0
+    capsys.readouterr()
+    assert "exists" in refuse("init", str(path))
+
+
+def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for _ in range(2):
+        assert _run(["secrets"]) == 0
+        printed.append(dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines()))
+    assert tuple(printed[0]) == NAMES
+    values = [*printed[0].values(), *printed[1].values()]
+    assert len(set(values)) == 8
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{20,}", value) for value in values)
+
+
+def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
+    from objectives import load_objective
+    from search.study.study import complete_settings
+
+    digits = load_objective("digits")
+    assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"
+    by_loss = complete_settings({"objective": "digits", "metric": "loss"}, digits)
+    assert (by_loss["metric"], by_loss["direction"]) == ("loss", "minimize")
+
+
+def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SearchError, match="give --yes"):
+        confirm("remove it?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert confirm("remove it?")

@@ -1,0 +1,213 @@
+"""The verbs that need no study: train, smoke, lr-range, objective show. No database is in reach of these tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from search.cli import _run
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["--set", "model.kind=mlp", "--set", "model.width=16", "--epochs", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path / "home"))
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = _run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_run_is_trained_with_what_is_set(capsys, tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "train", "digits", *SMALL, "--set", "lr=1e-3", "--set", "ema_decay=null")
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("epoch ")] == ["1", "2", "3"]
+    assert re.search(r"best accuracy 0\.\d+ at epoch \d; runs/digits-\d{8}-\d{6}/report.md", out)
+    assert "test" not in out
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())["config"]
+    assert (config["lr"], config["ema_decay"]) == (0.001, None)
+    assert config["model"] == {"kind": "mlp", "layers": 2, "width": 16, "dropout": 0.3}
+    assert not (tmp_path / "home").exists(), "no service was started"
+
+
+def test_the_test_split_is_opened_once_and_only_when_asked_for(capsys) -> None:
+    code, out, _ = call(capsys, "train", "digits", *SMALL, "--test", "--run-dir", "a")
+    assert code == 0
+    assert len(re.findall(r"^test loss \S+  accuracy \S+  macro_f1 \S+$", out, re.MULTILINE)) == 1
+
+
+def test_digits_with_defaults_are_learned_well(capsys) -> None:
+    code, out, _ = call(capsys, "train", "digits", "--run-dir", "a")
+    assert code == 0
+    assert float(re.search(r"best accuracy (\S+)", out)[1]) >= 0.985
+
+
+def test_a_run_goes_on_in_its_folder(capsys) -> None:
+    call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--keep", "1", "--snapshot-every", "2")
+    assert {path.name for path in Path("a").glob("*.pt")} == {"best.pt", "last.pt", "epoch-0001.pt"}
+    before = Path("a/metrics.jsonl").read_text()
+    code, _, _ = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    assert code == 0
+    assert Path("a/metrics.jsonl").read_text() == before
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "search.cli",
+        "train",
+        "digits",
+        "--epochs",
+        "500",
+        "--run-dir",
+        str(tmp_path / "a"),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        while "epoch   1" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err == f"hpsearch: stopped; go on with --run-dir {tmp_path / 'a'}\n"
+    assert (tmp_path / "a" / "last.pt").exists()
+
+
+def test_a_divergence_is_one_line_and_exit_code_1(capsys) -> None:
+    diverging = ["optimizer=sgd", "lr=1e30", "momentum=0", "clip_grad_norm=null", "warmup_fraction=0"]
+    code, _, err = call(capsys, "train", "digits", *SMALL, *[word for pair in diverging for word in ("--set", pair)])
+    assert code == 1
+    assert re.fullmatch(r"hpsearch: (loss|gradient norm|val_loss) is (nan|inf) at epoch .*", err.splitlines()[-1])
+
+
+def test_smoke_prints_the_curve_and_keeps_it(capsys) -> None:
+    code, out, _ = call(capsys, "smoke", "digits", "--run-dir", "a")
+    assert code == 0
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)$", out, re.MULTILINE)]
+    assert losses[0] > 2
+    assert losses[-1] < 0.01
+    assert 10 < len(losses) < 50
+    assert "passed: 32 samples fitted to below 0.01" in out
+    assert Path("a/smoke.json").exists()
+    assert Path("a/smoke.png").exists()
+
+
+BROKEN = """
+from objectives.digits import Digits
+from torch import nn
+
+class Broken(Digits):
+    def model(self, config, train):
+        class Blind(nn.Linear):
+            def forward(self, x):
+                return super().forward(x.flatten(1) * 0)
+        return Blind(64, 10)
+"""
+
+
+def test_smoke_fails_for_a_model_that_cannot_learn(capsys) -> None:
+    Path("broken.py").write_text(BROKEN)
+    code, out, err = call(capsys, "smoke", "broken.py", "--steps", "50")
+    assert code == 1
+    assert out.startswith("step     0  loss 2.3")
+    assert "step    49" in out.splitlines()[-1]
+    assert re.fullmatch(r"hpsearch: failed: the loss of one batch is \S+ after 50 steps .*\n", err)
+
+
+def test_lr_range_suggests_and_draws(capsys) -> None:
+    code, out, _ = call(capsys, "lr-range", "breast_cancer", "--run-dir", "a", "--steps", "100")
+    assert code == 0
+    assert re.search(r"suggested lr \S+ \(steepest fall\)", out)
+    assert Path("a/lr-range.png").exists()
+
+
+def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, monkeypatch) -> None:
+    from objectives.training import TrainConfig
+
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(capsys, "objective", "show", "digits", "--set", "lr=0.123")
+    assert code == 0
+    for name in TrainConfig().to_dict():
+        row = next(line for line in out.splitlines() if line.split()[:1] == [name])
+        assert len(row.split()) > 3, f"{name} is not explained"
+    assert re.search(r"^lr +float +0\.123 +the peak learning rate", out, re.MULTILINE)
+    assert "adamw_lr: 0.0001 to 0.1 on a log scale" in out
+    assert "optimizer: one of adamw, sgd" in out
+
+
+MISTAKES = [
+    (["train", "digts"], ["'digts'", "digits"]),
+    (["train", "digits", "--set", "lrr=1"], ["'lrr'", "'lr'"]),
+    (["train", "digits", "--set", "lr"], ["--set", "KEY=VALUE"]),
+    (["train", "digits", "--set", "lr=fast"], ["lr must be a number", "'fast'"]),
+    (["train", "digits", "--set", "optimizer=adamm"], ["'adamm'", "'adam'"]),
+    (["train", "digits", "--set", "model.widht=3"], ["model.widht", "'width'"]),
+    (["train", "digits", "--set", "model.kind=transformer"], ["transformer"]),
+    (["train", "digits", "--set", "accumulate=99"], ["accumulate 99", "at most 16"]),
+    (["train", "digits", "--set", "warmup_steps=9999"], ["warmup_steps 9999"]),
+    (["train", "digits", "--epochs", "0"], ["--epochs", "0"]),
+    (["train", "digits", "--device", "toaster"], ["'toaster'"]),
+    (["train", "digits", "--keep", "0"], ["--keep", "0"]),
+    (["smoke", "digits", "--steps", "3"], ["--steps", "3"]),
+    (["lr-range", "digits", "--lowest", "5", "--highest", "1"], ["0 < lowest < highest", "5"]),
+    (["objective", "show", "digts"], ["'digts'"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_a_mistake_is_told_in_one_line(capsys, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    code, _, err = call(capsys, *arguments)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith("hpsearch: ")
+    for word in words:
+        assert word in err
+    assert not list(tmp_path.rglob("*.pt")), "nothing was trained"
+
+
+def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
+    call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    code, _, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--set", "lr=0.5")
+    assert code == 2
+    assert "another run: lr is 0.01 there and 0.5 here" in err
+
+
+def test_what_a_run_warns_of_is_printed(capsys) -> None:
+    code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
+    assert (code, err) == (0, "hpsearch: batch_size 5000 is more than the 1077 training samples: a step takes all\n")
+    for name in ("last.pt", "previous.pt"):
+        Path("a", name).write_bytes(b"torn")
+    code, out, err = call(capsys, "train", "digits", *SMALL, "--run-dir", "a")
+    assert code == 0
+    assert "epoch   1" in out
+    lines = err.splitlines()
+    assert "last.pt is torn or was changed" in lines[0]
+    assert "no checkpoint in a can be trusted: the run starts anew" in lines[-1]

@@ -1,0 +1,134 @@
+"""A fleet's workers: started again when they die, until that leads nowhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from search.fleet import fleet as fleets
+from search.fleet.fleet import MAX_DEATHS, Fleet
+from search.fleet.forking import ForkedProcess, can_fork, load_ahead
+
+ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """One worker, which aborts as soon as it is started."""
+    monkeypatch.setattr(fleets, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(fleets, "can_fork", lambda: False)
+    monkeypatch.setattr(fleets, "_executed", lambda *_: subprocess.Popen(ABORTING))
+    return Fleet("study", workers=1, environment={}, log_dir=tmp_path, gpus=[])
+
+
+def test_an_objective_that_kills_its_process_is_given_up_before_the_budget_is_burnt(fleet: Fleet) -> None:
+    fleet.start()
+    while fleet.poll(0):
+        time.sleep(0.01)
+    assert len(fleet.slots[0].pids) == MAX_DEATHS
+    assert fleet.slots[0].exit_code == -6
+
+
+def test_a_trial_with_a_result_forgives_the_deaths_before_it(fleet: Fleet) -> None:
+    fleet.start()
+    with_result = 0
+    while fleet.poll(with_result):
+        with_result = min(len(fleet.slots[0].pids) // 2, 3)  # one after every second start, three in all
+        time.sleep(0.01)
+    assert len(fleet.slots[0].pids) > MAX_DEATHS
+
+
+def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
+    while (code := process.poll()) is None:
+        time.sleep(0.01)
+    return code
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
+    """Its environment, its output, its session, its exit code; the next takes no interpreter's start."""
+    load_ahead(3)
+    log = tmp_path / "log"
+    environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
+    process = ForkedProcess(["worker", "--study", "s", "--lease", "0"], environment, log)
+    assert ended(process) == 2
+    assert "--lease" in log.read_text()
+    assert "ONLY_HERE" not in os.environ
+    again = ForkedProcess(["--help"], environment, log)
+    assert ended(again) == 0
+    assert "Usage: hpsearch" in log.read_text()
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -> None:
+    load_ahead(3)
+    arguments = [
+        "train",
+        "breast_cancer",
+        "--epochs",
+        "1",
+        "--set",
+        "num_workers=1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    process = ForkedProcess(arguments, dict(os.environ), tmp_path / "log")
+    assert ended(process) == 0, (tmp_path / "log").read_text()
+
+
+_WATCH = """
+import os, signal, sys
+from pathlib import Path
+from search.fleet import forking
+
+if __name__ == "__main__":
+    # A fleet of one, which is killed; its worker is this very script.
+    process = forking._context.Process(target=exec, args=(Path(sys.argv[1]).read_text(), {"fleet": os.getpid()}))
+    process.start()
+    signal.pause()
+"""
+_WORKER = """
+import os, time
+from pathlib import Path
+from search.fleet.forking import watch_fleet
+gone = watch_fleet(fleet)
+assert not gone()
+print("watching", flush=True)
+while not gone():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text(_WATCH)
+    (tmp_path / "worker.py").write_text(_WORKER)
+    fleet = subprocess.Popen(
+        [sys.executable, tmp_path / "watch.py", tmp_path / "worker.py"], stdout=subprocess.PIPE, text=True
+    )
+    assert fleet.stdout is not None
+    assert fleet.stdout.readline() == "watching\n"
+    fleet.kill()
+    assert fleet.stdout.read() == "", "the worker has ended, and the server that it was forked from"
+    fleet.wait()
+
+
+_THREADS = """
+import search.fleet.preload, threading
+from pathlib import Path
+names = [Path(f"/proc/self/task/{t.name}/comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
+print(*[name for name in names if name != "jemalloc_bg_thd"], *threading.enumerate()[1:])
+"""
+
+
+@pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
+def test_what_workers_are_forked_from_has_one_thread() -> None:
+    """But for a memory allocator's (pyarrow's jemalloc), which takes care of forks itself."""
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _THREADS], env=alone, capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1, done.stdout

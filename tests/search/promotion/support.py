@@ -1,0 +1,100 @@
+"""A study whose trials have runs and models on a real MLflow server, made without any training."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import optuna
+from optuna.trial import TrialState, create_trial
+
+from search.study.study import RUN_ID, StudyHandle, load_study
+from storage.mlflow.client import Tracking
+from storage.records.promotions import Promotion, promotions_of
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import REASON, SPEC
+from tests.search.pruning.test_reasons import spec_of
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """The study, the MLflow server, and a name that no other test gives to a registered model."""
+
+    handle: StudyHandle
+    tracking: Tracking
+    name: str
+
+    @property
+    def storage(self) -> PostgresStorage:
+        return self.handle.storage
+
+    @property
+    def client(self) -> mlflow.MlflowClient:
+        return self.tracking.client
+
+    def run_of(self, trial: int) -> str:
+        return str(self.handle.trials()[trial].user_attrs[RUN_ID])
+
+    def model_of(self, trial: int) -> str:
+        return str(self.client.get_run(self.run_of(trial)).data.tags["hpsearch.model_id"])
+
+    def promotions(self) -> list[Promotion]:
+        return promotions_of(self.storage.engine, self.handle.study_id)
+
+    def told(self) -> list[tuple[int, str, int, str, str, bool]]:
+        """Each promotion: trial, model, version, alias, who, whether it holds."""
+        return [
+            (p.trial_number, p.model_name, p.version, p.alias, p.promoted_by, p.ended_at is None)
+            for p in self.promotions()
+        ]
+
+    def version(self, alias: str, model: str | None = None) -> mlflow.entities.model_registry.ModelVersion:
+        return self.client.get_model_version_by_alias(model or self.name, alias)
+
+
+def track(storage: PostgresStorage, tracking: Tracking, files: Path, *, values: list[float | None]) -> Tracked:
+    """Make a study of COMPLETE trials with these values, and their models; of None, a PRUNED one without a model."""
+    name = f"s-{secrets.token_hex(4)}"
+    study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
+    spec = spec_of(name="median")
+    storage.set_study_user_attr(study._study_id, SPEC, {**spec.model_dump(), "name": name, "n_trials": len(values)})
+    parent = tracking.study_run(name, study._study_id, params={}, known=None)
+    storage.set_study_user_attr(study._study_id, RUN_ID, parent)
+    for number, value in enumerate(values):
+        run = tracking.create_trial_run(name, number, parent=parent, tags={})
+        if value is not None:
+            _leave(tracking, run, f"{name}-{number}", files)
+        attrs = {RUN_ID: run, REASON: "best accuracy" if value is not None else "median pruner at epoch 2"}
+        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        values_ = {} if value is None else {"value": value}
+        study.add_trial(create_trial(state=state, user_attrs=attrs, **values_))
+    return Tracked(load_study(storage, name), tracking, name)
+
+
+def _leave(tracking: Tracking, run_id: str, name: str, files: Path) -> None:
+    """Log what a trial leaves: its configuration, a checkpoint and a model, whose content nobody looks at here."""
+    client = tracking.client
+    config = files / "config.yaml"
+    config.write_text("config: {lr: 0.1}\nseed: 7\nsplit_hash: abc\nenvironment: {git_sha: '123', git_dirty: true}\n")
+    client.log_artifact(run_id, str(config))
+    weights = files / "best.pt"
+    weights.write_bytes(b"w" * 1000)
+    client.log_artifact(run_id, str(weights), "checkpoints")
+    model = client.create_logged_model(tracking.experiment_id, name=name, source_run_id=run_id)
+    client.log_model_artifact(model.model_id, str(weights), "data")
+    client.finalize_logged_model(model.model_id, "READY")
+    client.set_tag(run_id, "hpsearch.model_id", model.model_id)
+
+
+def train_finalists(tracked: Tracked, trials: list[int], *, winner: int) -> None:
+    """Make the study of two finalists, trained on two seeds."""
+    study_id = tracked.handle.study_id
+    of = {"study": tracked.name, "study_id": study_id, "top": 2, "trials": trials, "seeds": [11, 12]}
+    held = optuna.create_study(study_name=f"{tracked.name}-f", direction="maximize", storage=tracked.storage)
+    spec = {**tracked.handle.spec.model_dump(), "name": held.study_name, "n_trials": 4, "finalists_of": of}
+    tracked.storage.set_study_user_attr(held._study_id, SPEC, spec)
+    for seed in range(2):
+        for trial in trials:
+            held.add_trial(create_trial(value=(0.82 if trial == winner else 0.72) + 0.02 * seed))

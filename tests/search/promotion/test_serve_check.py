@@ -1,0 +1,53 @@
+"""What a model needs where it is served: none of our packages, and a name that can be found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from search.errors import SearchError
+from search.promotion import predict_alone
+from search.promotion.serve_check import find_version
+from storage.mlflow.registry import Registry
+from tests.search.promotion.support import Tracked
+
+
+def alone(code: str) -> str:
+    """What a Python of the kind that serves says to some code, once it refuses our packages."""
+    path = Path(predict_alone.__file__)
+    refusing = "sys.meta_path.insert(0, alone['Refusing'](['search', 'objectives', 'storage', 'json5']))"
+    start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "
+    done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["search", "objectives.training", "storage.urls"])
+def test_our_packages_are_refused_although_they_are_installed(name: str) -> None:
+    assert f"the model needs {name.partition('.')[0]}, which is not there where it is served" in alone(f"import {name}")
+
+
+def test_other_packages_are_there() -> None:
+    assert alone("import yaml; print('fine')") == "fine\n"
+
+
+@pytest.mark.parametrize(
+    "reference", ["digits", "", "@champion", "digits@", "digits/", "digits/x", "digits/0", "a/b@c", "models:/a/1/2"]
+)
+def test_what_names_no_version(reference: str) -> None:
+    with pytest.raises(SearchError, match="names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSI"):
+        find_version(None, reference)  # type: ignore[arg-type]
+
+
+def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
+    registry = Registry(tracked.client)
+    version = registry.register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
+    registry.set_alias(version, "champion")
+    for reference in ("@champion", "/1"):
+        assert find_version(registry, tracked.name + reference).run_id == tracked.run_of(0)
+        assert find_version(registry, f"models:/{tracked.name}{reference}").model_id == tracked.model_of(0)
+    for missing in ("@nobody", "/2"):
+        with pytest.raises(SearchError, match=r"^models:/.*: MLflow has no "):
+            find_version(registry, f"models:/{tracked.name}{missing}")

@@ -1,0 +1,266 @@
+"""No configuration is run twice where another can be had, whoever suggests it, and nothing is left of the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+
+from objectives import Objective
+from objectives.training import TrainConfig
+from search.sampling.samplers import make_sampler
+from search.sampling.suggest import _Untried, suggest
+from search.spec.spec import StudySpec, parse_spec
+from storage.database.locks import suggestion_turn
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import SPEC, Claim, Claims
+
+Space = Callable[[optuna.Trial], object]
+
+
+class Small(Objective):
+    """An objective that is only asked for configurations."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    def suggest(self, trial):
+        self.space(trial)
+        return TrainConfig(lr=0.1)
+
+    def data(self, seed):
+        raise NotImplementedError
+
+    def model(self, config, train):
+        raise NotImplementedError
+
+
+def nine(trial: optuna.Trial) -> None:
+    trial.suggest_categorical("optimizer", ["adam", "sgd", "lion"])
+    trial.suggest_int("width", 8, 24, step=8)
+
+
+def branches(trial: optuna.Trial) -> None:
+    """Five configurations, or one with a number that hardly ever comes twice."""
+    kind = trial.suggest_categorical("kind", ["tree", "line", "curve"])
+    if kind == "tree":
+        trial.suggest_int("depth", 1, 3)
+    elif kind == "line":
+        trial.suggest_float("slope", 0.5, 1.0, step=0.5)
+    else:
+        trial.suggest_float("bend", 0.0, 1.0)
+
+
+class Worker:
+    """What a worker has of a study, with connections of its own."""
+
+    def __init__(self, url: str, space: Space = nine, **settings: object) -> None:
+        values = {"objective": "x", "metric": "accuracy", "direction": "maximize", "n_trials": 100, "epochs": 2}
+        self.spec: StudySpec = parse_spec({"name": "s", **values, **settings})
+        self.storage: PostgresStorage = open_storage(url, application_name="test")
+        self.study = optuna.create_study(
+            study_name="s", direction="maximize", storage=self.storage, load_if_exists=True
+        )
+        self.storage.set_study_user_attr(self.study._study_id, SPEC, self.spec.model_dump())
+        self.claims = Claims(self.storage.engine, self.study._study_id, worker="w")
+        self.objective = Small(space)
+
+    def claim(self) -> Claim:
+        claim = self.claims.claim()
+        assert isinstance(claim, Claim)
+        return claim
+
+    def suggest(self, claim: Claim) -> dict[str, object]:
+        suggest(self.objective, self.study, claim, self.spec)
+        return self.storage.get_trial(claim.trial_id).params
+
+    def run(self, value: float = 1.0) -> dict[str, object]:
+        claim = self.claim()
+        params = self.suggest(claim)
+        self.claims.settle(claim, "COMPLETE", "complete", value=value)
+        return params
+
+
+def distinct(configurations: list[dict[str, object]]) -> int:
+    return len({tuple(sorted(params.items())) for params in configurations})
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc"])
+def test_nine_trials_run_all_nine_configurations_and_more_trials_repeat_them(
+    database_url: str, sampler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"n_startup_trials": 3} if sampler == "tpe" else {}
+    worker = Worker(database_url, sampler={"name": sampler, **options})
+    configurations = [worker.run() for _ in range(9)]
+    assert distinct(configurations) == 9
+    assert "runs the configuration of trial" not in caplog.text
+    configurations += [worker.run() for _ in range(3)]
+    assert distinct(configurations) == 9
+    assert caplog.text.count("runs the configuration of trial") == 3
+    stored = [t.params for t in open_storage(database_url, application_name="look").get_all_trials(1)]
+    assert stored == configurations, "a suggestion that was not taken left something behind"
+
+
+def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
+    worker = Worker(database_url)
+    states = ["RUNNING", "WAITING", "FAIL", "PRUNED", "COMPLETE", "RUNNING", "WAITING", "FAIL", "PRUNED"]
+    claims = [worker.claim() for _ in states]
+    for claim, state in zip(claims, states, strict=True):
+        worker.suggest(claim)
+        if state != "RUNNING":
+            worker.claims.settle(claim, state, "released", value=1.0 if state == "COMPLETE" else None)
+    trials = worker.study.get_trials()
+    assert Counter(t.state for t in trials) == Counter(TrialState[state] for state in states)
+    assert distinct([t.params for t in trials]) == 9
+
+
+def test_workers_that_suggest_at_the_same_time_do_not_meet(database_url: str) -> None:
+    workers = [Worker(database_url, sampler={"name": "random"}) for _ in range(3)]
+    claims = [[worker.claim() for _ in range(3)] for worker in workers]
+    start = threading.Barrier(3)
+    made: list[dict[str, object]] = []
+
+    def work(worker: Worker, mine: list[Claim]) -> None:
+        start.wait()
+        for claim in mine:
+            made.append(worker.suggest(claim))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(workers, claims, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 9
+    assert distinct(made) == 9
+
+
+def first_suggestion(worker: Worker, number: int) -> optuna.Trial:
+    """Return a trial of a study of its own with what the sampler suggests first for the trial of that number."""
+    sampler = make_sampler(worker.spec.sampler, study_seed=worker.spec.seed, trial_number=number)
+    trial = optuna.create_study(sampler=sampler).ask()
+    worker.objective.space(trial)
+    return trial
+
+
+def test_what_another_worker_writes_meanwhile_is_seen(database_url: str) -> None:
+    worker, other = Worker(database_url, sampler={"name": "random"}), Worker(database_url)
+    claim, others_claim = worker.claim(), other.claim()
+    twin = first_suggestion(worker, claim.number)
+    made: list[dict[str, object]] = []
+    thread = threading.Thread(target=lambda: made.append(worker.suggest(claim)))
+    with suggestion_turn(other.storage.engine, other.study._study_id) as take:
+        assert take()
+        thread.start()
+        await_waiting_lock(other)
+        for name, distribution in twin.distributions.items():
+            value = distribution.to_internal_repr(twin.params[name])
+            other.storage.set_trial_param(others_claim.trial_id, name, value, distribution)
+    thread.join()
+    assert made[0] != twin.params
+
+
+def await_waiting_lock(worker: Worker) -> None:
+    """Return when somebody waits for an advisory lock in this database."""
+    statement = sa.text(
+        "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database "
+        "WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()"
+    )
+    with worker.storage.engine.connect() as connection:
+        while not connection.execute(statement).scalar():
+            time.sleep(0.005)
+
+
+def test_a_frozen_worker_that_has_the_turn_holds_up_nobody_for_long(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(database_url)
+    with suggestion_turn(worker.storage.engine, worker.study._study_id) as take:
+        assert take()
+        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take_too:
+            assert not take_too()
+        assert "no turn to write a suggestion" in caplog.text
+        with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=60.0) as take_too:
+            assert take_too(), "the server takes it from who does nothing with it"
+    with suggestion_turn(worker.storage.engine, worker.study._study_id, patience=0.05) as take:
+        assert take(), "the turn ends with its block"
+
+
+def test_branches_of_a_space_are_gone_through_whole(database_url: str) -> None:
+    worker = Worker(database_url, branches, sampler={"name": "random"})
+    configurations = [worker.run() for _ in range(25)]
+    assert distinct(configurations) == 25
+    kinds = Counter(params["kind"] for params in configurations)
+    assert (kinds["tree"], kinds["line"]) == (3, 2)
+
+
+def test_the_untried_are_not_listed_where_they_are_too_many() -> None:
+    trial = optuna.create_study(sampler=_Untried(1)).ask()
+    assert 0 <= trial.suggest_int("n", 0, 10**12) <= 10**12
+    assert 0 <= trial.suggest_float("x", 0, 1) <= 1
+    assert trial.suggest_int("few", 1, 2) in {1, 2}
+
+
+def test_a_continuous_space_is_suggested_once_and_looks_at_no_other_trial(database_url: str) -> None:
+    calls = []
+
+    def space(trial: optuna.Trial) -> None:
+        calls.append(trial.suggest_float("x", 0, 1))
+
+    worker = Worker(database_url, space, sampler={"name": "random"})
+    assert [worker.run() for _ in range(3)] == [{"x": x} for x in calls]
+    assert len(calls) == 3
+
+
+def test_a_trial_taken_up_again_keeps_its_parameters(database_url: str) -> None:
+    worker = Worker(database_url)
+    claim = worker.claim()
+    params = worker.suggest(claim)
+    worker.claims.settle(claim, "WAITING", "released")
+    again = Worker(database_url)
+    second = again.claim()
+    assert (second.trial_id, second.attempt) == (claim.trial_id, 2)
+    assert again.suggest(second) == params
+
+
+def test_what_somebody_enqueued_is_run_though_it_was_before(database_url: str) -> None:
+    worker = Worker(database_url)
+    params = worker.run()
+    worker.study.enqueue_trial(params)
+    assert worker.run() == params
+    worker.study.enqueue_trial({"optimizer": params["optimizer"]})
+    half = worker.run()
+    assert half["optimizer"] == params["optimizer"]
+    assert half != params
+
+
+def test_an_objective_that_raises_leaves_no_parameter(database_url: str) -> None:
+    def space(trial: optuna.Trial) -> None:
+        nine(trial)
+        raise RuntimeError("a bug")
+
+    worker = Worker(database_url, space)
+    with pytest.raises(RuntimeError, match="a bug"):
+        worker.suggest(worker.claim())
+    assert [t.params for t in worker.study.get_trials()] == [{}]
+
+
+def test_start_up_points_are_a_function_of_seed_and_number_and_differ_between_trials(
+    database_url: str,
+) -> None:
+    def space(trial: optuna.Trial) -> None:
+        trial.suggest_float("x", 0, 1)
+
+    worker, other = Worker(database_url, space), Worker(database_url, space)
+    made = [worker.suggest(worker.claim()), other.suggest(other.claim()), worker.suggest(worker.claim())]
+    expected = [first_suggestion(worker, number).params["x"] for number in range(3)]
+    assert [params["x"] for params in made] == expected
+    assert len(set(expected)) == 3

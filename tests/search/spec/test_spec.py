@@ -1,0 +1,147 @@
+"""The study spec: what it accepts, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+
+from search.errors import SearchError
+from search.pruning.brackets import bracket_of, shares
+from search.sampling.samplers import derive_seed, make_pruner, make_sampler
+from search.spec.spec import PRUNERS, SAMPLERS, StudySpec, differences, parse_spec
+
+BASE: dict[str, Any] = {
+    "name": "night",
+    "objective": "digits",
+    "metric": "accuracy",
+    "direction": "maximize",
+    "n_trials": 24,
+    "epochs": 12,
+}
+
+
+def test_defaults_are_written_down() -> None:
+    dumped = parse_spec(BASE).model_dump()
+    assert dumped["version"] == 1
+    assert dumped["sampler"]["n_startup_trials"] == 10
+    assert dumped["pruner"] == {
+        "name": "median",
+        "n_startup_trials": 5,
+        "n_warmup_steps": 2,
+        "interval_steps": 1,
+        "n_min_trials": 1,
+    }
+    assert parse_spec(dumped) == parse_spec(BASE)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_trials": 0}, ["--trials", "0", "at least 1"]),
+        ({"n_trials": "many"}, ["--trials", "'many'", "integer"]),
+        ({"epochs": -1}, ["epochs", "-1"]),
+        ({"epochs": 2.5}, ["epochs", "2.5", "integer"]),
+        ({"direction": "up"}, ["direction", "'up'", "maximize"]),
+        ({"name": "a/b"}, ["name", "'a/b'", "letters"]),
+        ({"name": "../x"}, ["name", "letters"]),
+        ({"name": "x" * 101}, ["name", "100"]),
+        ({"seed": -1}, ["seed", "-1"]),
+        ({"retries": -1}, ["retries", "-1"]),
+        ({"timeout": float("inf")}, ["--timeout", "inf"]),
+        ({"retries": 10**20}, ["--retries", "1000"]),
+        ({"sampler": 5}, ["sampler is 5", "name"]),
+        ({"pruner": {"name": "threshold", "lower": float("nan")}}, ["pruner.lower", "nan"]),
+        ({1: 2}, ["'1'"]),
+        ({"timeout": 0}, ["timeout", "0", "greater than 0"]),
+        ({"retry_on": "lost"}, ["retry_on", "'lost'", '["lost", "memory"]']),
+        ({"retry_on": ["lots"]}, ["retry_on", "'lots'", "'memory'"]),
+        ({"trails": 3}, ["'trails'", "did you mean"]),
+        ({"version": 9}, ["version", "9", "version 1"]),
+        ({"sampler": {"name": "tpee"}}, ["sampler", "'tpee'", "'tpe'"]),
+        ({"sampler": {"name": "tpe", "n_startup": 3}}, ["sampler.n_startup", "'n_startup_trials'"]),
+        ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "none"]),
+        ({"sampler": {"name": "tpe", "n_startup_trials": "auto"}}, ["sampler.n_startup_trials", "'auto'", "integer"]),
+        ({"pruner": {"name": "hyperband", "max_resource": "auto"}}, ["pruner.max_resource", "'auto'", "integer"]),
+        ({"pruner": {"name": "medan"}}, ["pruner", "'medan'", "'median'"]),
+        ({"pruner": {"name": "threshold"}}, ["lower or upper"]),
+        ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
+        ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
+        ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
+        ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SearchError) as caught:
+        parse_spec({**BASE, **change})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(SearchError, match="metric is not set"):
+        parse_spec({key: value for key, value in BASE.items() if key != "metric"})
+
+
+def test_hyperband_writes_its_largest_resource_down() -> None:
+    spec = parse_spec({**BASE, "pruner": {"name": "hyperband"}})
+    assert spec.model_dump()["pruner"]["max_resource"] == 12
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_suggests(name: str) -> None:
+    spec = parse_spec({**BASE, "sampler": {"name": name}})
+
+    def first_values(seed: int) -> list[float]:
+        study = optuna.create_study()
+        values = []
+        for number in range(3):
+            study.sampler = make_sampler(spec.sampler, study_seed=seed, trial_number=number)
+            trial = study.ask()
+            values.append(trial.suggest_float("x", 0, 1))
+            study.tell(trial, values[-1])
+        return values
+
+    assert first_values(1) == first_values(1)
+    assert len(set(first_values(1))) == 3, "trials must not repeat each other's start-up points"
+    assert first_values(1) != first_values(2)
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_every_pruner_is_made(name: str) -> None:
+    extra = {"lower": 0.1} if name == "threshold" else {}
+    spec = parse_spec({**BASE, "pruner": {"name": name, **extra}})
+    assert isinstance(make_pruner(spec.pruner), optuna.pruners.BasePruner)
+
+
+def test_derived_seeds_differ_and_stay() -> None:
+    seeds = {derive_seed(0, "trial", number) for number in range(1000)}
+    assert len(seeds) == 1000
+    assert derive_seed(0, "trial", 7) == 681317022
+
+
+def test_differences_name_each_setting() -> None:
+    stored = parse_spec(BASE).model_dump()
+    wanted = StudySpec.model_validate({**stored, "n_trials": 50, "sampler": {"name": "random"}}).model_dump()
+    lines = differences(stored, wanted)
+    assert "n_trials: 24 -> 50" in lines
+    assert any(line.startswith("sampler: ") for line in lines)
+    assert differences(stored, stored) == []
+
+
+def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
+    """It is to learn from the trials of its own bracket alone, and our judge leaves Optuna's pruner unused."""
+    pruner = make_pruner(parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner)
+    study = optuna.create_study(study_name="night", pruner=pruner)
+    for _ in range(30):
+        study.tell(study.ask(), 0.0)
+    trial = study.ask()
+    frozen = study._storage.get_trial(trial._trial_id)
+    seen = optuna.pruners._filter_study(study, frozen).get_trials(deepcopy=False)
+    parts = shares(1, 12, 3)
+    bracket = bracket_of("night", trial.number, parts)
+    assert [t.number for t in seen] == [n for n in range(31) if bracket_of("night", n, parts) == bracket]
+    assert len(seen) < 31

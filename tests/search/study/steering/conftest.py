@@ -1,0 +1,52 @@
+"""A study of three trials, its claims, and the verbs on its database."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from search.cli import _run
+from search.study.study import StudyHandle, load_study
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import SPEC, Claims
+from tests.search.pruning.test_reasons import spec_of
+from tests.search.study.steering.support import Say
+
+
+@pytest.fixture
+def storage(database_url: str) -> PostgresStorage:
+    return open_storage(database_url, application_name="test")
+
+
+@pytest.fixture
+def study(storage: PostgresStorage) -> optuna.Study:
+    study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
+    spec = spec_of(name="successive_halving", reduction_factor=2)
+    storage.set_study_user_attr(study._study_id, SPEC, {**spec.model_dump(), "n_trials": 3, "retries": 1})
+    return study
+
+
+@pytest.fixture
+def handle(study: optuna.Study, storage: PostgresStorage) -> StudyHandle:
+    return load_study(storage, "s")
+
+
+@pytest.fixture
+def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
+    return Claims(storage.engine, study._study_id, worker="host:1")
+
+
+@pytest.fixture
+def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run a verb on the study and return what it prints; with `code` 2, its one line of complaint."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        assert _run([*arguments, "--storage-url", database_url]) == code
+        captured = capsys.readouterr()
+        if code:
+            assert captured.err.count("\n") == 1, captured.err
+            assert captured.err.startswith("hpsearch: ")
+        return captured.err if code else captured.out
+
+    return run

@@ -1,0 +1,115 @@
+"""A larger or smaller budget, while workers claim."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import optuna
+import psycopg2
+import pytest
+
+from search.errors import SearchError
+from search.study.steering import extend_study
+from search.study.study import StudyHandle, load_study
+from storage.errors import StorageError
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import SPEC, Claims, Nothing
+from tests.search.study.steering.support import Say, rows, take
+
+
+@pytest.mark.parametrize(("trials", "budget"), [("+2", 5), ("10", 10), ("2", 2)])
+def test_the_budget_is_changed_for_claims_to_come(
+    say: Say, claims: Claims, storage: PostgresStorage, trials: str, budget: int
+) -> None:
+    take(claims)
+    assert f"s: 3 -> {budget} trials, 1 of them are started" in say("extend", "s", "--trials", trials)
+    assert load_study(storage, "s").spec.n_trials == budget
+    for _ in range(budget - 1):
+        take(claims)
+    assert claims.claim() == Nothing(running=budget)
+
+
+def test_a_budget_that_is_the_same_is_told(say: Say, study: optuna.Study) -> None:
+    assert "has a budget of 3 trials already" in say("extend", "s", "--trials", "3")
+
+
+@pytest.mark.parametrize(
+    ("trials", "words"),
+    [
+        ("2", ["--trials 2", "2 trials", "started already", "+N"]),
+        ("0", ["--trials 0"]),
+        ("-5", ["--trials '-5'", "+N"]),
+        ("+0.5", ["--trials '+0.5'", "+N"]),
+        ("many", ["--trials 'many'", "+N"]),
+        ("", ["--trials ''", "+N"]),
+        ("٣", ["--trials", "+N"]),
+        ("+999999999", ["--trials", "1000000"]),
+        ("9999999999999", ["--trials"]),
+    ],
+)
+def test_a_wrong_budget_is_refused_and_changes_nothing(
+    say: Say, claims: Claims, storage: PostgresStorage, trials: str, words: list[str]
+) -> None:
+    take(claims)
+    claims.settle(take(claims), "WAITING", "released")  # it waits, and was started
+    message = say("extend", "s", "--trials", trials, code=2)
+    for word in words:
+        assert word in message
+    assert load_study(storage, "s").spec.n_trials == 3
+
+
+def test_a_trial_that_somebody_enqueued_is_not_started_yet(study: optuna.Study, handle: StudyHandle) -> None:
+    study.enqueue_trial({"x": 1})
+    assert extend_study(handle, "1").started == 0
+
+
+@contextmanager
+def locked_study(url: str, waiter: threading.Thread) -> Iterator[psycopg2.extensions.cursor]:
+    """Lock the study as a claim does, start a thread that has to wait for it, and yield once it waits."""
+    connection = psycopg2.connect(url.replace("+psycopg2", ""))
+    try:
+        with connection, connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM studies FOR UPDATE")
+            waiter.start()
+            while not rows(url, "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+                time.sleep(0.005)
+            yield cursor
+    finally:
+        connection.close()
+    waiter.join()
+
+
+def test_a_trial_that_is_being_claimed_counts_as_started(handle: StudyHandle, database_url: str) -> None:
+    refused: list[SearchError] = []
+
+    def extend() -> None:
+        try:
+            extend_study(handle, "1")
+        except SearchError as error:
+            refused.append(error)
+
+    with locked_study(database_url, threading.Thread(target=extend)) as cursor:
+        cursor.execute("INSERT INTO trials (study_id, number, state) VALUES (%s, 0, 'RUNNING')", (handle.study_id,))
+    assert "--trials 1: 1 trials" in str(refused[0])
+    assert load_study(handle.storage, "s").spec.n_trials == 3
+
+
+def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, database_url: str) -> None:
+    take(claims)
+    got: list[object] = []
+    with locked_study(database_url, threading.Thread(target=lambda: got.append(claims.claim()))) as cursor:
+        cursor.execute(
+            "UPDATE study_user_attributes SET value_json = jsonb_set(value_json::jsonb, '{n_trials}', '1')::text "
+            "WHERE key = %s",
+            (SPEC,),
+        )
+    assert got == [Nothing(running=1)]
+
+
+def test_a_study_that_was_deleted_meanwhile_is_told(handle: StudyHandle, storage: PostgresStorage) -> None:
+    storage.delete_study(handle.study_id)
+    with pytest.raises(StorageError, match="deleted"):
+        extend_study(handle, "+1")

@@ -1,0 +1,161 @@
+"""A failed or infeasible trial is tried again, under its number."""
+
+from __future__ import annotations
+
+import math
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from search.errors import SearchError
+from search.study.steering import retry_trial
+from search.study.study import INFEASIBLE, StudyHandle
+from storage.study_storage import PostgresStorage
+from storage.study_storage.rungs import rung_key
+from storage.trials.claims import REASON, Claim, Claims, Lost
+from storage.trials.process_identity import current_process
+from tests.search.study.steering.support import Say, rows, take
+
+
+def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, state: str = "FAIL") -> Claim:
+    """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last one that has one."""
+    claim = take(claims)
+    for epoch in range(epochs):
+        kept = Kept(f"{epoch}.pt") if checkpoint is not None and epoch <= checkpoint else None
+        claims.report(claim, epoch, 0.1 * epoch, kept)
+    if state == "FAIL":
+        claims.settle(claim, "FAIL", "failed", attrs={REASON: "a bug"})
+    else:
+        claims.report(claim, epochs, math.nan)
+        claims.settle(claim, "PRUNED", "infeasible", value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
+    return claim
+
+
+class Kept:
+    """A checkpoint as the database knows it."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.sha256, self.size = path, "0" * 64, 1
+
+
+def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
+    say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
+) -> None:
+    claim = failed(claims)
+    other = take(claims)
+    storage.set_trial_param(other.trial_id, "x", 0.25, optuna.distributions.FloatDistribution(0, 1))
+    claims.settle(other, "FAIL", "failed", attrs={REASON: "a bug"})
+    assert "trial 1 waits to be run again, from its beginning" in say("retry", "s", "--trial", "1")
+    assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
+    again = take(claims)
+    assert (again.trial_id, again.number, again.attempt) == (other.trial_id, 1, 2)
+    trial = study.trials[1]
+    assert (trial.state, trial.params, trial.datetime_complete) == (TrialState.RUNNING, {"x": 0.25}, None)
+    assert REASON not in trial.user_attrs
+    claims.settle(again, "COMPLETE", "complete", value=0.9)
+    assert study.best_trial.number == 1
+    assert claim.number == 0
+
+
+def test_it_goes_on_after_its_last_checkpoint(say: Say, claims: Claims, study: optuna.Study, database_url) -> None:
+    failed(claims, epochs=5, checkpoint=2)
+    assert "after epoch 3, its last checkpoint's" in say("retry", "s", "--trial", "0")
+    assert study.trials[0].intermediate_values == {0: 0.0, 1: 0.1, 2: 0.2}
+    assert rows(database_url, "SELECT epoch FROM hpsearch_checkpoints ORDER BY epoch") == [(1,), (2,)]
+
+
+def test_from_start_forgets_all_that_it_reported(
+    say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage, database_url: str
+) -> None:
+    claim = failed(claims, epochs=5, checkpoint=2)
+    storage.get_all_trials(study._study_id)
+    assert "from its beginning" in say("retry", "s", "--trial", "0", "--from-start")
+    assert study.trials[0].intermediate_values == {}
+    assert rows(database_url, "SELECT * FROM hpsearch_checkpoints") == []
+    assert rows(database_url, "SELECT * FROM trial_values") == []
+    assert claim.number == take(claims).number
+
+
+def test_an_infeasible_trial_sheds_its_nan_its_value_and_its_mark(
+    say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
+) -> None:
+    claim = failed(claims, epochs=2, checkpoint=1, state="PRUNED")
+    storage.get_all_trials(study._study_id)  # known as finished in this process
+    say("retry", "s", "--trial", "0")
+    trial = study.trials[0]
+    assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.WAITING, None, {0: 0.0, 1: 0.1})
+    assert not {INFEASIBLE, REASON} & set(trial.user_attrs)
+    assert claim.number == take(claims).number
+
+
+def test_rungs_are_forgotten_with_the_epochs(
+    say: Say, claims: Claims, study: optuna.Study, storage: PostgresStorage
+) -> None:
+    claim = take(claims)
+    claims.report(claim, 1, 0.5)
+    storage.set_trial_system_attr(claim.trial_id, rung_key(0), 0.5)
+    storage.set_trial_system_attr(claim.trial_id, "fixed_params", {"x": 1})
+    claims.settle(claim, "FAIL", "failed")
+    say("retry", "s", "--trial", "0")
+    assert study.trials[0].system_attrs == {"fixed_params": {"x": 1}}
+
+
+def test_retries_are_counted_anew(say: Say, claims: Claims, database_url: str) -> None:
+    for _ in range(2):
+        take(claims)
+        bury_workers(database_url)
+    assert isinstance(claims.claim(), Lost), "one retry, and the second worker died too"
+    say("retry", "s", "--trial", "0")
+    take(claims)
+    bury_workers(database_url)
+    again = take(claims)
+    assert (again.number, again.attempt) == (0, 4)
+    outcomes = "SELECT attempt, outcome FROM hpsearch_attempts ORDER BY attempt"
+    assert rows(database_url, outcomes) == [(1, "lost, retried"), (2, "lost, retried"), (3, "lost"), (4, None)]
+
+
+def bury_workers(url: str) -> None:
+    """Make the workers of live attempts ones of this machine that are gone."""
+    machine, pid, _ = current_process().rsplit("/", 2)
+    rows(url, f"UPDATE hpsearch_attempts SET process = '{machine}/{pid}/1' RETURNING 1")
+
+
+def test_a_trial_failed_from_outside_is_taken_from_the_worker_that_has_not_noticed(
+    say: Say, claims: Claims, storage: PostgresStorage
+) -> None:
+    claim = take(claims)
+    storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
+    say("retry", "s", "--trial", "0")
+    again = take(claims)
+    assert (again.number, again.attempt) == (0, 2)
+    assert not claims.renew(claim)
+    assert claims.renew(again)
+
+
+def test_several_are_retried_at_once(say: Say, claims: Claims, study: optuna.Study) -> None:
+    failed(claims)
+    failed(claims)
+    say("retry", "s", "--trial", "0", "--trial", "1", "--trial", "0")
+    assert [t.state for t in study.trials] == [TrialState.WAITING] * 2
+
+
+def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, study: optuna.Study) -> None:
+    claims.settle(take(claims), "COMPLETE", "complete", value=0.9)
+    claims.settle(take(claims), "PRUNED", "pruned", value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
+    running = take(claims)
+    only = "only a failed or an infeasible trial is tried again"
+    assert f"--trial 0: it is COMPLETE; {only}" in say("retry", "s", "--trial", "0", code=2)
+    assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
+    assert "it is running" in say("retry", "s", "--trial", "2", code=2)
+    claims.settle(running, "WAITING", "released")
+    assert "it is waiting already" in say("retry", "s", "--trial", "2", code=2)
+    assert "has no such trial; it has 0 to 2" in say("retry", "s", "--trial", "9", code=2)
+    assert "--trial" in say("retry", "s", code=2)
+    assert "-1" in say("retry", "s", "--trial", "-1", code=2)
+    assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "WAITING"]
+
+
+def test_a_study_without_trials_says_so(handle: StudyHandle) -> None:
+    with pytest.raises(SearchError, match="it has none yet"):
+        retry_trial(handle, 0)

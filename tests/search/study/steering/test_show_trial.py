@@ -1,0 +1,67 @@
+"""One trial on a page."""
+
+from __future__ import annotations
+
+import re
+
+import optuna
+from optuna.trial import create_trial
+
+from search.study.study import PRUNING
+from storage.study_storage import PostgresStorage
+from storage.study_storage.rungs import rung_key
+from storage.trials.claims import REASON, Claims
+from tests.search.study.steering.support import Say, take
+
+
+def test_a_trial_on_a_page(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+    first = take(claims)
+    claims.report(first, 0, 0.25)
+    claims.settle(first, "WAITING", "released")
+    second = take(claims)
+    storage.set_trial_param(second.trial_id, "width", 16, optuna.distributions.IntDistribution(8, 32))
+    claims.report(second, 1, 0.25)
+    storage.set_trial_system_attr(second.trial_id, rung_key(0), 0.25)
+    claims.report(second, 2, 0.5)
+    grounds = {"pruner": "successive_halving", "epoch": 2, "value": 0.5, "cutoff": 0.75, "peers": 4, "rung": 1}
+    claims.settle(second, "PRUNED", "pruned", value=0.5, attrs={REASON: "it fell behind", PRUNING: grounds})
+    page = say("show", "s", "--trial", "0")
+    for line in (
+        r"trial 0 of s: PRUNED",
+        r" +reason +it fell behind",
+        r" +pruning +successive_halving pruner, epoch 3, value 0.5, cutoff 0.75, peers 4, rung 1",
+        r" +value +accuracy 0.5, of its last epoch",
+        r" +width +16",
+        r" +1 +host:1 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\d{4}-\S+ \S+ +released",
+        r" +2 +host:1 +\d{4}-\S+ \S+ +\d{4}-\S+ \S+ +pruned",
+        r" +epoch +val accuracy +rung",
+        r" +1 +0.25 *",
+        r" +2 +0.25 +0",
+        r" +3 +0.5 *",
+    ):
+        assert re.search(rf"^{line} *$", page, re.MULTILINE), f"{line}\n{page}"
+
+
+def test_a_trial_that_waits_says_why(say: Say, claims: Claims, study: optuna.Study) -> None:
+    study.enqueue_trial({"width": 16})
+    assert "enqueued: no worker has taken it yet" in say("show", "s")
+    claims.settle(take(claims), "WAITING", "released")
+    waits = "attempt 1 was given back: it is the next to be taken"
+    assert waits in say("show", "s")
+    assert waits in say("show", "s", "--trial", "0")
+    claims.settle(take(claims), "WAITING", "failed", attrs={REASON: "out of memory"})
+    assert "attempt 2 failed (out of memory): it is" in say("show", "s")
+    claims.settle(take(claims), "WAITING", "released")
+    assert "attempt 3 was given back: it is" in say("show", "s"), "the reason of the second is another's"
+
+
+def test_a_trial_that_runs_has_no_end_and_one_from_elsewhere_no_attempts(
+    say: Say, claims: Claims, study: optuna.Study
+) -> None:
+    study.add_trial(create_trial(value=1.0))
+    take(claims)
+    assert re.search(r"1 +host:1 +\S+ \S+ +running", say("show", "s", "--trial", "1"))
+    elsewhere = say("show", "s", "--trial", "0")
+    for nothing in ("parameters: none", "attempts: none", "epochs: none"):
+        assert nothing in elsewhere
+    assert "--trial 7: study 's' has no such trial; it has 0 to 1" in say("show", "s", "--trial", "7", code=2)

@@ -1,0 +1,48 @@
+"""Stopping a study and starting it again, from anywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import optuna
+
+from search.study.steering import start_study, stop_study
+from storage.trials.claims import STOPPED, Claims, Stopped
+from tests.search.study.steering.support import Say, take
+
+
+def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say: Say, claims: Claims, handle) -> None:
+    claim = take(claims)
+    said = say("stop", "s")
+    assert "stopped s" in said
+    assert "running trials: 1" in said
+    assert "start s" in said
+    assert claims.report(claim, 0, 0.5), "a running trial is to be given back"
+    stopped = claims.claim()
+    assert isinstance(stopped, Stopped)
+    assert re.fullmatch(r"by \S+@\S+ at \d{4}-\d\d-\d\d \d\d:\d\d UTC", stopped.why)
+    assert stopped.why in say("stop", "s"), "the second one says who was first"
+    assert stopped.why in say("show", "s")
+    assert "s (stopped)" in say("studies")
+
+
+def test_a_started_study_goes_on(say: Say, claims: Claims, handle) -> None:
+    assert "was not stopped" in say("start", "s")
+    assert STOPPED not in handle.attrs
+    stop_study(handle)
+    assert "started s, which was stopped by " in say("start", "s")
+    claim = take(claims)
+    assert not claims.report(claim, 0, 0.5)
+    assert start_study(handle) is None
+
+
+def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
+    claims.settle(take(claims), "WAITING", "released")
+    assert "running" not in say("stop", "s", "--wait")
+
+
+def test_an_unknown_study_is_told(say: Say, study: optuna.Study, tmp_path: Path) -> None:
+    for arguments in (["stop"], ["start"], ["extend", "--trials", "+1"], ["retry", "--trial", "0"]):
+        verb, *options = arguments
+        assert "no study 'nope'" in say(verb, "nope", *options, code=2)

@@ -1,0 +1,190 @@
+"""What can go is shown, and goes; what somebody needs stays, also when it becomes needed after it was shown."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+from optuna.trial import TrialState, create_trial
+
+from search.errors import SearchError
+from search.promotion.open_test import choose_candidate, open_for
+from search.promotion.promote import promote
+from search.study.cleanup import Garbage, find_garbage
+from search.study.study import CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING, load_study
+from search.worker.loop import runs_folder
+from storage.embedded.stack import StackInfo
+from storage.errors import StorageError
+from storage.mlflow.disk_usage import Kept, RunStorage
+from storage.mlflow.run_links import RunBook
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import ATTEMPT
+from tests.search.promotion.support import Tracked, train_finalists
+
+
+def find(tracked: Tracked, home: Path, *, keep_top: int = 1) -> list[Garbage]:
+    found, problems = find_garbage(tracked.handle, home=home, tracking=tracked.tracking, keep_top=keep_top)
+    assert problems == []
+    return found
+
+
+def on_server(found: list[Garbage]) -> list[int]:
+    return [number for garbage in found if garbage.where == "MLflow" for number in garbage.trials]
+
+
+def has_model(tracked: Tracked, trial: int) -> bool:
+    try:
+        tracked.client.get_logged_model(tracked.model_of(trial))
+    except MlflowException:
+        return False
+    return True
+
+
+def files_of(stack: StackInfo, tracked: Tracked, trial: int) -> set[str]:
+    """The files of a trial on the server's own disk: its model's and its run's."""
+    folders = [*(stack.home / "artifacts").glob(f"*/models/{tracked.model_of(trial)}")]
+    folders += (stack.home / "artifacts").glob(f"*/{tracked.run_of(trial)}")
+    return {path.name for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def test_models_beyond_the_best_go_with_their_files(
+    tracked: Tracked, tmp_path: Path, stack: StackInfo, database_url: str
+) -> None:
+    (garbage,) = find(tracked, tmp_path)
+    assert garbage.trials == (0, 2)
+    assert garbage.size == 2 * 2 * 1000
+    assert [has_model(tracked, trial) for trial in range(3)] == [True, True, True], "finding removes nothing"
+    assert garbage.remove() == 4000
+    assert [has_model(tracked, trial) for trial in range(3)] == [False, True, False]
+    assert files_of(stack, tracked, 0) == {"config.yaml"}
+    assert files_of(stack, tracked, 1) == {"config.yaml", "best.pt"}
+    assert find(tracked, tmp_path) == []
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
+        promote(again, tracked.tracking, trial=2)
+    with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
+        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), tracked.tracking)
+
+
+def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:
+    promote(tracked.handle, tracked.tracking, trial=0)
+    tracked.client.delete_registered_model_alias(tracked.name, "champion")
+    assert on_server(find(tracked, tmp_path)) == [2], "a registered version needs no alias"
+    train_finalists(tracked, [1, 2], winner=1)
+    assert on_server(find(tracked, tmp_path)) == []
+
+
+def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path: Path) -> None:
+    (garbage,) = find(tracked, tmp_path)
+    promote(tracked.handle, tracked.tracking, trial=0)
+    train_finalists(tracked, [1, 2], winner=1)
+    assert garbage.remove() == 0
+    assert has_model(tracked, 0)
+    assert has_model(tracked, 2)
+
+
+def test_what_could_not_be_removed_is_not_called_so(
+    tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
+) -> None:
+    (garbage,) = find(tracked, tmp_path)
+    remove, removed = RunStorage.remove, []
+
+    def first_only(storage: RunStorage, kept: Kept) -> None:
+        if removed:
+            raise StorageError("MLflow is away")
+        remove(storage, kept)
+        removed.append(kept.run_id)
+
+    monkeypatch.setattr(RunStorage, "remove", first_only)
+    with pytest.raises(StorageError, match="MLflow is away"):
+        garbage.remove()
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED in trial.user_attrs]
+    assert marked == removed
+
+
+def test_a_removal_that_was_cut_short_is_gone_on_with(tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
+    folder = next((stack.home / "artifacts").glob(f"*/models/{tracked.model_of(0)}"))
+    shutil.rmtree(folder)  # the files are gone, the model is still listed
+    (garbage,) = find(tracked, tmp_path)
+    assert garbage.trials == (0, 2)
+    garbage.remove()
+    assert not has_model(tracked, 0)
+
+
+@pytest.fixture
+def runs(tracked: Tracked, tmp_path: Path) -> Path:
+    """Directories here of trials 0 to 2, the first of them after an attempt that came to nothing."""
+    folder = runs_folder(tmp_path / "runs", tracked.handle)
+    for name in ("0000-1", "0001-1", "0002-1", "notes"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.log").write_bytes(b"x" * 10)
+    return folder
+
+
+def left(runs: Path) -> list[str]:
+    return sorted(path.name for path in runs.iterdir())
+
+
+def test_directories_of_a_study_that_has_ended_go(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
+    (garbage,) = find(tracked, tmp_path, keep_top=9)
+    assert (garbage.where, garbage.trials, garbage.size) == ("this machine", (0, 1, 2), 30)
+    assert garbage.remove() == 30
+    assert left(runs) == ["notes"]
+
+
+def test_directories_of_a_live_study_or_without_a_copy_in_mlflow_stay(
+    tracked: Tracked, runs: Path, tmp_path: Path
+) -> None:
+    import_trial = create_trial(state=TrialState.WAITING)
+    tracked.storage.import_trials(tracked.handle.study_id, [import_trial])
+    assert find(tracked, tmp_path, keep_top=9) == []
+
+
+def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Tracked, tmp_path: Path) -> None:
+    run = tracked.run_of(0)
+    attrs = {"hpsearch:mlflow_run_id": run, ATTEMPT: 3, TRACKING: "missing"}
+    tracked.storage.import_trials(
+        tracked.handle.study_id,
+        [create_trial(value=0.1, user_attrs=attrs), create_trial(state=TrialState.RUNNING, user_attrs={ATTEMPT: 2})],
+    )
+    folder = runs_folder(tmp_path / "runs", tracked.handle)
+    for name in ("0004-1", "0004-2", "0004-3", "0005-1", "0005-2"):
+        (folder / name).mkdir(parents=True)
+    (garbage,) = find(tracked, tmp_path, keep_top=9)
+    assert garbage.trials == (4,)
+    garbage.remove()
+    assert left(folder) == ["0004-3", "0005-1", "0005-2"]
+
+
+def test_checkpoints_that_were_left_behind_go(tracked: Tracked, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    tracked.handle.set_attr(CHECKPOINT_URL, str(store))
+    tracked.storage.import_trials(tracked.handle.study_id, [create_trial(state=TrialState.RUNNING)])
+    for trial in ("0000", "0004"):
+        path = store / tracked.handle.folder / trial / "0003-1.pt"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 7)
+    (garbage,) = find(tracked, tmp_path, keep_top=9)
+    assert (garbage.where, garbage.trials, garbage.size) == ("checkpoint store", (0,), 7)
+    assert garbage.remove() == 7
+    assert [path.parent.name for path in store.rglob("*.pt")] == ["0004"], "what a running trial needs stays"
+
+
+def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
+    tracked.handle.set_attr(CHECKPOINT_URL, "nosuch://x")
+    found, problems = find_garbage(tracked.handle, home=tmp_path, tracking=None)
+    assert [garbage.where for garbage in found] == ["this machine"]
+    (problem,) = problems
+    assert "unknown protocol 'nosuch'" in problem
+
+
+def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
+    assert on_server(find(tracked, tmp_path)) == [0, 2]
+    with RunBook(tracked.storage.engine).opening(tracked.handle.trials()[2]._trial_id) as page:
+        page.note({TRACKING: "pending: on its way from elsewhere"})
+    handle = load_study(open_storage(database_url, application_name="test"), tracked.name)
+    found, _ = find_garbage(handle, home=tmp_path, tracking=tracked.tracking, keep_top=1)
+    assert on_server(found) == [0]

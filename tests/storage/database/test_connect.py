@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from storage.database.connect import check_database, make_engine
+from storage.database.roles import OWNER, WORKER
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
+from storage.embedded.stack import StackInfo
+from storage.errors import StorageError
+
+
+def _refused(url: str) -> str:
+    with pytest.raises(StorageError) as raised:
+        check_database(url, setting="--storage-url")
+    message = str(raised.value)
+    assert message.startswith("--storage-url ")
+    assert "\n" not in message
+    password = sa.make_url(url).password
+    assert not password or f":{password}@" not in message
+    return message
+
+
+def test_worker_and_owner_may_use_a_migrated_database(database_url: str, owner_url: str) -> None:
+    check_database(database_url)
+    check_database(owner_url)
+
+
+def test_an_engine_survives_the_loss_of_its_connections(database_url: str, postgres_server: Any) -> None:
+    engine = make_engine(database_url, application_name="hpsearch worker 7")
+    ask = sa.text("SELECT application_name, pid FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+    try:
+        with engine.connect() as connection:
+            name, pid = connection.execute(ask).one()
+        assert name == "hpsearch worker 7"
+        postgres_server.execute(f"SELECT pg_terminate_backend({pid}, 10000)")
+        with engine.connect() as connection:
+            assert connection.execute(ask).one()[1] != pid
+    finally:
+        engine.dispose()
+
+
+def test_both_ends_notice_a_peer_that_is_gone(database_url: str) -> None:
+    engine = make_engine(database_url, application_name="test")
+    try:
+        with engine.connect() as connection:
+            show = {
+                name: connection.exec_driver_sql(f"SHOW {name}").scalar()
+                for name in ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
+            }
+            raw: Any = connection.connection.dbapi_connection
+            client = raw.info.dsn_parameters
+            assert raw.info.socket > 0
+    finally:
+        engine.dispose()
+    assert list(show.values()) == ["20", "5", "3"]
+    assert (client["keepalives"], client["keepalives_idle"], client["tcp_user_timeout"]) == ("1", "20", "35000")
+
+
+def test_what_the_url_sets_is_left_to_it(database_url: str) -> None:
+    engine = make_engine(database_url + "&application_name=mine&connect_timeout=3", application_name="ours")
+    try:
+        with engine.connect() as connection:
+            assert connection.exec_driver_sql("SHOW application_name").scalar() == "mine"
+            raw: Any = connection.connection.dbapi_connection
+            assert raw.info.dsn_parameters["connect_timeout"] == "3"
+    finally:
+        engine.dispose()
+
+
+def test_wrong_password_database_user_and_host(postgres_server: Any, database: str) -> None:
+    url = postgres_server.url
+    assert f"refused the password of user '{WORKER}'" in _refused(url(database, password="wrong"))
+    assert "there is no database 'nowhere'" in _refused(url("nowhere"))
+    assert "refused the password of user 'nobody'" in _refused(url(database, user="nobody"))
+    assert "host 'nohost.invalid' is not known" in _refused(url(database).replace("127.0.0.1", "nohost.invalid"))
+    assert f"may not connect to database 'mlflow': GRANT CONNECT ON DATABASE mlflow TO {WORKER}" in _refused(
+        url("mlflow")
+    )
+
+
+def test_nothing_listens_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
+        port = closed.getsockname()[1]
+        assert f"nothing listens at 127.0.0.1:{port}" in _refused(f"postgresql://u:p@127.0.0.1:{port}/db")
+
+
+def test_something_listens_and_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        url = f"postgresql://u:p@127.0.0.1:{port}/db?connect_timeout=2"
+        assert f"127.0.0.1:{port} does not answer in time" in _refused(url)
+
+
+@pytest.mark.parametrize("ssl", ["disable", "prefer", "require"])
+def test_the_tracking_server_is_not_postgres(stack: StackInfo, ssl: str) -> None:
+    where = stack.tracking_uri.removeprefix("http://")
+    message = _refused(f"postgresql://u:p@{where}/db?sslmode={ssl}")
+    assert f"what answers at {where} is not a Postgres server" in message
+
+
+def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
+    postgres_server.execute("CREATE ROLE crowded LOGIN PASSWORD 'crowded' CONNECTION LIMIT 0")
+    try:
+        assert "has no free connection" in _refused(postgres_server.url(database, user="crowded"))
+    finally:
+        postgres_server.execute("DROP ROLE crowded")
+
+
+def test_tables_are_missing(empty_database_url: str, owner_url: str) -> None:
+    assert "there are no tables yet: run hpsearch migrate" in _refused(empty_database_url)
+    _execute(owner_url, "DROP TABLE trial_heartbeats")
+    assert "tables are missing (trial_heartbeats)" in _refused(owner_url)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE alembic_version SET version_num = 'v2.6.0.a'",
+        "DELETE FROM alembic_version",
+        "DROP TABLE alembic_version",
+    ],
+)
+def test_tables_of_another_optuna(database_url: str, owner_url: str, statement: str) -> None:
+    _execute(owner_url, statement)
+    message = _refused(database_url)
+    assert "another version of Optuna" in message
+    assert "run hpsearch migrate" in message
+
+
+def test_rights_are_lacking(database_url: str, owner_url: str) -> None:
+    _execute(owner_url, f"REVOKE INSERT, DELETE ON trials, trial_values FROM {WORKER}")
+    message = _refused(database_url)
+    assert f"user '{WORKER}' lacks DELETE, INSERT on trials, trial_values:" in message
+    assert f"GRANT DELETE, INSERT ON ALL TABLES IN SCHEMA public TO {WORKER}" in message
+
+
+def test_the_schema_is_closed(database_url: str, owner_url: str) -> None:
+    _execute(owner_url, f"REVOKE USAGE ON SCHEMA public FROM PUBLIC, {WORKER}")
+    assert f"GRANT USAGE ON SCHEMA public TO {WORKER}" in _refused(database_url)
+
+
+def test_a_read_only_replica(fresh_home: Path) -> None:
+    fresh_home.mkdir()
+    fresh_home.chmod(0o755)
+    (fresh_home / "logs").mkdir()
+    server = Server(make_folder(fresh_home), fresh_home / "logs" / "postgres.log")
+    server.start(None)
+    server.stop()
+    (server.data / "standby.signal").touch(0o644)
+    port = server.start(None)
+    url = f"postgresql://{SUPERUSER}:{server.password}@127.0.0.1:{port}/postgres"
+    assert "read-only replica" in _refused(url)
+
+
+def _execute(url: str, statement: str) -> None:
+    engine = sa.create_engine(url)
+    try:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(statement)
+    finally:
+        engine.dispose()
+
+
+def test_the_owner_is_who_changes_the_schema(database_url: str, owner_url: str) -> None:
+    assert sa.make_url(owner_url).username == OWNER
+    with pytest.raises(sa.exc.ProgrammingError, match="permission denied for schema public"):
+        _execute(database_url, "CREATE TABLE mine (x int)")
+    with pytest.raises(sa.exc.ProgrammingError, match="must be owner"):
+        _execute(database_url, "DROP TABLE trials")
+    _execute(owner_url, "CREATE TABLE mine (x serial)")
+    _execute(database_url, "INSERT INTO mine DEFAULT VALUES")  # later tables and their sequences, by default privileges

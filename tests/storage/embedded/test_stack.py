@@ -1,0 +1,310 @@
+"""The whole embedded stack, with what happens to it in a user's life: two starters, kills, reused ids, lost files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+import optuna
+import psutil
+import psycopg2
+import pytest
+
+from storage.database.connect import check_database
+from storage.embedded import process, web_service
+from storage.embedded.stack import StackInfo, down, info, status, up
+from storage.errors import StorageError
+
+if TYPE_CHECKING:
+    from tests.storage.conftest import OrdinaryUser
+
+_UP = """
+import sys, time
+from pathlib import Path
+from storage.embedded.stack import up
+print(up(Path(sys.argv[1]), progress=lambda line: print(line, flush=True)).tracking_uri, flush=True)
+"""
+_NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
+
+
+@pytest.fixture(scope="module")
+def home(guarded_homes: Any) -> Iterator[Path]:
+    """A home with spaces and a long path, whose stack each test finds in whatever state the last one left it."""
+    with guarded_homes() as fresh:
+        home = fresh / ("a long path " * 10).strip() / "home"
+        home.parent.mkdir(parents=True)
+        for folder in (fresh, *fresh.rglob("*")):
+            folder.chmod(0o755)
+        yield home
+        down(home)
+
+
+def _pids(home: Path) -> dict[str, int | None]:
+    return {service.name: service.pid for service in status(home)}
+
+
+def _states(home: Path) -> dict[str, str]:
+    return {service.name: service.state for service in status(home)}
+
+
+def _kill(home: Path, name: str) -> None:
+    pid = _pids(home)[name]
+    assert pid is not None
+    victim = psutil.Process(pid)
+    victim.kill()
+    assert process.wait([victim], timeout=30)
+
+
+def _processes(home: Path) -> list[psutil.Process]:
+    """Return every process of the stack in `home`."""
+    found = [one for name in ("MLflow", "Optuna dashboard") for one in process.find_marked(f"{name}:{home}")]
+    for one in psutil.process_iter():
+        try:
+            if f"{home}/postgres/data" in one.cmdline():
+                found.append(one)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        body: bytes = response.read()
+        return body
+
+
+def _works(stack: StackInfo) -> None:
+    check_database(stack.storage_url)
+    check_database(stack.owner_url)
+    mlflow.MlflowClient(stack.tracking_uri).search_experiments()
+    assert b"study_summaries" in _get(f"{stack.dashboard_url}/api/studies")
+
+
+def test_down_and_status_on_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "none"
+    assert down(home) == []
+    assert info(home) is None
+    assert [(service.name, service.state) for service in status(home)] == [(name, "stopped") for name in _NAMES]
+    assert not home.exists()
+
+
+def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    stack = up(home, progress=lines.append)
+    assert lines
+    assert _states(home) == dict.fromkeys(_NAMES, "running")
+    _works(stack)
+
+    lines.clear()
+    before = _pids(home)
+    assert up(home, progress=lines.append) == info(home) == stack
+    assert (lines, _pids(home)) == ([], before)
+
+    study = optuna.create_study(study_name="shown", storage=stack.storage_url)
+    study.add_trial(optuna.trial.create_trial(value=0.25))
+    assert b'"shown"' in _get(f"{stack.dashboard_url}/api/studies")
+    assert b"Optuna" in _get(f"{stack.dashboard_url}/dashboard")
+
+    client = mlflow.MlflowClient(stack.tracking_uri)
+    run = client.create_run(client.create_experiment("test artifacts"))
+    (tmp_path / "weights #1 %.txt").write_text("abc")
+    client.log_artifact(run.info.run_id, str(tmp_path / "weights #1 %.txt"))
+    got = client.download_artifacts(run.info.run_id, "weights #1 %.txt", str(tmp_path))
+    assert Path(got).read_text() == "abc"
+    stored = [path for path in (home / "artifacts").rglob("*") if path.is_file()]
+    assert [path.read_text() for path in stored] == ["abc"]
+
+
+def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
+    stack = up(home)
+    state = json.loads((home / "stack.json").read_text())
+    secrets = [value for name, value in state.items() if name.endswith("_password")]
+    secrets.append((home / "postgres" / "password").read_text())
+    assert len(secrets) == 4
+    processes = _processes(home)
+    assert len(processes) >= 4
+    for one in processes:
+        assert not any(secret in part for secret in secrets for part in one.cmdline())
+        listening = [item.laddr.ip for item in one.net_connections() if item.status == psutil.CONN_LISTEN]
+        assert set(listening) <= {"127.0.0.1"}
+    for log in (home / "logs").iterdir():
+        assert not any(secret in log.read_text() for secret in secrets)
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    for name, mode in (("stack.json", 0o600), ("postgres/password", 0o600), ("logs", 0o700), ("artifacts", 0o700)):
+        assert stat.S_IMODE((home / name).stat().st_mode) == mode
+    shown = " ".join(f"{service.url} {service.detail}" for service in status(home))
+    assert not any(secret in shown for secret in secrets)
+    assert stack.storage_url != stack.owner_url
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_service_killed_with_sigkill_is_started_again(home: Path, name: str) -> None:
+    stack = up(home)
+    before = _pids(home)
+    _kill(home, name)
+    assert info(home) is None
+    assert _states(home)[name] == "dead"
+    assert up(home) == stack  # at the same addresses
+    after = _pids(home)
+    assert after.pop(name) != before.pop(name)
+    assert after == before  # the others were adopted
+    _works(stack)
+
+
+def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = up(home)
+    pid = _pids(home)["Optuna dashboard"]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+        monkeypatch.setattr(web_service, name, 3.0)
+    assert status(home)[2].state == "dead"
+    assert "does not answer" in status(home)[2].detail
+    assert up(home) == stack
+    assert _pids(home)["Optuna dashboard"] != pid
+    _works(stack)
+
+
+def test_ids_that_others_have_now_are_left_alone(home: Path) -> None:
+    up(home)
+    for name in _NAMES:
+        _kill(home, name)
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        state = json.loads((home / "stack.json").read_text())
+        for name in ("postgres", "mlflow", "dashboard"):
+            state[name]["process"]["pid"] = bystander.pid
+        (home / "stack.json").write_text(json.dumps(state))
+        pid_file = home / "postgres" / "data" / "postmaster.pid"
+        lines = pid_file.read_text().splitlines()
+        pid_file.write_text("\n".join([str(bystander.pid), *lines[1:]]) + "\n")
+
+        assert _states(home) == dict.fromkeys(_NAMES, "dead")
+        down(home)
+        assert bystander.poll() is None
+        _works(up(home))
+        assert bystander.poll() is None
+        assert bystander.pid not in _pids(home).values()
+    finally:
+        bystander.communicate(b"\n")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}'])
+def test_a_lost_or_broken_state_file_costs_nothing(home: Path, content: str | None) -> None:
+    first = content is None
+    if first:
+        study = optuna.create_study(study_name="kept", storage=up(home).storage_url)
+        study.add_trial(optuna.trial.create_trial(value=0.5))
+    (home / "stack.json").unlink(missing_ok=True)
+    if content is not None:
+        (home / "stack.json").write_text(content)
+    assert info(home) is None
+    assert _states(home)["MLflow"] == "stopped"
+    if not first:  # the rest is the same for every content, and starting MLflow takes its time
+        return
+    stack = up(home)
+    _works(stack)
+    assert optuna.load_study(study_name="kept", storage=stack.storage_url).best_value == 0.5
+    assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
+
+
+def test_a_service_that_cannot_start_says_why(home: Path) -> None:
+    port = up(home).storage_url.rsplit(":", 1)[1].split("/")[0]
+    password = (home / "postgres" / "password").read_text()
+    connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
+    with connection, connection.cursor() as cursor:
+        cursor.execute("SELECT version_num FROM alembic_version")
+        (revision,) = cursor.fetchone() or ("",)
+        cursor.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+    _kill(home, "MLflow")
+    try:
+        with pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised:
+            up(home)
+        assert "\n" not in str(raised.value)
+        assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
+    finally:
+        with connection, connection.cursor() as cursor:
+            cursor.execute("UPDATE alembic_version SET version_num = %s", (revision,))
+        connection.close()
+    _works(up(home))
+
+
+def test_down_stops_everything_and_the_ports_are_kept_if_free(home: Path) -> None:
+    stack = up(home)
+    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
+    assert _processes(home) == []
+    assert down(home) == []
+    assert _states(home) == dict.fromkeys(_NAMES, "stopped")
+    assert info(home) is None
+
+    taken = int(stack.dashboard_url.rsplit(":", 1)[1])
+    with socket.create_server(("127.0.0.1", taken)):
+        again = up(home)
+        assert again.dashboard_url != stack.dashboard_url
+        assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url)
+        _works(again)
+
+
+def test_down_finds_what_a_lost_state_file_knew(home: Path) -> None:
+    up(home)
+    (home / "stack.json").unlink()
+    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
+    assert _processes(home) == []
+
+
+def test_starters_killed_at_every_step_then_four_at_once(fresh_home: Path) -> None:
+    for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
+        (starter,) = _starters(fresh_home, 1)
+        assert starter.stdout
+        assert any(step in line for line in starter.stdout), f"{step!r} was never reached"
+        starter.kill()
+        starter.communicate()
+
+    starters = _starters(fresh_home, 4)
+    output = [starter.communicate() for starter in starters]
+
+    assert [starter.returncode for starter in starters] == [0] * 4, output
+    assert len({out.splitlines()[-1] for out, _ in output}) == 1
+    processes = _processes(fresh_home)
+    assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
+    assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
+    assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
+    stack = info(fresh_home)
+    assert stack
+    _works(stack)
+
+
+def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _UP, str(home)]
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(number)]
+
+
+def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
+    login = ordinary_user.own(open_folder / "a login")
+    home = login / ".local" / "share" / "hpsearch"
+    code = _UP.replace("sys.argv[1]", "__import__('storage.home').home.home_dir()")
+    stop = (
+        "from pathlib import Path; import sys; from storage.embedded.stack import down; print(down(Path(sys.argv[1])))"
+    )
+    try:
+        started = ordinary_user.python(code, HOME=str(login))
+        assert started.returncode == 0, started.stderr
+        processes = _processes(home)
+        assert len(processes) >= 4
+        assert {one.uids().effective for one in processes} == {ordinary_user.uid}
+        assert {path.stat().st_uid for path in home.rglob("*")} == {ordinary_user.uid}
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    finally:
+        stopped = ordinary_user.python(stop, home, HOME=str(login))
+    assert stopped.stdout.count("process") == 3
+    assert _processes(home) == []

@@ -1,0 +1,129 @@
+"""A trial's MLflow artifacts in the Optuna dashboard: listed, shown, and nothing else shown."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.artifacts import get_all_artifact_meta
+from optuna.artifacts.exceptions import ArtifactNotFound
+from optuna.trial import create_trial
+
+from storage.embedded.stack import StackInfo
+from storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
+from storage.mlflow.client import Tracking
+from storage.mlflow.run_links import RunBook
+from storage.study_storage.opening import open_storage
+
+RUN = "0123456789abcdef" * 2
+
+
+@pytest.fixture(scope="module")
+def tracking(stack: StackInfo) -> Tracking:
+    return Tracking(stack.tracking_uri)
+
+
+def log(tracking: Tracking, folder: Path, **files: bytes) -> str:
+    run_id = str(tracking.client.create_run(tracking.experiment_id).info.run_id)
+    for name, content in files.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes(content)
+        tracking.client.log_artifact(run_id, str(path))
+    return run_id
+
+
+def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracking, tmp_path: Path) -> None:
+    run_id = log(tracking, tmp_path, curves_png=b"\x89PNG", report_md=b"# report")
+    storage = open_storage(stack.storage_url, application_name="test")
+    study = optuna.create_study(study_name="with artifacts", storage=storage)
+    attrs = artifact_attrs(run_id, ["curves.png", "report.md", "train.log"])
+    study.add_trial(create_trial(value=1.0, system_attrs=attrs))
+    trial = study.trials[0]
+    assert [meta.filename for meta in get_all_artifact_meta(trial, storage=storage)] == ["curves.png", "report.md"]
+
+    here = f"{stack.dashboard_url}/artifacts/{study._study_id}/{trial._trial_id}"
+    with urllib.request.urlopen(f"{stack.dashboard_url}/api/studies/{study._study_id}", timeout=30) as reply:
+        listed = json.load(reply)["trials"][0]["artifacts"]
+    shown = {}
+    for meta in listed:
+        with urllib.request.urlopen(f"{here}/{meta['artifact_id']}", timeout=30) as reply:
+            shown[meta["filename"]] = (reply.headers["Content-Type"], reply.read())
+    assert shown == {
+        "curves.png": ("image/png", b"\x89PNG"),
+        "report.md": ("text/plain; charset=utf-8", b"# report"),
+    }
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{here}/{artifact_id_of(run_id, 'train.log')}", timeout=30)
+    assert refused.value.code == 404, "only what the trial lists is given out"
+
+    request = urllib.request.Request(f"{stack.dashboard_url}/api/studies/{study._study_id}", method="DELETE")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        assert reply.status == 204, "artifacts that cannot be removed do not keep a study from being deleted"
+    assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
+
+
+def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> None:
+    storage = open_storage(stack.storage_url, application_name="test")
+    study = optuna.create_study(study_name="late files", storage=storage)
+    study.add_trial(create_trial(value=1.0))
+    page = f"{stack.dashboard_url}/api/studies/{study._study_id}"
+
+    def listed() -> list[str]:
+        with urllib.request.urlopen(page, timeout=30) as reply:
+            return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
+
+    assert listed() == []
+    with RunBook(storage.engine).opening(study.trials[0]._trial_id) as book:
+        book.note_system(artifact_attrs(RUN, ["curves.png"]))
+    while not listed():
+        time.sleep(0.2)  # it remembers its answers for two seconds
+    assert listed() == ["curves.png"]
+    storage.delete_study(study._study_id)
+
+
+def test_only_what_a_person_opens_is_listed_and_no_type_can_run_code() -> None:
+    attrs = artifact_attrs(RUN, [*SHOWN, "evil.html", "best.pt"])
+    metas = [json.loads(value) for value in attrs.values()]
+    assert [meta["filename"] for meta in metas] == list(SHOWN)
+    assert {meta["mimetype"] for meta in metas} == {"image/png", "text/plain; charset=utf-8"}
+    assert all(f"artifacts:{meta['artifact_id']}" in attrs for meta in metas)
+
+
+@pytest.mark.parametrize(
+    "artifact_id",
+    [
+        artifact_id_of(RUN, "../other/secret"),
+        artifact_id_of(RUN, "a/../../secret"),
+        artifact_id_of(RUN, "/etc/passwd"),
+        artifact_id_of(RUN, "..\\secret"),
+        RUN,
+        f"{RUN}-",
+        f"{RUN}-ff",  # no UTF-8
+        f"{RUN}-abc",
+        "../../etc/passwd",
+    ],
+)
+def test_no_request_leaves_the_runs_artifacts(artifact_id: str) -> None:
+    def nobody() -> None:
+        raise AssertionError("MLflow was asked")
+
+    with pytest.raises(ArtifactNotFound) as told:
+        RunArtifacts(nobody).open_reader(artifact_id)  # type: ignore[arg-type]
+    assert "MLflow was asked" not in str(told.value)
+
+
+def test_what_mlflow_does_not_have_is_not_found(tracking: Tracking, tmp_path: Path) -> None:
+    run_id = log(tracking, tmp_path, curves_png=b"x")
+    artifacts = RunArtifacts(lambda: tracking.client)
+    with artifacts.open_reader(artifact_id_of(run_id, "curves.png")) as file:
+        assert file.read() == b"x"
+    for missing in (artifact_id_of(run_id, "report.md"), artifact_id_of(RUN, "curves.png")):
+        with pytest.raises(ArtifactNotFound):
+            artifacts.open_reader(missing)
+    with pytest.raises(PermissionError, match="read-only"):
+        artifacts.write("x", file)

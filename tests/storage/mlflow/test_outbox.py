@@ -1,0 +1,216 @@
+"""Journals on disk: what is appended survives the process, and one process at a time has it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from storage.mlflow import outbox
+from storage.mlflow.outbox import Journal, Outbox
+
+HEAD = {"study": "s", "trial": 1, "number": 7, "attempt": 1, "resumed": False, "metric": "val_loss", "tags": {}}
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "study")
+
+
+def values(journal: Journal) -> list[object]:
+    return [entry.record.get("values") for entry in journal.unsent() if entry.record["kind"] != "open"]
+
+
+@contextmanager
+def full_disk(journal: Journal) -> Iterator[None]:
+    """Give the journal's file room for ten bytes more."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 10, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from storage.mlflow.outbox import Outbox
+journal = Outbox(Path(sys.argv[1])).open("0007-1", number=7)
+for epoch in range(50):
+    journal.append("epoch", step=epoch, values={"loss": 1 / 3})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None:
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
+    assert done.returncode == -signal.SIGKILL
+    [journal] = box.left()
+    entries = journal.unsent()
+    assert [entry.record["step"] for entry in entries[1:]] == list(range(50))
+    assert {entry.record["values"]["loss"] for entry in entries[1:]} == {1 / 3}
+    assert journal.head == {"number": 7}
+    assert not journal.live
+
+
+def test_who_has_a_journal_has_it_alone(box: Outbox) -> None:
+    mine = box.open("0007-1", **HEAD)
+    assert list(box.left()) == []
+    mine.close()
+    [taken] = box.left()
+    assert list(box.left()) == []
+    taken.remove()
+    assert box.waiting() == 0
+
+
+def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
+    journal = box.open("0007-1", **HEAD)
+    journal.append("params", values={"lr": 0.1})
+    journal.close()
+    with journal.path.open("ab") as file:
+        file.write(b'{"kind":"params","values":{"torn')
+    [left] = box.left()
+    assert values(left) == [{"lr": 0.1}]
+
+
+def test_a_journal_that_was_never_begun_is_swept_away(box: Outbox) -> None:
+    (box.folder / "0001-1").mkdir(parents=True)
+    (box.folder / "0001-1" / outbox.JOURNAL).write_bytes(b'{"kind":"open","numb')
+    assert list(box.left()) == []
+    assert box.waiting() == 0
+
+
+def test_numbers_that_are_none_survive(box: Outbox) -> None:
+    journal = box.open("0007-1", **HEAD)
+    journal.append("epoch", step=0, values={"nan": math.nan, "up": math.inf, "down": -math.inf})
+    [found] = values(journal)
+    assert isinstance(found, dict)
+    assert math.isnan(found["nan"])
+    assert (found["up"], found["down"]) == (math.inf, -math.inf)
+
+
+def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None:
+    journal = box.open("0007-1", **HEAD)
+    journal.append("params", values={"lr": 0.1})
+    journal.position.run = "r"
+    journal.moved(journal.unsent())
+    journal.append("params", values={"epochs": 3})
+    journal.close()
+    [left] = box.left()
+    assert values(left) == [{"epochs": 3}]
+    assert left.position.run == "r"
+
+
+def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
+    box: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = box.open("0007-1", **HEAD)
+    with full_disk(journal), caplog.at_level(logging.WARNING):
+        for epoch in range(3):
+            journal.append("epoch", values={"epoch": epoch})
+        assert json.loads(journal.path.read_bytes()) == {"kind": "open", **HEAD}, "no torn line stands in the file"
+        assert values(journal) == [{"epoch": epoch} for epoch in range(3)], "they can be sent all the same"
+        journal.returned()
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
+        f"{journal.path} cannot be written (File too large): the trial goes on, its records wait in memory"
+    ]
+    journal.append("epoch", values={"epoch": 3})
+    journal.close()
+    [left] = box.left()
+    assert values(left) == [{"epoch": epoch} for epoch in range(4)]
+
+
+def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
+    journal = box.open("0007-1", **HEAD)
+    with full_disk(journal):
+        journal.append("epoch", values={"epoch": 0})
+        entries = journal.unsent()
+        journal.append("epoch", values={"epoch": 1})  # while the sender has the first
+        journal.moved(entries)
+        journal.returned()
+    journal.append("epoch", values={"epoch": 2})
+    journal.close()
+    [left] = box.left()
+    assert values(left) == [{"epoch": 1}, {"epoch": 2}]
+
+
+def test_memory_is_bounded_and_what_is_lost_is_told(
+    box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "_MEMORY", 1000)
+    journal = box.open("0007-1", **HEAD)
+    with full_disk(journal):
+        for epoch in range(100):
+            journal.append("epoch", values={"epoch": epoch})
+    assert 50 < journal.lost < 100
+    assert sum("what is logged is lost" in record.message for record in caplog.records) == 1
+
+
+def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: Path) -> None:
+    journal = box.open("0007-1", **HEAD)
+    made = tmp_path / "best.pt"
+    made.write_bytes(b"weights")
+    assert journal.keep(made, folder="checkpoints")
+    made.unlink()
+    assert (journal.files / "checkpoints" / "best.pt").read_bytes() == b"weights"
+    assert not journal.keep(tmp_path / "gone")
+
+
+def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
+    box = Outbox(tmp_path / "study", limit=1000)
+    journal = box.open("0007-1", **HEAD)
+    assert box.has_room()
+    (tmp_path / "large").write_bytes(os.urandom(2000))
+    journal.keep(tmp_path / "large")
+    assert not box.has_room()
+
+
+def test_a_name_that_is_taken_gets_a_number(box: Outbox) -> None:
+    assert [box.open("0007-1", **HEAD).name for _ in range(3)] == ["0007-1", "0007-1.2", "0007-1.3"]
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "study").write_text("not a folder")
+    journal = Outbox(tmp_path / "study").open("0007-1", **HEAD)
+    journal.append("params", values={"lr": 0.1})
+    assert values(journal) == [{"lr": 0.1}]
+
+
+def test_a_file_system_without_locks_costs_nothing_but_the_disk(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    journal = box.open("0007-1", **HEAD)
+    journal.append("params", values={"lr": 0.1})
+    assert values(journal) == [{"lr": 0.1}]
+    assert list(box.folder.iterdir()) == []
+
+
+def test_nobody_takes_a_journal_that_is_being_removed(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = box.open("0007-1", **HEAD)
+    taken: list[Journal] = []
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        taken.extend(box.left())
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    journal.remove()
+    assert taken == []
+    assert list(box.left()) == []

@@ -1,0 +1,39 @@
+"""What is refused before MLflow is asked, and which aliases say what another named before."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.errors import StorageError
+from storage.mlflow.registry import check_alias, check_model_name, is_previous, previous_alias
+
+
+@pytest.mark.parametrize("alias", ["", "two words", "a.b", "latest", "Latest", "v3", "V3", "a" * 256])
+def test_aliases_that_mlflow_refuses(alias: str) -> None:
+    with pytest.raises(StorageError, match=r"^--alias .*: choose another"):
+        check_alias(alias)
+
+
+@pytest.mark.parametrize("alias", ["previous", "previous-x"])
+def test_aliases_that_we_keep_for_ourselves(alias: str) -> None:
+    assert is_previous(alias)
+    with pytest.raises(StorageError, match=r"^--alias .*: that is for the version before: choose another"):
+        check_alias(alias)
+
+
+@pytest.mark.parametrize("alias", ["champion", "A-1_b", "é", "v3x"])
+def test_aliases_that_are_taken(alias: str) -> None:
+    check_alias(alias)
+    assert not is_previous(alias)
+    assert is_previous(previous_alias(alias))
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b", "a:b", 'a"b', ".", "..", "a" * 257])
+def test_names_of_models_that_are_refused(name: str) -> None:
+    with pytest.raises(StorageError, match=r"^--model .*: choose another$"):
+        check_model_name(name)
+
+
+@pytest.mark.parametrize("name", ["digits", "two words", "it's", "a" * 256])
+def test_names_of_models_that_are_taken(name: str) -> None:
+    check_model_name(name)

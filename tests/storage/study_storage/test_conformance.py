@@ -1,0 +1,34 @@
+"""The storage against Optuna's own conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+import pytest
+from optuna.study import StudyDirection
+from optuna.testing.pytest_storages import StorageTestCase
+
+from storage.database.statements import Database
+from storage.study_storage import PostgresStorage, creating
+from storage.study_storage.opening import open_storage
+
+
+@pytest.fixture
+def storage(database_url: str) -> Iterator[PostgresStorage]:
+    opened = open_storage(database_url, application_name="test", patience=5)
+    yield opened
+    opened.engine.dispose()
+
+
+class TestConformance(StorageTestCase):
+    """Every test of the suite, with `storage` above."""
+
+
+def test_trials_that_start_in_the_same_microsecond_are_two(storage: PostgresStorage) -> None:
+    study_id = storage.create_new_study([StudyDirection.MINIMIZE])
+    start = datetime(2026, 1, 1, 12, 0, 0, 123456)
+    database = Database(storage.engine, patience=10.0)
+    made = [creating.create(database, study_id, start, -1) for _ in range(2)]
+    assert [number for _, number in made] == [0, 1]
+    assert made[0] != made[1]

@@ -1,0 +1,327 @@
+"""The database goes away in the middle of things: calls wait, nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg2
+import pytest
+import sqlalchemy as sa
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
+
+from storage.database.migrate import migrate
+from storage.database.retry import is_transient, retrying
+from storage.database.roles import create_databases
+from storage.embedded import ports
+from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_data import SUPERUSER
+from storage.embedded.postgres_server import Server
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.urls import build
+from tests.storage.conftest import Open
+from tests.storage.shaking import COMPLETE, X, check, run_trials
+
+if TYPE_CHECKING:
+    from tests.conftest import PostgresServer
+
+
+@pytest.fixture
+def storage(opened: Open) -> PostgresStorage:
+    return opened("shaken", patience=60)
+
+
+def test_cut_connections_lose_nothing(
+    storage: PostgresStorage, study_id: int, postgres_server: PostgresServer, database: str
+) -> None:
+    """Every connection is cut again and again, in the middle of statements."""
+    cut, cuts = psycopg2.connect(postgres_server.admin_url.replace("+psycopg2", "")), 0
+    cut.autocommit = True
+    query = (
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+        " WHERE datname = %s AND application_name = 'shaken' AND pid <> pg_backend_pid()"
+    )
+    with ThreadPoolExecutor(3) as pool, cut.cursor() as cursor:
+        runs = [pool.submit(run_trials, storage, study_id, 4) for _ in range(3)]
+        while cuts < 25 and not all(run.done() for run in runs):
+            cursor.execute(query, (database,))
+            cuts += (cursor.fetchone() or (0,))[0]
+            time.sleep(0.05)  # the pace of the cuts
+        made = [run.result() for run in runs]
+    cut.close()
+    assert cuts > 5, "nothing was cut"
+    check(storage, study_id, made)
+
+
+@pytest.fixture(scope="module")
+def own_server(guarded_homes: Callable[[], Any]) -> Iterator[tuple[Server, str]]:
+    """A Postgres that may be killed, and the URL of its migrated database for a worker."""
+    with guarded_homes() as home:
+        (home / "logs").mkdir(parents=True)
+        home.chmod(0o755)
+        server = Server(make_folder(home), home / "logs" / "postgres.log")
+        port = server.start(None)
+        admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+        made = create_databases(
+            admin + "?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m"
+        )
+        migrate(made.owner_url)
+        yield server, made.worker_url
+        server.stop()
+
+
+def test_a_server_that_is_killed_and_started_again_loses_nothing(
+    own_server: tuple[Server, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, url = own_server
+    storage = open_storage(url, application_name="killed", patience=120)
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "killed")
+    port = server.port()
+    progress = open_storage(url, application_name="watch", patience=120)
+    with caplog.at_level(logging.WARNING, "storage.database.retry"), ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_trials, storage, study_id, 8) for _ in range(2)]
+        for reached in (3, 8):
+            while len(progress.get_all_trials(study_id, states=COMPLETE)) < reached:
+                assert not all(run.done() for run in runs)
+            running = server.running()
+            assert running is not None
+            running.send_signal(signal.SIGKILL)
+            running.wait()
+            assert server.start(port) == port
+        made = [run.result() for run in runs]
+    check(storage, study_id, made)
+    lines = [record.getMessage() for record in caplog.records]
+    away, back = (sum(text in line for line in lines) for text in ("is away", "is back"))
+    assert away == back >= 2, lines
+    storage.engine.dispose()
+    progress.engine.dispose()
+
+
+def test_an_outage_longer_than_the_patience_is_an_error(own_server: tuple[Server, str]) -> None:
+    server, url = own_server
+    port = server.port()
+    storage = open_storage(url, application_name="impatient", patience=1)
+    storage.get_all_studies()
+    server.stop()
+    try:
+        with pytest.raises(sa.exc.OperationalError, match="refused"):
+            storage.get_all_studies()
+    finally:
+        assert server.start(port) == port
+    assert storage.get_all_studies() is not None
+    storage.engine.dispose()
+
+
+class LosesReplies:
+    """A relay before a Postgres that, when told to, passes a statement on and cuts the line instead of its reply."""
+
+    def __init__(self, port: int) -> None:
+        self.upstream = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.listener.getsockname()[1])
+        self.lose = threading.Event()
+        self.lost = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.upstream))
+            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._reply, args=(server, client), daemon=True).start()
+
+    def _forward(self, client: Any, server: Any) -> None:
+        try:
+            while data := client.recv(65536):
+                server.sendall(data)
+        except OSError:
+            pass
+        server.close()
+
+    def _reply(self, server: Any, client: Any) -> None:
+        try:
+            while data := server.recv(65536):
+                # A reply to a write, complete: CommandComplete ('C') and ReadyForQuery ('Z').
+                if self.lose.is_set() and data.endswith(b"Z\x00\x00\x00\x05I"):
+                    self.lose.clear()
+                    self.lost += 1
+                    break
+                client.sendall(data)
+        except OSError:
+            pass
+        client.shutdown(socket.SHUT_RDWR)
+        client.close()
+
+
+@pytest.fixture
+def relay(postgres_server: PostgresServer) -> Iterator[LosesReplies]:
+    made = LosesReplies(postgres_server.port)
+    yield made
+    made.listener.close()
+
+
+CALLS: dict[str, Callable[[PostgresStorage, int, int], Any]] = {
+    "create": lambda s, study, _: s.create_new_trial(study),
+    "template": lambda s, study, _: s.create_new_trial(study, create_trial(state=TrialState.WAITING)),
+    "import": lambda s, study, _: s.import_trials(study, [create_trial(value=1.0)] * 3),
+    "param": lambda s, _, trial: s.set_trial_param(trial, "x", 0.5, X),
+    "attr": lambda s, _, trial: s.set_trial_user_attr(trial, "a", 1),
+    "step": lambda s, _, trial: s.set_trial_intermediate_value(trial, 0, float("nan")),
+    "complete": lambda s, _, trial: s.set_trial_state_values(trial, TrialState.COMPLETE, [float("-inf")]),
+    "run": lambda s, _, trial: s.set_trial_state_values(trial + 1, TrialState.RUNNING),
+    "study": lambda s, *_: s.create_new_study([StudyDirection.MINIMIZE], "second"),
+    "study attr": lambda s, study, _: s.set_study_user_attr(study, "a", 1),
+    "delete": lambda s, study, _: s.delete_study(study),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_whose_reply_is_lost_is_done_once(
+    relay: LosesReplies, postgres_server: PostgresServer, database: str, call: str
+) -> None:
+    """The same call, with its reply and without, leaves the same study and returns the same."""
+    direct = open_storage(postgres_server.url(database), application_name="direct")
+    shaken = open_storage(
+        postgres_server.url(database).replace(str(postgres_server.port), str(relay.port)),
+        application_name="shaken",
+        patience=30,
+    )
+
+    def outcome(storage: PostgresStorage, name: str) -> tuple[Any, list[Any]]:
+        study_id = direct.create_new_study([StudyDirection.MINIMIZE], name)
+        trial_id = direct.create_new_trial(study_id)
+        assert direct.create_new_trial(study_id, create_trial(state=TrialState.WAITING)) == trial_id + 1
+        storage.get_all_trials(study_id)
+        storage.set_trial_param(trial_id, "known", 0.5, X)
+        if storage is shaken:
+            relay.lose.set()
+        got = CALLS[call](storage, study_id, trial_id)
+        if storage is shaken:
+            assert relay.lost == 1, "no reply was lost"
+        names = sorted(s.study_name for s in direct.get_all_studies())
+        if call == "study":
+            direct.delete_study(direct.get_study_id_from_name("second"))
+        if name not in names:
+            return type(got), names
+        trials = direct.get_all_trials(study_id)
+        what = [(t.number, t.state, t.params, t.user_attrs, repr(t.intermediate_values), t.values) for t in trials]
+        direct.delete_study(study_id)
+        return type(got) if isinstance(got, int) and not isinstance(got, bool) else repr(got)[:1], [*what, names]
+
+    assert outcome(shaken, "s") == outcome(direct, "s")
+    direct.engine.dispose()
+    shaken.engine.dispose()
+
+
+def test_a_trial_that_somebody_else_took_is_not_taken_when_the_reply_is_lost(
+    relay: LosesReplies, postgres_server: PostgresServer, database: str
+) -> None:
+    direct = open_storage(postgres_server.url(database), application_name="direct")
+    url = postgres_server.url(database).replace(str(postgres_server.port), str(relay.port))
+    shaken = open_storage(url, application_name="shaken", patience=30)
+    study_id = direct.create_new_study([StudyDirection.MINIMIZE], "s")
+    trial_id = direct.create_new_trial(study_id, create_trial(state=TrialState.WAITING))
+    shaken.get_all_trials(study_id)
+    assert direct.set_trial_state_values(trial_id, TrialState.RUNNING)
+    relay.lose.set()
+    assert shaken.set_trial_state_values(trial_id, TrialState.RUNNING) is False
+    assert relay.lost == 1
+    direct.engine.dispose()
+    shaken.engine.dispose()
+
+
+# What is repeated and what is not
+
+
+def fails(engine: sa.Engine, statement: str) -> sa.exc.DBAPIError:
+    with pytest.raises(sa.exc.DBAPIError) as raised, engine.begin() as connection:
+        connection.execute(sa.text(statement))
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("code", "transient"),
+    [
+        ("40001", True),  # serialization failure
+        ("40P01", True),  # deadlock
+        ("57P01", True),  # shutdown
+        ("57P03", True),  # starting up
+        ("53300", True),  # too many connections
+        ("08006", True),  # connection failure
+        ("23505", False),  # a row that is there
+        ("42P01", False),  # no such table
+        ("22001", False),  # too long
+        ("42501", False),  # no right
+        ("57014", False),  # cancelled by somebody
+    ],
+)
+def test_what_the_server_says_tells_whether_to_wait(storage: PostgresStorage, code: str, transient: bool) -> None:
+    error = fails(storage.engine, f"DO $$ BEGIN RAISE 'on purpose' USING ERRCODE = '{code}'; END $$")
+    assert is_transient(error) is transient
+
+
+def test_only_connections_that_may_come_back_are_waited_for(postgres_server: PostgresServer, database: str) -> None:
+    def error_of(url: str) -> sa.exc.DBAPIError:
+        engine = open_storage(url, application_name="t", patience=0).engine
+        return fails(engine, "SELECT 1")
+
+    assert not is_transient(error_of(postgres_server.url(database, password="wrong")))
+    assert not is_transient(error_of(postgres_server.url("nowhere")))
+    closed = postgres_server.url(database).replace(str(postgres_server.port), str(ports.choose(None)))
+    assert is_transient(error_of(closed))
+
+
+def test_an_error_of_the_caller_is_raised_at_once() -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        retrying(60)(call)
+    assert len(calls) == 1
+
+
+def test_who_was_frozen_for_longer_than_its_patience_tries_once_more() -> None:
+    calls = []
+
+    def call() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise sa.exc.OperationalError("SELECT 1", {}, psycopg2.OperationalError("server closed the connection"))
+        return len(calls)
+
+    assert retrying(0)(call) == 2
+
+
+def test_deadlocks_are_repeated(storage: PostgresStorage, study_id: int, database_url: str) -> None:
+    """Two transactions that lock two rows the wrong way round both get through."""
+    one, two = (storage.create_new_trial(study_id) for _ in range(2))
+    both, touch = threading.Barrier(2), sa.text("UPDATE trials SET number = number WHERE trial_id = :t")
+
+    def lock(first: int, second: int) -> int:
+        tries = 0
+        for attempt in retrying(30):
+            with attempt, storage.engine.begin() as connection:
+                tries += 1
+                for trial_id in (first, second):
+                    connection.execute(touch, {"t": trial_id})
+                    if tries == 1 and trial_id == first:
+                        both.wait()
+        return tries
+
+    with ThreadPoolExecutor(2) as pool:
+        tries = list(pool.map(lock, (one, two), (two, one)))
+    assert sorted(tries) == [1, 2]

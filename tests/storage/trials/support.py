@@ -1,0 +1,55 @@
+"""Claims as a test makes them and looks at them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+
+from storage.trials.claims import (
+    SPEC,
+    Claim,
+    Claims,
+)
+
+
+def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
+    storage.set_study_user_attr(study_id, SPEC, {"retries": 1, **spec})
+
+
+Join = Callable[..., Claims]
+
+
+def take(claims: Claims) -> Claim:
+    got = claims.claim()
+    assert isinstance(got, Claim)
+    return got
+
+
+def states(storage: BaseStorage, study_id: int) -> list[str]:
+    return [t.state.name for t in storage.get_all_trials(study_id)]
+
+
+def rows(engine: sa.Engine, query: str, **parameters: object) -> list[Any]:
+    with engine.connect() as connection:
+        return list(connection.execute(sa.text(query), parameters))
+
+
+def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
+    query = "SELECT attempt, outcome FROM hpsearch_attempts ORDER BY trial_id, attempt"
+    return [tuple(row) for row in rows(engine, query)]
+
+
+_NAME = "from storage.trials.process_identity import current_process; print(current_process())"
+
+
+def kill(engine: sa.Engine, claim: Claim) -> None:
+    """Make the claim look like that of a worker of this machine that has ended."""
+    child = subprocess.run([sys.executable, "-c", _NAME], capture_output=True, text=True, check=True)
+    with engine.begin() as connection:
+        statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"
+        connection.execute(sa.text(statement), {"process": child.stdout.strip(), "trial": claim.trial_id})

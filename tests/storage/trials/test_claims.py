@@ -1,0 +1,271 @@
+"""Claims: the budget is exact, a trial has one worker at a time, and no death loses one."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from storage.errors import StorageError
+from storage.trials.claims import (
+    ATTEMPT,
+    REASON,
+    SPEC,
+    STOPPED,
+    WORKER,
+    ClaimLostError,
+    Lost,
+    Nothing,
+    Stopped,
+    running_now,
+)
+from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
+
+
+def test_the_budget_bounds_what_is_started(storage: BaseStorage, study_id: int, join: Join) -> None:
+    assert [take(join()).number, take(join()).number] == [0, 1]
+    assert join().claim() == Nothing(running=2)
+    assert states(storage, study_id) == ["RUNNING", "RUNNING"]
+
+
+def test_a_new_trial_is_what_optuna_makes_of_one(storage: BaseStorage, study_id: int, join: Join) -> None:
+    claim = take(join())
+    trial = storage.get_trial(claim.trial_id)
+    assert (trial.number, trial.state, trial.params, trial.intermediate_values) == (0, TrialState.RUNNING, {}, {})
+    assert trial.datetime_start is not None
+    assert abs(trial.datetime_start.timestamp() - time.time()) < 60
+    assert trial.user_attrs == {ATTEMPT: 1, WORKER: "w1"}
+
+
+def test_a_spent_budget_leaves_nothing_until_it_is_raised(storage: BaseStorage, study_id: int, join: Join) -> None:
+    claims = join()
+    for value in (0.5, 0.25):
+        claims.settle(take(claims), "COMPLETE", "complete", value=value, attrs={REASON: "well done"})
+    assert claims.claim() == Nothing(running=0)
+    assert optuna.load_study(study_name="s", storage=storage).best_value == 0.5
+    assert storage.get_all_trials(study_id)[0].user_attrs[REASON] == "well done"
+    budget(storage, study_id, n_trials=3)
+    assert claims.claim(open_new=False) == Nothing(running=0)
+    assert take(claims).number == 2
+
+
+def test_a_dead_workers_trial_is_taken_over_at_once_with_its_parameters(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    budget(storage, study_id, n_trials=1)
+    dying, living = join(), join()
+    claim = take(dying)
+    study = optuna.load_study(study_name="s", storage=storage)
+    value = optuna.trial.Trial(study, claim.trial_id).suggest_float("x", 0, 1)
+    assert living.claim() == Nothing(running=1)
+    kill(engine, claim)
+    again = take(living)
+    assert (again.trial_id, again.number, again.attempt, again.resumed) == (claim.trial_id, 0, 2, True)
+    assert storage.get_trial(again.trial_id).params == {"x": value}
+    assert outcomes(engine) == [(1, "lost"), (2, None)]
+
+
+def test_a_trial_that_kills_its_workers_fails(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    budget(storage, study_id, n_trials=1)
+    for _ in range(2):
+        kill(engine, take(join()))
+    join().sweep()  # leaves the last word to a claim, which ends the trial's run as well
+    assert states(storage, study_id) == ["RUNNING"]
+    lost = join().claim()
+    assert isinstance(lost, Lost)
+    assert join().claim() == Nothing(running=0)
+    trial = storage.get_all_trials(study_id)[0]
+    assert trial.state == TrialState.FAIL
+    assert trial.datetime_complete is not None
+    assert trial.user_attrs[REASON] == lost.reason
+    assert lost.reason == "lost its worker w2; 2 attempts came to nothing"
+
+
+def test_a_sweep_puts_back_what_a_dead_worker_left(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    kill(engine, take(join()))
+    assert states(storage, study_id) == ["RUNNING"]
+    join().sweep()
+    assert states(storage, study_id) == ["WAITING"]
+    assert outcomes(engine) == [(1, "lost")]
+
+
+def test_a_trial_given_back_is_the_next_to_be_taken_and_costs_no_retry(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    claims = join()
+    for attempt in range(1, 5):
+        claim = take(claims)
+        assert (claim.number, claim.attempt) == (0, attempt)
+        claims.settle(claim, "WAITING", "released")
+        assert states(storage, study_id) == ["WAITING"]
+    assert {outcome for _, outcome in outcomes(engine)} == {"released"}
+
+
+def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
+    storage: BaseStorage, study_id: int, join: Join
+) -> None:
+    budget(storage, study_id, n_trials=1)
+    claims = join()
+    claims.settle(take(claims), "WAITING", "released")
+    study = optuna.load_study(study_name="s", storage=storage)
+    study.enqueue_trial({"x": 0.5})
+    assert take(claims).number == 0
+    assert join().claim() == Nothing(running=1)
+    budget(storage, study_id, n_trials=2)
+    enqueued = take(join())
+    assert enqueued.number == 1
+    assert optuna.trial.Trial(study, enqueued.trial_id).suggest_float("x", 0, 1) == 0.5
+
+
+def test_a_notebooks_own_trial_is_left_alone(storage: BaseStorage, study_id: int, join: Join) -> None:
+    optuna.load_study(study_name="s", storage=storage).ask()
+    assert take(join()).number == 1
+    assert join().claim() == Nothing(running=1)
+
+
+def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join) -> None:
+    claims = join()
+    claim = take(claims)
+    storage.set_trial_state_values(claim.trial_id, TrialState.FAIL)
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+        claims.report(claim, 0, 0.5)
+    with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
+        claims.settle(claim, "COMPLETE", "complete", value=0.5)
+    claims.let_go(claim)
+    assert outcomes(engine) == [(1, "cancelled")]
+    other = take(claims)
+    storage.set_trial_state_values(other.trial_id, TrialState.FAIL)
+    kill(engine, other)
+    assert claims.claim() == Nothing(running=0)
+    assert outcomes(engine) == [(1, "cancelled"), (1, "cancelled")]
+
+
+def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
+    storage: BaseStorage, study_id: int, join: Join
+) -> None:
+    claims = join()
+    claim = take(claims)
+    assert claims.report(claim, 0, 0.5) is False
+    storage.set_study_user_attr(study_id, STOPPED, "by ada at noon")
+    assert claims.claim() == Stopped("by ada at noon")
+    assert claims.report(claim, 1, 0.5) is True
+    claims.settle(claim, "WAITING", "released")
+    storage.set_study_user_attr(study_id, STOPPED, None)
+    assert take(claims).number == 0
+
+
+def test_a_deleted_study_ends_the_search(storage: BaseStorage, study_id: int, join: Join) -> None:
+    claims = join()
+    claim = take(claims)
+    storage.delete_study(study_id)
+    with pytest.raises(StorageError, match="deleted"):
+        claims.claim()
+    with pytest.raises(ClaimLostError, match="trial 0 was deleted"):
+        claims.report(claim, 0, 0.5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e308])
+def test_every_float_can_be_reported_once(storage: BaseStorage, study_id: int, join: Join, value: float) -> None:
+    claims = join()
+    claim = take(claims)
+    claims.report(claim, 3, value)
+    claims.report(claim, 3, 0.25)
+    stored = storage.get_trial(claim.trial_id).intermediate_values
+    assert list(stored) == [3]
+    assert str(stored[3]) == str(value)
+
+
+def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, join: Join) -> None:
+    claims = join()
+    for value in (float("inf"), float("-inf")):
+        claim = take(claims)
+        claims.settle(claim, "COMPLETE", "complete", value=value)
+        assert storage.get_trial(claim.trial_id).value == value
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    sha256: str = "0" * 64
+    size: int = 1
+
+
+def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    claims = join()
+    claim = take(claims)
+    query = "SELECT epoch, attempt, path FROM hpsearch_checkpoints ORDER BY epoch"
+    for epoch in range(4):
+        claims.report(claim, epoch, 0.5, File(f"{epoch}-1.pt") if epoch != 2 else None)
+    assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 1, "3-1.pt")]
+    claims.settle(claim, "WAITING", "released")
+    again = take(claims)
+    claims.report(again, 3, 0.5, File("3-2.pt"))  # resumed from epoch 1, whose value is there already
+    assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 2, "3-2.pt")]
+    with pytest.raises(ClaimLostError):
+        claims.report(claim, 4, 0.5, File("4-1.pt"))
+    assert len(rows(engine, query)) == 2
+
+
+def test_what_the_server_did_but_could_not_say_is_not_done_again(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    claims = join()
+
+    armed = ""
+
+    def cut(connection: sa.Connection) -> None:
+        nonlocal armed
+        armed = ""
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        if not driver.autocommit:
+            driver.commit()
+        driver.close()  # the commit, or the reading of the reply, finds no connection
+
+    def at_commit(connection: sa.Connection) -> None:
+        if armed == "commit":
+            cut(connection)
+
+    def after_statement(connection: sa.Connection, *_: object) -> None:
+        if armed == "statement":
+            cut(connection)
+
+    sa.event.listen(engine, "commit", at_commit)
+    sa.event.listen(engine, "after_cursor_execute", after_statement)
+    armed = "commit"
+    claim = take(claims)
+    assert (claim.number, claim.attempt, armed) == (0, 1, "")
+    armed = "statement"
+    claims.report(claim, 0, 0.5)
+    assert not armed
+    armed = "statement"
+    claims.settle(claim, "COMPLETE", "complete", value=0.5)
+    assert not armed
+    assert states(storage, study_id) == ["COMPLETE"]
+    assert outcomes(engine) == [(1, "complete")]
+
+
+def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
+    claims = join()
+    first = take(claims)
+    take(claims)
+    assert running_now(engine, study_id) == 2
+    kill(engine, first)
+    assert running_now(engine, study_id) == 1
+
+
+def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
+    query = "SELECT value_json FROM study_user_attributes WHERE key = :key"
+    assert json.loads(rows(engine, query, key=SPEC)[0].value_json) == {"n_trials": 2, "retries": 1}

@@ -1,0 +1,77 @@
+"""Whether a worker has ended, as another process of its machine can tell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from storage.trials.process_identity import _start, current_process, has_ended
+
+_PROGRAM = """
+import sys
+from storage.trials.process_identity import current_process
+print(current_process(), flush=True)
+sys.stdin.read()
+"""
+
+
+def start() -> tuple[subprocess.Popen[str], str]:
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=pipe, stdout=pipe, text=True)
+    assert child.stdout is not None
+    return child, child.stdout.readline().strip()
+
+
+def test_a_process_ends_when_it_is_killed_even_before_its_parent_looks() -> None:
+    child, name = start()
+    assert not has_ended(name)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    assert has_ended(name)
+    child.communicate()
+    assert has_ended(name)
+
+
+def test_a_process_id_given_again_is_another_process() -> None:
+    machine, pid, started = current_process().rsplit("/", 2)
+    assert not has_ended(current_process())
+    assert has_ended(f"{machine}/{pid}/{int(started) - 1}")
+
+
+def test_of_another_machine_or_container_nothing_is_known() -> None:
+    machine, _, started = current_process().rsplit("/", 2)
+    boot, namespace = machine.split("/")
+    assert not has_ended(f"{boot}/pid:[1]/999999999/{started}")
+    assert not has_ended(f"another-boot/{namespace}/999999999/{started}")
+    assert has_ended(f"{machine}/999999999/{started}")
+
+
+def test_a_program_whose_name_has_spaces_and_parentheses(tmp_path: Path) -> None:
+    program = tmp_path / "a ) S (b"
+    program.write_text("#!/bin/sh\necho $$\nread line\n")
+    program.chmod(0o755)
+    child = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    pid = int(child.stdout.readline())
+    assert abs(int(_start(pid)) - int(_start(os.getpid()))) < 100 * 3600 * 24, "ticks, a hundredth of a second each"
+    child.communicate("\n")
+    assert not _start(pid)
+
+
+_HIDDEN = """
+import os, sys
+from pathlib import Path
+from storage.trials import process_identity
+machine = process_identity._machine()
+process_identity._PROC = Path("/nonexistent")  # as the option hidepid shows it
+if not os.getuid():
+    os.setuid(65534)
+print(*(process_identity.has_ended(f"{machine}/{pid}/0") for pid in (1, 999999999)))
+"""
+
+
+def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
+    done = subprocess.run([sys.executable, "-c", _HIDDEN], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -1,0 +1,106 @@
+"""Many worker processes at once run exactly the budget."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import optuna
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from tests.storage.trials.support import budget, outcomes, rows
+
+WORKER_PROGRAM = """
+import sys
+from storage.trials.claims import Claim, Claims
+from storage.database.connect import make_engine
+claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
+print("ready", flush=True)
+sys.stdin.readline()
+while isinstance(claim := claims.claim(), Claim):
+    print(claim.number, claim.attempt, flush=True)
+    claims.settle(claim, "COMPLETE", "complete", value=1.0)
+"""
+
+
+def spawn(url: str, study_id: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WORKER_PROGRAM, url, str(study_id)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_many_processes_one_of_them_killed_run_exactly_the_budget(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
+) -> None:
+    budget(storage, study_id, n_trials=200, retries=5)
+    workers = [spawn(database_url, study_id) for _ in range(5)]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    assert workers[0].stdout is not None
+    workers[0].stdout.readline()
+    workers[0].kill()
+    for worker in workers:
+        worker.communicate()
+    # The killed one may have been the last with a claim: the next worker finds what it left.
+    finisher = spawn(database_url, study_id)
+    finisher.communicate("go\n")
+    trials = storage.get_all_trials(study_id)
+    assert Counter(t.state for t in trials) == {TrialState.COMPLETE: 200}
+    assert [t.number for t in trials] == list(range(200))
+    assert workers[0].returncode == -signal.SIGKILL
+    assert all(attempt <= 2 for attempt, _ in outcomes(engine))
+    overlapping = """
+        SELECT count(*) FROM hpsearch_attempts a JOIN hpsearch_attempts b USING (trial_id)
+         WHERE a.attempt < b.attempt AND a.ended_at > b.started_at
+    """
+    assert rows(engine, overlapping)[0][0] == 0
+
+
+EIGHT_PROGRAM = """
+import sys
+from storage.trials.claims import Claim, Claims
+from storage.database.connect import make_engine
+engine = make_engine(sys.argv[1], application_name="w")
+print("ready", flush=True)
+for line in sys.stdin:
+    claims, done = Claims(engine, int(line), worker="w"), 0
+    while isinstance(claim := claims.claim(), Claim):
+        claims.settle(claim, "COMPLETE", "complete", value=1.0)
+        done += 1
+    print(done, flush=True)
+"""
+
+
+def test_eight_workers_run_exactly_the_budget_fifty_times_in_a_row(storage: BaseStorage, database_url: str) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", EIGHT_PROGRAM, database_url]
+    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
+
+    def replies() -> list[str]:
+        return [worker.stdout.readline().strip() for worker in workers if worker.stdout]
+
+    def search(study_id: int) -> int:
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write(f"{study_id}\n")
+            worker.stdin.flush()
+        return sum(map(int, replies()))
+
+    assert replies() == ["ready"] * 8
+    for time_ in range(50):
+        study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], f"s{time_}")
+        budget(storage, study_id, n_trials=20)
+        assert search(study_id) == 20
+        assert search(study_id) == 0, "started again"
+        trials = storage.get_all_trials(study_id)
+        assert [(t.number, t.state) for t in trials] == [(n, TrialState.COMPLETE) for n in range(20)]
+    for worker in workers:
+        worker.communicate()
