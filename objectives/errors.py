@@ -73,8 +73,16 @@ def users_code(what: str) -> Iterator[None]:
     except ObjectiveError:
         raise
     except Exception as error:  # whatever the user's code raises
-        from objectives.training.loop.guards import is_out_of_memory  # torch is there by now
-
         if is_out_of_memory(error):
             raise
         raise ObjectiveError(f"{what}: {blame(error)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a CPU or an accelerator."""
+    import torch  # most that load this module never need it
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # The CPU allocator has no error class of its own.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

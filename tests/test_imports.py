@@ -1,4 +1,4 @@
-"""The import arrows: search -> objectives and search -> storage, and what each package may know of the world.
+"""The import arrows: from room to room they point one way, and each package knows of the world what it may.
 
 Read from the sources, so that imports inside functions and under TYPE_CHECKING count too.
 """
@@ -8,41 +8,20 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("search", "objectives", "storage")
+from docs.rooms import PACKAGES, ROOMS, ROOT, arrows, imported, modules, room_arrows, room_of
+
 FORBIDDEN = {
     "objectives": {"search", "storage", "optuna", "optuna_dashboard", "mlflow", "sqlalchemy", "alembic", "psycopg2"},
     "storage": {"search", "objectives"},
     "search": set[str](),
 }
 # Where a model is written for MLflow, and there alone, storage may know torch.
-KNOW_TORCH = {"storage/mlflow/exported_model.py", "storage/checkpoints/store.py"}
+KNOW_TORCH = {"storage/mlflow/exported_model.py"}
 TORCH = {"torch", "torchmetrics"}
-
-
-def imported(source: str, path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the absolute name of every module that a source imports, however deep the statement stands."""
-    for node in ast.walk(ast.parse(source, filename=str(path))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            parents = list(path.with_suffix("").parts[: -node.level]) if node.level else []
-            yield node.lineno, ".".join([*parents, *([node.module] if node.module else [])])
-        elif isinstance(node, ast.Call) and _is_import_call(node.func) and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield node.lineno, first.value
-
-
-def _is_import_call(function: ast.expr) -> bool:
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in {"__import__", "import_module"}
 
 
 def violations(source: str, path: Path) -> list[str]:
@@ -58,10 +37,56 @@ def sources() -> list[Path]:
     return [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_the_arrows_point_one_way() -> None:
+def test_packages_know_of_the_world_what_they_may() -> None:
     paths = sources()
     assert {path.parts[0] for path in paths} == set(PACKAGES)
     assert [line for path in paths for line in violations((ROOT / path).read_text(), path)] == []
+
+
+def test_every_module_has_a_room() -> None:
+    assert [module for module in modules() if room_of(module) is None] == []
+    assert [room for room in ROOMS if room not in modules()] == []
+
+
+def test_the_arrows_point_one_way() -> None:
+    order = {room: place for place, room in enumerate(ROOMS)}
+    upward = [
+        f"{module} imports {target}"
+        for module, targets in arrows().items()
+        for target in targets
+        if order[room_of(module) or ""] < order[room_of(target) or ""]
+    ]
+    assert upward == []
+
+
+def test_no_cycle_of_files() -> None:
+    """Imports inside functions and for type checkers count: who reads a file needs what it names."""
+    left = {module: set(targets) for module, targets in arrows().items()}
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    assert sorted(left) == []
+
+
+def test_a_room_says_what_it_imports() -> None:
+    wrong = []
+    for room, targets in room_arrows().items():
+        path = ROOT / room.replace(".", "/") / "__init__.py"
+        if not path.exists() or room in (*PACKAGES, "objectives.training", "search.cli"):
+            continue
+        own = [target for target in sorted(targets, key=ROOMS.index) if target.split(".")[0] == room.split(".")[0]]
+        names = [target.removeprefix("objectives.training.").removeprefix(f"{room.split('.')[0]}.") for target in own]
+        said = f"\n\nImports: {', '.join(names) or 'nothing'}.\n"
+        if said not in (ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""):
+            wrong.append(f"{path.relative_to(ROOT)}: {said.strip()}")
+    assert wrong == []
+
+
+def test_no_folder_is_crowded() -> None:
+    """In a folder of more than twenty files nobody finds a thing; the command line has a file for each verb."""
+    folders = {path.parent.relative_to(ROOT) for path in [*modules().values(), *(ROOT / "tests").rglob("*.py")]}
+    crowded = [str(folder) for folder in folders if len(list((ROOT / folder).glob("*.py"))) > 20]
+    assert sorted(crowded) == ["search/cli"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from objectives.errors import ObjectiveError, nearest
-from objectives.training.optimizers.optimizer import BASES, OPTIMIZERS
-from objectives.training.optimizers.schedules import SCHEDULES
 
+# What builds them is in `objectives.training.optimizers`, under the same names.
+BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
+OPTIMIZERS = (*BASES, "muon", "lars", "ranger", "lookahead", "sam")
+SCHEDULES = (
+    *("constant", "cosine", "cosine_restarts", "linear", "polynomial", "exponential", "step"),
+    *("one_cycle", "plateau"),
+)
 PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -25,7 +30,7 @@ class TrainConfig:
     """How one run trains. Every field has a default; a search space sets those that it searches.
 
     Attributes:
-        optimizer: a name in `objectives.training.optimizers.optimizer.OPTIMIZERS`.
+        optimizer: a name in `OPTIMIZERS`.
         base_optimizer: what "lookahead" and "sam" are wrapped around.
         lr: the peak learning rate.
         weight_decay: decoupled where the optimizer decouples it; never on biases and norm layers.
@@ -40,7 +45,7 @@ class TrainConfig:
         accumulate: micro-batches in one optimizer step; the loss is averaged over all their samples.
         drop_last: leave out the short last micro-batch of an epoch, unless it is the only one.
         num_workers: processes that load and augment batches; 0 loads in this one; None keeps the data on the device.
-        schedule: a name in `objectives.training.optimizers.schedules.SCHEDULES`.
+        schedule: a name in `SCHEDULES`.
         warmup: "linear" or "cosine", the shape of the climb.
         warmup_fraction: share of all optimizer steps over which the rate climbs.
         warmup_steps: their number, in place of the share; None goes by the share.

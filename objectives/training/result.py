@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from objectives.training.data.dataset import Dataset
-from objectives.training.loop.performance import peak_memory, plain
-from objectives.training.loop.run import Run
-from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.records import EpochRecord
-from objectives.training.session import Verdict
 
 Status = Literal["completed", "pruned", "stopped"]
 
@@ -55,35 +50,3 @@ class FitResult:
     resume_note: str | None = None
     memory: int | None = None
     train_scores: dict[str, float] | None = None
-
-
-def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
-    """The result of a run that has ended, with its best weights put back."""
-    best, val = run.progress.best, run.splits.val
-    run.judged.load_state_dict(best["model"])
-    status = _status(run, verdict)
-    reported = files.path is not None and status != "stopped"
-    train_scores = run.judge_train() if reported else None
-    model = plain(run.judged.cpu()).eval()
-    return FitResult(
-        status=status,
-        best_epoch=best["epoch"],
-        best_value=best["value"],
-        best_metrics=dict(best["metrics"]),
-        history=list(run.progress.history),
-        model=model,
-        example=val.inputs(torch.arange(4) % len(val)),
-        best_path=files.existing("best.pt"),
-        last_path=files.existing("last.pt"),
-        split_hash=run.identity["split_hash"],
-        val=val,
-        resume_note="; ".join(run.notes) or None,
-        memory=peak_memory(run.device),
-        train_scores=train_scores,
-    )
-
-
-def _status(run: Run, verdict: Verdict) -> Status:
-    if verdict is Verdict.PRUNE:
-        return "pruned"
-    return "completed" if run.finished else "stopped"

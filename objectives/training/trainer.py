@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.errors import ObjectiveError
+from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
 from objectives.training.loop.build import build, oddities
 from objectives.training.loop.epoch import train_epoch
@@ -21,7 +22,7 @@ from objectives.training.loop.run import Run
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.records import EpochRecord
 from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
-from objectives.training.result import FitResult, conclude
+from objectives.training.result import FitResult
 from objectives.training.session import LocalSession, Session, Verdict
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc as garbage
-import os
 import sys
 
 import typer
@@ -35,6 +34,7 @@ from search.cli import (
     train,
     worker,
 )
+from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
 
 app = typer.Typer(
     name="hpsearch",
@@ -59,9 +59,7 @@ for module in VERBS:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    # `pkg.module:Class` and my_objective.py are looked for where the command is run, as `python -m` does.
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path holds strings
-        sys.path.append(here)
+    find_modules_here()
     code = _run(arguments)
     garbage.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
     sys.exit(code)
@@ -69,25 +67,22 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> int:
     command = typer.main.get_command(app)
-    try:
+
+    def work() -> int:
         result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
         return result if isinstance(result, int) else 0
+
+    try:
+        return telling_mistakes(work)
     except typer.TyperException as error:
         if message := error.format_message():  # none when the help was shown for want of a verb
             typer.echo(f"hpsearch: {_with_value(error, message, arguments)}", err=True)
-        return 2
+        return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("hpsearch: stopped", err=True)
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
-    except Exception as error:  # the user's mistakes are told; all else is ours, and raised
-        from search.errors import USER_ERRORS
-
-        if isinstance(error, USER_ERRORS):
-            typer.echo(f"hpsearch: {error}", err=True)
-            return 2
-        raise
 
 
 def _with_value(error: typer.TyperException, message: str, arguments: list[str] | None) -> str:

@@ -28,10 +28,10 @@ def delete(
     from search.console import command, counted
     from search.errors import SearchError
     from search.study.checkpoints import open_checkpoints
+    from search.study.folders import runs_folder
     from search.study.study import load_study
     from search.study.summary import summarise
     from search.tracking.tracker import outbox_folder
-    from search.worker.loop import runs_folder
     from storage.records.test_openings import read_opening
     from storage.study_storage.opening import engine_of
     from storage.trials.claims import running_now

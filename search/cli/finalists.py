@@ -37,6 +37,7 @@ def finalists(
             help="Choose anew, on other seeds; an earlier winner stands until these have one.",
         ),
     ] = False,
+    lease: o.Lease = 60.0,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     checkpoint_url: o.CheckpointUrl = None,
@@ -56,8 +57,9 @@ def finalists(
 
     with loading():
         from search.run.finalists import run_finalists
+        from search.worker.join import WorkerOptions
 
-    return run_finalists(
-        study, top=top, seeds=seeds, new_set=new_set, workers=workers, storage_url=storage_url,
-        tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
-    )  # fmt: skip
+    options = WorkerOptions(
+        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home, lease=lease
+    )
+    return run_finalists(study, options, top=top, seeds=seeds, new_set=new_set, workers=workers)

@@ -39,9 +39,9 @@ def gc(  # noqa: PLR0917 typer wants them so
     from search.cli.open_study import open_for_reading, tracking_of
     from search.console import PlainConsole
     from search.study.cleanup import find_garbage
-    from search.study.study import RUN_ID, load_study
+    from search.study.study import load_study
+    from storage.attributes import RUN_ID, SPEC
     from storage.errors import StorageError
-    from storage.trials.claims import SPEC
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
     made = [frozen.study_name for frozen in storage.get_all_studies() if SPEC in frozen.user_attrs]

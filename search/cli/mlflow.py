@@ -7,7 +7,8 @@ from collections.abc import Callable
 import typer
 
 from search.services import Services
-from search.study.study import RUN_ID, TRACKING_URI, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import RUN_ID, TRACKING_URI
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import check_server, one_line
 

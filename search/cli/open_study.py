@@ -8,7 +8,8 @@ import optuna
 
 from search.errors import SearchError
 from search.services import Services, find_services
-from search.study.study import TRACKING_URI, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import TRACKING_URI
 from storage.errors import StorageError
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import check_server

@@ -39,8 +39,9 @@ def open_test(
     from search.finalists.text import confirmation_lines
     from search.promotion.open_test import choose_candidate, open_for
     from search.publish.study import close_study
-    from search.study.study import TRACKING_URI, load_study
+    from search.study.study import load_study
     from search.study.summary import summarise
+    from storage.attributes import TRACKING_URI
     from storage.mlflow.health import check_server
     from storage.records.test_openings import AlreadyOpenError
 

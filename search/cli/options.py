@@ -100,3 +100,14 @@ SystemMetrics = Annotated[
         help="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run.",
     ),
 ]
+Lease = Annotated[
+    float,
+    typer.Option(
+        "--lease",
+        min=1.0,
+        max=86_400.0,
+        envvar="HPSEARCH_LEASE",
+        show_envvar=True,
+        help="Seconds without a sign of life after which others take a worker's trial over.",
+    ),
+]

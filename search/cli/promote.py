@@ -35,7 +35,7 @@ def promote(  # noqa: PLR0917 typer wants them so
     from search.cli.open_study import open_for_reading, tracking_of
     from search.console import command
     from search.promotion.promote import promote as do
-    from search.publish.study import write_note
+    from search.publish.note import write_note
     from search.study.study import load_study
     from search.study.summary import summarise
 

@@ -32,9 +32,10 @@ def report(
     from search.errors import SearchError
     from search.publish.study import close_study
     from search.report import write_report
-    from search.run.search import report_path
-    from search.study.study import RUN_ID, TRACKING_URI, load_study
+    from search.study.folders import report_path
+    from search.study.study import load_study
     from search.study.summary import summarise
+    from storage.attributes import RUN_ID, TRACKING_URI
     from storage.mlflow.client import RunDeletedError
     from storage.mlflow.health import check_server, one_line
 

@@ -39,6 +39,7 @@ def run(
     retries: o.Retries = None,
     timeout: o.Timeout = None,
     models: o.Models = None,
+    lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
     storage_url: o.StorageUrl = None,
@@ -64,8 +65,10 @@ def run(
 
     with loading():
         from search.run.search import run_search
+        from search.worker.join import WorkerOptions
 
-    return run_search(
-        settings, workers=workers, storage_url=storage_url, tracking_uri=tracking_uri,
-        checkpoint_url=checkpoint_url, home=home, tracking_required=tracking_required, system_metrics=system_metrics,
+    options = WorkerOptions(
+        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
+        lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
     )  # fmt: skip
+    return run_search(settings, options, workers=workers)

@@ -50,9 +50,10 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     from search.finalists import read_finalists
     from search.finalists.text import finalist_table
     from search.report.promotions import promotion_lines
+    from search.report.summary import summary_lines
     from search.report.trial import why_waiting
-    from search.study.summary import format_value, summarise, summary_lines
-    from storage.trials.claims import REASON, STOPPED, WORKER
+    from search.study.summary import format_value, summarise
+    from storage.attributes import REASON, STOPPED, WORKER
 
     for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
         if key == "finalists_of" and value is None:

@@ -19,9 +19,9 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     from search.cli.open_study import notice_promotions, open_for_reading
     from search.console import PlainConsole, command
     from search.spec.spec import parse_spec
+    from storage.attributes import SPEC, STOPPED
     from storage.records.promotions import promotions_of
     from storage.study_storage.opening import engine_of
-    from storage.trials.claims import SPEC, STOPPED
     from storage.trials.progress import read_progress
 
     services, storage = open_for_reading(storage_url, None, home)

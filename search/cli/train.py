@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+from search.entry import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from objectives import Objective
@@ -75,7 +76,7 @@ def train(
         return 1
     except KeyboardInterrupt:
         typer.echo(f"hpsearch: stopped; go on with --run-dir {folder}", err=True)
-        return 130
+        return EXIT_INTERRUPTED
     _conclude(found, config, result, folder, seed=seed, test=test)
     return 0
 

@@ -22,17 +22,7 @@ def worker(
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
     ] = None,
-    lease: Annotated[
-        float,
-        typer.Option(
-            "--lease",
-            min=1.0,
-            max=86_400.0,
-            envvar="HPSEARCH_LEASE",
-            show_envvar=True,
-            help="Seconds without a sign of life after which others take this worker's trial over.",
-        ),
-    ] = 60.0,
+    lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
     storage_url: o.StorageUrl = None,
@@ -43,10 +33,10 @@ def worker(
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
     with loading():
-        from search.worker.join import join_study
+        from search.worker.join import WorkerOptions, join_study
 
-    return join_study(
-        study, device=device, lease=lease, storage_url=storage_url, tracking_uri=tracking_uri,
-        checkpoint_url=checkpoint_url, home=home,
-        tracking_required=tracking_required, system_metrics=system_metrics,
+    options = WorkerOptions(
+        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
+        device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
     )  # fmt: skip
+    return join_study(study, options)

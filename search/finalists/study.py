@@ -22,31 +22,29 @@ from search.finalists.table import newest_set
 from search.sampling.samplers import derive_seed
 from search.spec.spec import FinalistsOf, NoPruning, Random, StudySpec, parse_spec
 from search.study.steering import running_trials
-from search.study.study import (
+from search.study.study import StudyHandle, load_study, name_metric
+from search.study.summary import summarise
+from storage.attributes import (
     CHECKPOINT_URL,
     FOLDER,
+    PARENT_TRIAL,
     REMOVED,
     RUN_ID,
     RUN_URL,
     SOURCE,
+    SPEC,
     STARTED_AT,
+    STOPPED,
     TRACKING_URI,
-    StudyHandle,
-    load_study,
-    name_metric,
+    TRAINING_SEED,
 )
-from search.study.summary import summarise
 from storage.database.locks import name_lock
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import SPEC, STOPPED
 from storage.trials.finalist_sets import finalist_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
 
 _LONGEST_NAME = 100  # of the spec
-
-# User attributes of a trial, for who reads it in the dashboard; what counts is in the spec.
-PARENT_TRIAL, TRAINING_SEED = "hpsearch:finalist_of", "hpsearch:seed"
 
 
 def create_or_join(
@@ -119,26 +117,6 @@ def fresh_seeds(handle: StudyHandle, count: int) -> list[int]:
             taken.add(seed)
             fresh.append(seed)
     return fresh
-
-
-def parent_of(held: StudyHandle) -> StudyHandle:
-    """Return the study whose finalists a study holds.
-
-    Raises:
-        SearchError: it was deleted.
-    """
-    of = held.spec.finalists_of
-    assert of is not None
-    try:
-        parent = load_study(held.storage, of.study)
-    except SearchError:
-        parent = None
-    if parent is None or parent.study_id != of.study_id:
-        raise SearchError(
-            f"study {of.study!r}, whose finalists {held.spec.name!r} holds, was deleted: "
-            f"delete them too: {command('delete', held.spec.name)}"
-        )
-    return parent
 
 
 def _require_agreement(handle: StudyHandle, held: StudyHandle, *, top: int | None, seeds: int | None) -> None:

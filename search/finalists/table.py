@@ -12,7 +12,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
 from search.finalists.choice import choose
-from search.study.study import INFEASIBLE, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
+from storage.attributes import INFEASIBLE
 from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 

@@ -1,1 +1,4 @@
-"""Room."""
+"""Fleets: worker processes of one machine, forked, restarted, told to stop.
+
+Imports: entry, worker.
+"""

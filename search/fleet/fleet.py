@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -10,9 +11,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
 from search.fleet.cores import thread_settings
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.worker.loop import EXIT_DRAINED, EXIT_GAVE_UP
+from search.worker.join import WorkerOptions, join_study
 
 EXIT_USER_ERROR = 2
 
@@ -59,15 +61,13 @@ class Slot:
 class Fleet:
     """Worker processes of one study on this machine."""
 
-    def __init__(
-        self, study: str, *, workers: int, environment: dict[str, str], log_dir: Path, gpus: list[str]
-    ) -> None:
+    def __init__(self, study: str, options: WorkerOptions, *, workers: int, log_dir: Path, gpus: list[str]) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.slots = [Slot(i, log_dir / f"worker-{i}.log") for i in range(workers)]
-        self._arguments = ["worker", "--study", study]
+        self._study, self._options = study, options
         self._workers = workers
         self._forking = can_fork()
-        self._environment = {**os.environ, **environment, **thread_settings(workers)}
+        self._environment = {**os.environ, **options.environment(), **thread_settings(workers)}
         self._gpus = gpus
         self._stopping = False
         self._settled = 0
@@ -82,14 +82,14 @@ class Fleet:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot.index % len(self._gpus)]
-        slot.process = self._forked(environment, slot.log) or _executed(self._arguments, environment, slot.log)
+        slot.process = self._forked(environment, slot.log) or _executed(self._study, environment, slot.log)
         slot.pids.append(slot.process.pid)
 
     def _forked(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
         if self._forking:
             try:
                 load_ahead(self._workers)
-                return ForkedProcess(self._arguments, environment, log)
+                return ForkedProcess(functools.partial(join_study, self._study, self._options), environment, log)
             except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
                 self._forking = False
         return None
@@ -144,13 +144,13 @@ class Fleet:
         return sum(len(slot.pids) - 1 for slot in self.slots)
 
 
-def _executed(arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command of ours in a fresh interpreter."""
+def _executed(study: str, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a worker in a fresh interpreter."""
     with log.open("ab") as output:
         # -P: a search.py in the user's folder must not take the place of this package.
         # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "search.cli", *arguments],
+            [sys.executable, "-P", "-m", "search.cli", "worker", "--study", study],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

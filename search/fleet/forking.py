@@ -8,6 +8,7 @@ The server is `multiprocessing`'s forkserver, which has a single thread and no c
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 
+from search.entry import find_modules_here, telling_mistakes
 from search.fleet.cores import thread_settings
 
 # Where there may be an accelerator nothing is forked: its driver may not be asked anything before a fork, and it is not
@@ -75,12 +77,12 @@ def _silence() -> Iterator[None]:
 
 
 class ForkedProcess:
-    """A command of ours in a forked process: a session of its own, no input, and all output in a file.
+    """A function of ours in a forked process: a session of its own, no input, and all output in a file.
 
     What it has of :class:`subprocess.Popen` has the same meaning.
 
     Args:
-        arguments: of the command line.
+        work: of a module, with arguments that can be pickled; it returns the exit code.
         environment: all of it.
         log: appended to.
 
@@ -88,8 +90,8 @@ class ForkedProcess:
         OSError: nothing could be forked.
     """
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(arguments, environment, str(log)))
+    def __init__(self, work: Callable[[], int], environment: dict[str, str], log: Path) -> None:
+        self._process = _context.Process(target=_run, args=(work, environment, str(log)))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -110,7 +112,7 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
 
-def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
+def _run(work: Callable[[], int], environment: dict[str, str], log: str) -> None:
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
@@ -118,12 +120,12 @@ def _run(arguments: list[str], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all workers draw the same
-    sys.argv[1:] = arguments
     # What a worker starts itself, such as the processes of a data loader, is started as in any other program.
     multiprocessing.set_start_method(None, force=True)
-    from search.cli import main
-
-    main()
+    find_modules_here()
+    code = telling_mistakes(work)
+    gc.freeze()  # the interpreter's end looks through all there is for cycles
+    sys.exit(code)
 
 
 def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
@@ -132,15 +134,3 @@ def _redirect(path: str, flags: int, descriptors: list[int]) -> None:
         os.dup2(opened, descriptor)
     if opened not in descriptors:
         os.close(opened)
-
-
-def watch_fleet(pid: int) -> Callable[[], bool]:
-    """Return what tells whether the fleet that started this process has ended, or what it was forked from.
-
-    Args:
-        pid: the fleet's process id.
-    """
-    fleet, parent = multiprocessing.parent_process(), os.getppid()
-    if fleet is not None and fleet.pid == pid:
-        return lambda: not fleet.is_alive() or os.getppid() != parent
-    return lambda: os.getppid() != pid

@@ -1,1 +1,4 @@
-"""Room."""
+"""Promotion: the test set, champions with their evidence, and the check of what is served.
+
+Imports: errors, console, sampling, study, finalists, report, publish.
+"""

@@ -11,12 +11,12 @@ import yaml
 from optuna.trial import FrozenTrial
 
 from search.finalists import read_finalists
-from search.study.study import RUN_ID, RUN_URL, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
 from storage.mlflow.health import one_line
 from storage.records.test_openings import Opening, read_opening
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import ATTEMPT, REASON
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -25,8 +25,9 @@ from search.finalists import read_finalists
 from search.finalists.table import newest_set
 from search.sampling.samplers import training_seed
 from search.study.steering import find_trial, whoami
-from search.study.study import REMOVED, RUN_ID, StudyHandle
+from search.study.study import StudyHandle
 from search.study.summary import summarise
+from storage.attributes import REMOVED, RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import one_line
 from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores

@@ -14,8 +14,9 @@ from search.promotion.evidence import Evidence, gather_evidence, version_tags, w
 from search.promotion.model_card import describe
 from search.report.promotions import current
 from search.study.steering import find_trial, whoami
-from search.study.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle
+from search.study.study import StudyHandle
 from search.study.summary import summarise
+from storage.attributes import INFEASIBLE, REASON, REMOVED, RUN_ID, TRACKING
 from storage.database.locks import registry_lock, still_held
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import (
@@ -29,7 +30,6 @@ from storage.mlflow.registry import (
 )
 from storage.records.promotions import Promotion, TrialOfRun, record_promotion
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import REASON
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from search.errors import SearchError
-from search.study.study import RUN_ID, load_study
+from search.study.study import load_study
+from storage.attributes import RUN_ID
 from storage.database.locks import registry_lock, still_held
 from storage.errors import StorageError
 from storage.mlflow.client import Tracking
@@ -144,7 +145,7 @@ class _Noticing:
         log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
 
     def _update_note(self, study: str) -> None:
-        from search.publish.study import write_note
+        from search.publish.note import write_note
         from search.study.summary import summarise
 
         try:

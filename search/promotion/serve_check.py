@@ -21,7 +21,8 @@ from objectives.training.loop.build import checked_splits
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
-from search.study.study import RUN_ID, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
+from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import Registry, Version
 from storage.records.promotions import trials_of_runs

@@ -1,4 +1,7 @@
-"""Pruning: the verdicts of Optuna's pruners, from what a study has finished, each with the reason a person can read."""
+"""Pruning: the verdicts of Optuna's pruners, from what a study has finished, each with the reason a person can read.
+
+Imports: spec.
+"""
 
 from search.pruning.decision import Decision
 from search.pruning.judge import Judge

@@ -1,1 +1,4 @@
-"""Room."""
+"""Publishing: a study's end, its finalists and its note, told to MLflow and the dashboard.
+
+Imports: study, finalists, tracking, report.
+"""

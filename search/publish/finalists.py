@@ -8,7 +8,8 @@ from typing import Any
 
 from search.finalists.table import Finalists, counting_set
 from search.finalists.text import optimism, ranked
-from search.study.study import RUN_ID, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
+from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import is_away, one_line
 from storage.records.test_openings import read_opening

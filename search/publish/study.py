@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 
-import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from search.finalists.study import parent_of
-from search.finalists.text import confirmation_lines
 from search.publish.finalists import tell_confirmation
-from search.report.promotions import promotion_lines
-from search.study.study import INFEASIBLE, RUN_ID, RUN_URL, StudyHandle
-from search.study.summary import Summary, format_value, summarise
+from search.publish.note import write_note
+from search.study.study import StudyHandle, parent_of
+from search.study.summary import Summary, summarise
 from search.tracking.study_run import open_parent_run
+from storage.attributes import INFEASIBLE, REASON, RUN_ID
 from storage.mlflow.client import State, Tracking, TrialRun
 from storage.mlflow.health import one_line
-from storage.trials.claims import REASON
 
 log = logging.getLogger(__name__)
 
@@ -98,32 +95,3 @@ def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is not None:
         tracking.schedule(str(run_id))
-
-
-def write_note(handle: StudyHandle, summary: Summary) -> None:
-    """Write the study's note in the dashboard."""
-    from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
-
-    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
-    save_note(study, study_note(handle, summary))
-
-
-def study_note(handle: StudyHandle, summary: Summary) -> str:
-    """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
-    spec = handle.spec
-    lines = [
-        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
-        f"{summary.finished} of {handle.budget} trials.",
-        "",
-        f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
-    ]
-    if (best := summary.best) is not None:
-        url = best.user_attrs.get(RUN_URL)
-        name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
-        params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
-    for line in confirmation_lines(handle):
-        lines += ["", f"{line[:1].upper()}{line[1:]}."]
-    promoted = [line for line in promotion_lines(handle) if line]
-    lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
-    return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""The report of a study: one HTML page that needs nothing beside itself."""
+"""Reports: one HTML page of a study that needs nothing beside itself, and the lines that verbs print.
+
+Imports: pruning, study, finalists.
+"""
 
 from search.report.page import write_report
 

@@ -13,13 +13,12 @@ from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.report.figures import draw
 from search.report.pruned import pruned_by_epoch
-from search.study.smoke import SMOKE
-from search.study.study import INFEASIBLE, RUN_URL, StudyHandle
+from search.study.study import StudyHandle
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
+from storage.attributes import INFEASIBLE, REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import REASON
 
 _TOP = 10
 

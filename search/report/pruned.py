@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from search.study.study import PRUNING, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import PRUNING
 
 
 def pruned_by_epoch(handle: StudyHandle) -> list[dict[str, str]]:

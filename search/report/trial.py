@@ -11,12 +11,12 @@ from rich.table import Table
 from search.pruning.judge import halving_of
 from search.report.promotions import promotion_lines
 from search.study.steering import find_trial
-from search.study.study import INFEASIBLE, PRUNING, RUN_URL, TRACKING, StudyHandle
+from search.study.study import StudyHandle
 from search.study.summary import format_seconds, format_value
+from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, TRACKING
 from storage.study_storage.opening import engine_of
 from storage.study_storage.rungs import rung_key
 from storage.trials.attempts import Attempt, last_attempts, read_attempts
-from storage.trials.settling import REASON
 
 # What became of an attempt after which its trial waits.
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}

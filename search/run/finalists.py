@@ -7,36 +7,35 @@ from rich.console import Console
 
 from objectives import load_objective
 from search.console import PlainConsole, command
+from search.entry import EXIT_INTERRUPTED
 from search.errors import SearchError
 from search.finalists.study import create_or_join, passed_over
 from search.finalists.table import Finalists, read_finalists, tabulate
 from search.finalists.text import finalist_lines, finalist_table, opening_line
 from search.fleet.fleet import Fleet
 from search.publish.study import close_study
-from search.run.search import drive, open_run, tell_failed, tell_outbox
+from search.run.drive import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
-from search.study.study import RUN_URL, TRACKING_URI, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
 from search.study.summary import summarise
+from search.worker.join import WorkerOptions
+from storage.attributes import RUN_URL, STOPPED, TRACKING_URI
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import engine_of, open_storage
-from storage.trials.claims import STOPPED
 
 
 def run_finalists(
     study: str,
+    options: WorkerOptions,
     *,
     top: int | None,
     seeds: int | None,
     new_set: bool,
     workers: int,
-    storage_url: str | None,
-    tracking_uri: str | None,
-    checkpoint_url: str | None,
-    home: str | None,
 ) -> int:
     """Choose, or go on with, the finalists of `study`, train what is left of them, print the table; return the code.
 
@@ -45,10 +44,10 @@ def run_finalists(
     """
     console = PlainConsole()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if checkpoint_url is not None:
-        Checkpoints(checkpoint_url).check()
+    if options.checkpoint_url is not None:
+        Checkpoints(options.checkpoint_url).check()
     with steps(console) as tell:
-        services = find_services(storage_url, tracking_uri, home=home, both=True, progress=tell)
+        services = find_services(options.storage_url, options.tracking_uri, home=options.home, both=True, progress=tell)
         tell("choosing the finalists")
         handle = load_study(open_storage(services.storage_url, application_name="hpsearch finalists"), study)
         if (of := handle.spec.finalists_of) is not None:
@@ -56,8 +55,8 @@ def run_finalists(
         held, created = create_or_join(handle, top=top, seeds=seeds, new_set=new_set)
         held.set_attr(TRACKING_URI, services.open_tracking().uri)
         away = open_run(services, held, required=False)
-        if checkpoint_url is not None:
-            note_checkpoints(held, checkpoint_url)
+        if options.checkpoint_url is not None:
+            note_checkpoints(held, options.checkpoint_url)
     _print_begin(console, handle, held, created=created)
     if (counting := read_finalists(handle)) is not None and counting.study != held.spec.name:
         console.print(
@@ -74,7 +73,7 @@ def run_finalists(
         objective = load_objective(held.spec.objective)
         if warning := held.source_warning(objective):
             console.print(f"warning: {warning}", style="yellow")
-        interrupted, fleet = drive(console, services, held, workers, checkpoint_url)
+        interrupted, fleet = drive(console, services, held, workers, options)
     return _finish(console, services, handle, held, interrupted=interrupted, fleet=fleet, asked=bool(workers))
 
 
@@ -125,7 +124,7 @@ def _finish(
 
 def _code(found: Finalists, *, interrupted: bool, asked: bool) -> int:
     if interrupted:
-        return 130
+        return EXIT_INTERRUPTED
     if found.pending and not asked:
         return 0
     return 0 if found.winner is not None else 1

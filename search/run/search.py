@@ -2,82 +2,64 @@
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
-from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from mlflow.exceptions import MlflowException
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from search.console import PlainConsole, command, counted
+from search.entry import EXIT_INTERRUPTED
 from search.errors import SearchError
-from search.fleet.fleet import Fleet, Slot, visible_gpus
+from search.fleet.fleet import Fleet
 from search.publish.study import close_study
 from search.report import write_report
-from search.run.keep_up import kept_up
-from search.run.live import LiveView
+from search.report.summary import summary_lines
+from search.run.drive import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
-from search.study.checkpoints import note_checkpoints, open_checkpoints
+from search.study.checkpoints import note_checkpoints
+from search.study.folders import report_path
 from search.study.prepare import load_for_search, prepare_study
 from search.study.smoke import smoke_test
-from search.study.study import RUN_ID, StudyHandle
-from search.study.summary import summarise, summary_lines
-from search.tracking.rebuild import resend
-from search.tracking.study_run import open_parent_run
-from search.tracking.tracker import Tracker
+from search.study.study import StudyHandle
+from search.study.summary import summarise
+from search.worker.join import WorkerOptions
+from storage.attributes import RUN_ID, STOPPED
 from storage.checkpoints.store import Checkpoints
-from storage.database.locks import LockHeldError, LockLostError
-from storage.mlflow.client import RunDeletedError
-from storage.mlflow.health import TrackingAwayError, one_line
-from storage.study_storage.opening import engine_of
-from storage.trials.claims import STOPPED
-from storage.trials.progress import Progress, read_progress
-
-_POLL = 0.5  # seconds
-_GRACE = 10.0  # seconds for MLflow after Ctrl-C
+from storage.mlflow.health import one_line
 
 
-def run_search(
-    settings: dict[str, Any],
-    *,
-    workers: int,
-    storage_url: str | None,
-    tracking_uri: str | None,
-    checkpoint_url: str | None,
-    home: str | None,
-    tracking_required: bool = False,
-    system_metrics: bool = False,
-) -> int:
-    """Run the search that `settings` describe and return the exit code.
+def run_search(settings: dict[str, Any], options: WorkerOptions, *, workers: int) -> int:
+    """Run the search that `settings` describe, with a fleet of such workers, and return the exit code.
 
     Returns:
         0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
     """
     console = PlainConsole()
-    if checkpoint_url is not None:
-        Checkpoints(checkpoint_url).check()
+    if options.checkpoint_url is not None:
+        Checkpoints(options.checkpoint_url).check()
     with steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         services = find_services(
-            storage_url, tracking_uri, home=home, both=True, tracking_required=tracking_required, progress=tell
+            options.storage_url,
+            options.tracking_uri,
+            home=options.home,
+            both=True,
+            tracking_required=options.tracking_required,
+            progress=tell,
         )
         tell("opening the study")
         handle, created = prepare_study(services, settings, objective)
-        if checkpoint_url is not None:
-            note_checkpoints(handle, checkpoint_url)
+        if options.checkpoint_url is not None:
+            note_checkpoints(handle, options.checkpoint_url)
         spec = handle.spec
         if why := handle.attrs.get(STOPPED):
             raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
-        away = open_run(services, handle, required=tracking_required)
+        away = open_run(services, handle, required=options.tracking_required)
         tell("overfitting one batch")
         smoke_warning = smoke_test(handle, objective, None if away else services.open_tracking())
     begin = summarise(handle)
@@ -94,100 +76,12 @@ def run_search(
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return 0
     if begin.finished < spec.n_trials:
-        interrupted, fleet = drive(console, services, handle, workers, checkpoint_url, system_metrics=system_metrics)
+        interrupted, fleet = drive(console, services, handle, workers, options)
     else:
         more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
         console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
         interrupted, fleet = False, None
     return _finish(console, services, handle, interrupted=interrupted, fleet=fleet)
-
-
-def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str | None:
-    """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
-
-    Raises:
-        StorageError: the tracking server is `required`, or somebody deleted the experiment.
-    """
-    if services.tracking_away:
-        return services.tracking_away
-    try:
-        open_parent_run(handle, services.open_tracking())
-    except RunDeletedError as error:
-        if required:
-            raise
-        return f"MLflow is told nothing of study {handle.spec.name!r}: {error}"
-    except (MlflowException, LockHeldError, LockLostError) as error:
-        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({one_line(error)})"
-        if required:
-            raise TrackingAwayError(away) from None
-        return away
-    return None
-
-
-def drive(
-    console: Console,
-    services: Services,
-    handle: StudyHandle,
-    workers: int,
-    checkpoint_url: str | None,
-    *,
-    system_metrics: bool = False,
-) -> tuple[bool, Fleet]:
-    """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
-    assert services.tracking_uri is not None
-    environment = {
-        "HPSEARCH_STORAGE_URL": services.storage_url,
-        "HPSEARCH_TRACKING_URI": services.tracking_uri,
-        "HPSEARCH_HOME": str(services.home),
-    }
-    if checkpoint_url is not None:
-        environment["HPSEARCH_CHECKPOINT_URL"] = checkpoint_url
-    if system_metrics:
-        environment["HPSEARCH_SYSTEM_METRICS"] = "1"
-    logs = services.home / "logs" / handle.spec.name
-    fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
-    console.print(f"worker logs: {logs}")
-    engine = engine_of(handle.storage)
-    wake = threading.Event()
-    signals = 0
-
-    def on_signal(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        fleet.stop(kill=signals > 1)
-        wake.set()
-
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in handled}
-    told = False
-    progress, away = Progress(handle.spec.n_trials), False
-
-    def look() -> tuple[Progress, bool]:
-        try:
-            return read_progress(engine, handle.study_id, handle.spec.direction), False
-        except DBAPIError:
-            return progress, True
-
-    keeper = kept_up(services.home) if services.embedded else nullcontext()
-    try:
-        fleet.start()
-        with keeper as kept, LiveView(console, handle.spec, fleet) as view:
-            while fleet.poll(progress.with_result, away=away):
-                progress, away = look()
-                view.update(progress, away=away)
-                if kept is not None and kept.is_set():
-                    fleet.stop()
-                if signals and not told:
-                    told = True
-                    view.say("stopping: workers end their epoch and save (again to kill them)")
-                wake.wait(_POLL)
-                wake.clear()
-            view.update(look()[0])
-    finally:
-        fleet.stop()  # on an error of ours they save what they have
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return signals > 0, fleet
 
 
 def _finish(
@@ -222,7 +116,7 @@ def _finish(
     failed = tell_failed(console, fleet)
     if interrupted:
         console.print(f"interrupted; go on with: {handle.go_on}")
-        return 130
+        return EXIT_INTERRUPTED
     if why := handle.attrs.get(STOPPED):
         console.print(f"stopped {why}; go on with: {command('start', handle.spec.name)}, then run it again")
         return 1
@@ -231,39 +125,3 @@ def _finish(
         console.print(f"the timeout of {handle.spec.timeout:g} s ended the search before its budget")
         spent = True
     return 0 if spent and summary.best is not None else 1
-
-
-def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
-    """Print which workers gave up, and why, and return their places."""
-    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
-    for slot in failed:
-        console.print(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
-        )
-    return failed
-
-
-def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, interrupted: bool) -> None:
-    """Send MLflow what of the study waits on this machine, and print what is left."""
-    checkpoints = open_checkpoints(handle, services.home, None)
-    tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
-
-    def winner() -> None:
-        # Of all the trials of machines that are gone, the one that must not be without a model.
-        best = summarise(handle).best
-        resend(handle, tracker, checkpoints, only=[] if best is None else [best.number])
-
-    with steps(console) as tell:
-        patience = _GRACE if interrupted else math.inf
-        left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
-    if left:
-        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        again = command("sync", handle.spec.name)
-        console.print(
-            f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
-        )
-
-
-def report_path(services: Services, handle: StudyHandle) -> Path:
-    """Return where the report of a study is written by default."""
-    return services.home / "reports" / f"{handle.spec.name}.html"

@@ -12,9 +12,10 @@ from search.publish.study import close_if_spent
 from search.services import Services, find_services, why_away
 from search.steps import steps
 from search.study.checkpoints import open_checkpoints
-from search.study.study import TRACKING_URI, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker, outbox_folder
+from storage.attributes import TRACKING_URI
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 

@@ -1,1 +1,4 @@
-"""Room."""
+"""Sampling: samplers by name, seeds, and the suggestion of a trial that no other trial has.
+
+Imports: spec.
+"""

@@ -1,1 +1,4 @@
-"""Room."""
+"""The spec of a study: every setting, validated, from flags or a file.
+
+Imports: errors.
+"""

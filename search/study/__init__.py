@@ -1,1 +1,4 @@
-"""Room."""
+"""Studies: created or joined with their spec, steered, summed up, tidied.
+
+Imports: errors, console, services, spec, sampling.
+"""

@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 import sqlalchemy as sa
 
 from search.errors import SearchError
-from search.study.study import CHECKPOINT_URL, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import CHECKPOINT_URL
 from storage.checkpoints.pointers import drop_pointers, ended
 from storage.checkpoints.store import Checkpoints
 from storage.database.retry import retrying

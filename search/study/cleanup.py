@@ -15,9 +15,10 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from search.study.study import INFEASIBLE, REMOVED, RUN_ID, TRACKING, StudyHandle, load_study
+from search.study.folders import runs_folder
+from search.study.study import StudyHandle, load_study
 from search.study.summary import summarise
-from search.worker.loop import runs_folder
+from storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from storage.database.locks import name_lock
 from storage.errors import StorageError
 from storage.files import size_of
@@ -27,7 +28,6 @@ from storage.mlflow.registry import Registry
 from storage.mlflow.run_links import RunBook
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import ATTEMPT
 from storage.trials.finalist_sets import finalist_studies
 
 KEEP_TOP = 5

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from search.services import Services
+from search.study.study import StudyHandle
 from storage.trials.claims import Claim
 
 # What a later attempt goes on with beside the checkpoint, which is found by the database's word alone.
@@ -34,3 +36,13 @@ def remove_earlier(runs: Path, claim: Claim) -> None:
     """Remove the directories of the attempts before this one: the trial has ended."""
     for earlier in range(1, claim.attempt):
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
+
+
+def runs_folder(runs_dir: Path, study: StudyHandle) -> Path:
+    """Return the folder of a study's run directories on this machine."""
+    return runs_dir / study.folder
+
+
+def report_path(services: Services, handle: StudyHandle) -> Path:
+    """Return where the report of a study is written by default."""
+    return services.home / "reports" / f"{handle.spec.name}.html"

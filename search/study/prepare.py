@@ -15,7 +15,8 @@ from objectives.training import TrainConfig
 from search.sampling.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec.spec import StudySpec
-from search.study.study import STARTED_AT, TRACKING_URI, StudyHandle, complete_settings, create_or_join
+from search.study.study import StudyHandle, complete_settings, create_or_join
+from storage.attributes import STARTED_AT, TRACKING_URI
 from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.claims import running_now
 

@@ -9,10 +9,9 @@ from objectives import Objective
 from objectives.training.checks.smoke import SmokeResult, smoke
 from search.console import command
 from search.study.prepare import suggested
-from search.study.study import RUN_ID, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import RUN_ID, SMOKE
 from storage.mlflow.client import Tracking
-
-SMOKE = "hpsearch:smoke"  # attribute of a study: what the test came to, in a sentence
 
 _SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
 

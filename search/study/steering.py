@@ -14,12 +14,12 @@ from optuna.trial import FrozenTrial, TrialState
 from search.console import command
 from search.errors import SearchError
 from search.spec.spec import parse_spec
-from search.study.study import INFEASIBLE, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import INFEASIBLE, REASON, STOPPED
 from storage.study_storage.opening import engine_of
 from storage.trials.budget import change_spec
-from storage.trials.claims import STOPPED, running_now
+from storage.trials.claims import running_now
 from storage.trials.reopening import reopen_trial
-from storage.trials.settling import REASON
 
 
 def stop_study(handle: StudyHandle) -> str | None:

@@ -16,22 +16,10 @@ from search.console import command
 from search.errors import SearchError, nearest
 from search.sampling.samplers import make_pruner
 from search.spec.spec import StudySpec, differences, parse_spec
+from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import name_lock
-from storage.mlflow import run_links
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import SPEC
-
-# User attributes of a study.
-TRACKING_URI = "hpsearch:tracking_uri"
-CHECKPOINT_URL = "hpsearch:checkpoint_url"
-INFEASIBLE = run_links.INFEASIBLE  # of a trial
-RUN_ID, RUN_URL, TRACKING = run_links.RUN_ID, run_links.RUN_URL, run_links.TRACKING  # also of a trial
-REMOVED = run_links.REMOVED  # of a trial
-PRUNING = "hpsearch:pruning"  # of a trial: the grounds on which it was pruned, the fields of a Decision
-STARTED_AT = "hpsearch:started_at"
-FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
-SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
 
 
 @dataclass(frozen=True)
@@ -199,3 +187,23 @@ def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(given, dict) and given.get("name", stored[key]["name"]) == stored[key]["name"]:
             merged[key] = {**stored[key], **given}
     return merged
+
+
+def parent_of(held: StudyHandle) -> StudyHandle:
+    """Return the study whose finalists a study holds.
+
+    Raises:
+        SearchError: it was deleted.
+    """
+    of = held.spec.finalists_of
+    assert of is not None
+    try:
+        parent = load_study(held.storage, of.study)
+    except SearchError:
+        parent = None
+    if parent is None or parent.study_id != of.study_id:
+        raise SearchError(
+            f"study {of.study!r}, whose finalists {held.spec.name!r} holds, was deleted: "
+            f"delete them too: {command('delete', held.spec.name)}"
+        )
+    return parent

@@ -1,1 +1,4 @@
-"""Room."""
+"""Tracking: the runs of a study and of its trials in MLflow, written to the outbox or made again.
+
+Imports: errors, console, spec, study.
+"""

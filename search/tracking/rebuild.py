@@ -20,14 +20,14 @@ from objectives.training.checks.held_out import restore_best
 from objectives.training.reproducibility import checkpoint
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
-from search.study.study import TRACKING, StudyHandle
+from search.study.study import StudyHandle
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
+from storage.attributes import ATTEMPT, PENDING, REASON, TRACKING
 from storage.checkpoints.pointers import read_pointers
 from storage.mlflow.health import one_line
-from storage.mlflow.run_links import PENDING
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import ATTEMPT, REASON, Claim
+from storage.trials.claims import Claim
 
 log = logging.getLogger(__name__)
 

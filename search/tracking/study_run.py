@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.finalists.study import parent_of
-from search.study.study import RUN_ID, RUN_URL, TRACKING_URI, StudyHandle
+from search.study.study import StudyHandle, parent_of
+from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from storage.database.locks import still_held, study_lock
 from storage.mlflow.client import Tracking
 from storage.study_storage.opening import engine_of

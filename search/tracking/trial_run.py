@@ -15,10 +15,10 @@ from pathlib import Path
 from objectives.training import FitResult
 from search.spec.spec import StudySpec
 from search.tracking.tracker import Tracker
+from storage.attributes import PENDING
 from storage.mlflow import exported_model
 from storage.mlflow.client import FINALIST_OF, SEED, State
 from storage.mlflow.outbox import Journal
-from storage.mlflow.run_links import PENDING
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim
 

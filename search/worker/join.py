@@ -7,24 +7,28 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from types import FrameType
 
 import optuna
 
 from objectives import load_objective
 from search.errors import SearchError
-from search.fleet.forking import watch_fleet
 from search.publish.study import close_if_spent
 from search.services import find_services, why_away
 from search.study.checkpoints import open_checkpoints
-from search.study.study import TRACKING_URI, load_study
+from search.study.folders import runs_folder
+from search.study.study import load_study
 from search.study.summary import summarise
 from search.tracking.provenance import run_tags
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
-from search.worker.loop import SERVICE_ERRORS, Worker, runs_folder, worker_name
+from search.worker.loop import SERVICE_ERRORS, Worker, worker_name
+from search.worker.orphan import watch_fleet
+from storage.attributes import TRACKING_URI
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import open_storage
+from storage.trials.claims import LEASE
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +36,43 @@ log = logging.getLogger(__name__)
 _PATIENCE, _GRACE = 60.0, 10.0
 
 
-def join_study(
-    name: str,
-    *,
-    device: str | None,
-    lease: float,
-    storage_url: str | None,
-    tracking_uri: str | None,
-    checkpoint_url: str | None,
-    home: str | None,
-    tracking_required: bool = False,
-    system_metrics: bool = False,
-) -> int:
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told beside the study's name: where things are, and how it runs on its machine.
+
+    Attributes:
+        storage_url, tracking_uri, checkpoint_url: where studies, runs and checkpoints are kept; without a tracking
+            URI or a checkpoint URL the study's own, without any the embedded stack's.
+        home: folder of the embedded stack, run directories and logs; by default the user's.
+        device: "cpu", "cuda" or "cuda:N"; by default a GPU where there is one.
+        lease: seconds without a sign of life after which others take its trial over.
+        tracking_required: whether MLflow has to answer at the start.
+        system_metrics: whether the machine's load is logged to each trial's run.
+    """
+
+    storage_url: str | None = None
+    tracking_uri: str | None = None
+    checkpoint_url: str | None = None
+    home: str | None = None
+    device: str | None = None
+    lease: float = LEASE
+    tracking_required: bool = False
+    system_metrics: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
+        named = {
+            "HPSEARCH_STORAGE_URL": self.storage_url,
+            "HPSEARCH_TRACKING_URI": self.tracking_uri,
+            "HPSEARCH_CHECKPOINT_URL": self.checkpoint_url,
+            "HPSEARCH_HOME": self.home,
+            "HPSEARCH_LEASE": str(self.lease),
+            "HPSEARCH_SYSTEM_METRICS": "1" if self.system_metrics else None,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def join_study(name: str, options: WorkerOptions) -> int:
     """Run a worker of study `name` in this process and return its exit code.
 
     Raises:
@@ -53,14 +82,14 @@ def join_study(
     """
     _log_to_stderr()
     stop = stop_on_signals()
-    services = find_services(storage_url, tracking_uri, home=home)
+    services = find_services(options.storage_url, options.tracking_uri, home=options.home)
     application = f"hpsearch {worker_name()}"
     storage = open_storage(services.storage_url, application_name=application)
     study = load_study(storage, name)
     uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
     if uri is None:
         raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    away = why_away(uri, required=tracking_required)
+    away = why_away(uri, required=options.tracking_required)
     if away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     objective = load_objective(study.spec.objective)
@@ -68,11 +97,10 @@ def join_study(
     if warning := study.source_warning(objective):
         log.warning(warning)
     tracking = services.open_tracking(uri)
-    checkpoints = open_checkpoints(study, services.home, checkpoint_url)
+    checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
     runs = services.home / "runs"
-    tracker = Tracker(
-        study, tracking, checkpoints, services.home, tags=run_tags(objective, device), system_metrics=system_metrics
-    )
+    tags = run_tags(objective, options.device)
+    tracker = Tracker(study, tracking, checkpoints, services.home, tags=tags, system_metrics=options.system_metrics)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     fleet_gone = watch_fleet(int(fleet)) if fleet else None
     code = 1
@@ -86,8 +114,8 @@ def join_study(
             checkpoints=checkpoints,
             stop=stop,
             fleet_gone=fleet_gone or (lambda: False),
-            device=device,
-            lease=lease,
+            device=options.device,
+            lease=options.lease,
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()

@@ -17,27 +17,25 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import Objective, ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
 from search.pruning import Judge
 from search.sampling.samplers import training_seed
 from search.sampling.suggest import suggest
 from search.study.checkpoints import StudyCheckpoints
-from search.study.folders import open_attempt_dir, remove_earlier
-from search.study.study import INFEASIBLE, PRUNING, STARTED_AT, TRACKING, StudyHandle
+from search.study.folders import open_attempt_dir, remove_earlier, runs_folder
+from search.study.study import StudyHandle
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from search.worker.session import TrialSession
+from storage.attributes import INFEASIBLE, PRUNING, REASON, STARTED_AT, TRACKING
 from storage.errors import CheckpointStoreError
 from storage.mlflow.client import State
 from storage.study_storage.opening import engine_of
-from storage.trials.claims import LEASE, REASON, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
+from storage.trials.claims import LEASE, Claim, ClaimLostError, Claims, Lost, Nothing, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.settling import Outcome
 
 log = logging.getLogger(__name__)
-
-# Exit codes of a worker beside 0 (nothing left), 1 (an error of ours or of a service) and 2 (a mistake of the user's).
-EXIT_GAVE_UP = 3
-EXIT_DRAINED = 128 + 15
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
 FAILURES_IN_A_ROW = 3
@@ -48,11 +46,6 @@ SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 def worker_name(pid: int | None = None) -> str:
     """Return what tells a worker of this host from all others: ``host:pid``, by default this process's."""
     return f"{socket.gethostname()}:{pid or os.getpid()}"
-
-
-def runs_folder(runs_dir: Path, study: StudyHandle) -> Path:
-    """Return the folder of a study's run directories on this machine."""
-    return runs_dir / study.folder
 
 
 class Worker:

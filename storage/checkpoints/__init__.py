@@ -1,1 +1,4 @@
-"""Room."""
+"""Checkpoints: files under one URL, and the rows that say which of them count.
+
+Imports: errors, files, urls, attributes.
+"""

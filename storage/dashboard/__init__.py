@@ -1,1 +1,4 @@
-"""Room."""
+"""The Optuna dashboard over a storage that reads little, with the files that MLflow keeps.
+
+Imports: errors, urls, database, study_storage, mlflow.
+"""

@@ -1,1 +1,4 @@
-"""Room."""
+"""The database: how it is reached, retried, locked, migrated, and who may do what in it.
+
+Imports: errors, urls.
+"""

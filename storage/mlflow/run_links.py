@@ -14,19 +14,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from storage.attributes import INFEASIBLE, REASON, TRACKING
 from storage.database.locks import run_lock
 from storage.database.retry import retrying
-from storage.trials.settling import REASON
-
-# User attributes of a study and of a trial.
-RUN_ID = "hpsearch:mlflow_run_id"  # on a study the parent run, on a trial its own
-RUN_URL = "hpsearch:mlflow_url"
-MODEL = "hpsearch:mlflow_model_id"
-TRACKING = "hpsearch:tracking"  # of a trial that has ended: what of it MLflow does not have, or not yet
-INFEASIBLE = "hpsearch:infeasible"
-REMOVED = "hpsearch:removed"  # of a trial: who removed its model and its best checkpoint, to free their space
-
-PENDING = "pending"  # how TRACKING begins while records are on their way
 
 _PATIENCE = 10.0  # seconds to wait for the database
 

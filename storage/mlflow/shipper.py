@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from storage.mlflow import exported_model
 from storage.mlflow.artifacts import artifact_attrs
 from storage.mlflow.client import MODEL_ID, State, Tracking, allowed_name, epoch_metrics
 from storage.mlflow.health import is_away, one_line
 from storage.mlflow.outbox import Entry, Journal
-from storage.mlflow.run_links import MODEL, PENDING, RUN_ID, RUN_URL, Ended, RunBook, TrialGoneError
+from storage.mlflow.run_links import Ended, RunBook, TrialGoneError
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric

@@ -1,1 +1,4 @@
-"""Room."""
+"""Records that are written once: the opening of a test set, and promotions.
+
+Imports: errors, database.
+"""

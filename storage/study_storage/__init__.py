@@ -1,4 +1,7 @@
-"""The study storage: Optuna's tables on Postgres, at a fraction of the statements."""
+"""The study storage: Optuna's tables on Postgres, at a fraction of the statements.
+
+Imports: errors, database.
+"""
 
 from storage.study_storage.storage import PostgresStorage
 

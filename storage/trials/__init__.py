@@ -1,1 +1,4 @@
-"""Room."""
+"""Trials: who runs which, by claims, leases and attempts, and how each ends.
+
+Imports: errors, attributes, database.
+"""

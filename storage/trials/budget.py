@@ -8,9 +8,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from storage.attributes import SPEC
 from storage.database.locks import UNLESS_FROZEN
 from storage.errors import StorageError
-from storage.trials.claims import SPEC
 
 _LOCKED = sa.text(f"""
     {UNLESS_FROZEN}

@@ -17,21 +17,18 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
+from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from storage.database.connect import each_committed
 from storage.database.retry import PATIENCE, retrying
 from storage.errors import ClaimLostError, StorageError
 from storage.trials import claim_sql as sql
 from storage.trials import settling
 from storage.trials.process_identity import current_process, has_ended
-from storage.trials.settling import ATTEMPT, REASON, WORKER, Outcome
+from storage.trials.settling import Outcome
 
-__all__ = ["ATTEMPT", "REASON", "WORKER", "Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
+__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
 
 LEASE = 60.0  # seconds
-
-# User attributes of a study that a claim heeds.
-SPEC = "hpsearch:spec"
-STOPPED = "hpsearch:stopped"  # who stopped the study, and when
 
 
 @dataclass(frozen=True)

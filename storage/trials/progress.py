@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.trials.claims import SPEC
+from storage.attributes import SPEC
 
 
 @dataclass(frozen=True)

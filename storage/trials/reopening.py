@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.mlflow.run_links import TRACKING
-from storage.trials.settling import REASON
+from storage.attributes import REASON, TRACKING
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
 # nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was

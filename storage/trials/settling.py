@@ -9,11 +9,6 @@ from typing import Any, Literal
 
 import sqlalchemy as sa
 
-# User attributes of a trial, readable in the Optuna dashboard.
-ATTEMPT = "hpsearch:attempt"  # how often the trial was started, from 1
-WORKER = "hpsearch:worker"  # who runs it, or ran it last
-REASON = "hpsearch:reason"  # why it ended as it did, for a person
-
 Outcome = Literal[
     "complete",
     "pruned",

@@ -17,9 +17,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.pruning import Judge
 from search.spec.spec import parse_spec
+from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import SPEC, Claim, Claims
+from storage.trials.claims import Claim, Claims
 
 EPOCHS = 10
 GRPC = importlib.util.find_spec("grpc") is not None

@@ -1,1 +1,4 @@
-"""Room."""
+"""Checks beside a run: overfit one batch, range of learning rates, the held-out test split.
+
+Imports: errors, reproducibility, config, data, evaluation, objective, result, loop, reports.
+"""

@@ -1,1 +1,4 @@
-"""Room."""
+"""Evaluation: metrics, as sums over all samples.
+
+Imports: errors, data.
+"""

@@ -162,3 +162,10 @@ def _collection(**metrics: Any) -> Metrics:
 
     collection: Metrics = MetricCollection(metrics)
     return collection
+
+
+def largest_class(data: Dataset) -> float | None:
+    """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
+    if data.y.dtype.is_floating_point or data.y.ndim != 1:
+        return None
+    return float(torch.bincount(data.y).max()) / len(data)

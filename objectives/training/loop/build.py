@@ -14,7 +14,7 @@ from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Splits
 from objectives.training.data.feed import build_feed, steps_of
 from objectives.training.evaluation.evaluate import check_loss, summed
-from objectives.training.evaluation.metrics import DIRECTIONS
+from objectives.training.evaluation.metrics import DIRECTIONS, largest_class
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
 from objectives.training.loop.progress import Progress
@@ -25,7 +25,6 @@ from objectives.training.optimizers.optimizer import build_optimizer
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import build_schedule, check_length
-from objectives.training.reports.diagnosis import largest_class
 from objectives.training.reproducibility.environment import environment, uncommitted
 from objectives.training.reproducibility.seeds import set_seed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, is_out_of_memory
 
 if TYPE_CHECKING:
     from objectives.training.config import TrainConfig
@@ -49,14 +49,6 @@ class DeviceMemoryError(RuntimeError):
         super().__init__(
             f"out of memory on {device} with batch_size {config.batch_size} and model {config.model}: {detail}"
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a CPU or an accelerator."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    # The CPU allocator has no error class of its own.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 @contextmanager

@@ -1,1 +1,4 @@
-"""Room."""
+"""What moves the weights: optimizers, schedules, averages of weights, precision.
+
+Imports: errors, config.
+"""

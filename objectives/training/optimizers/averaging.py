@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+from objectives.training.config import TrainConfig
 
 
 class Average:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from objectives.errors import ObjectiveError
+from objectives.training.config import TrainConfig
 from objectives.training.optimizers.layers import NORMS, Placed, placed
 
-if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
-
 Groups = list[dict[str, Any]]
-Factory = Callable[[Groups, "TrainConfig", torch.device], Optimizer]
+Factory = Callable[[Groups, TrainConfig, torch.device], Optimizer]
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> Groups:
@@ -115,13 +113,13 @@ def _ranger(groups: Groups, config: TrainConfig, _device: torch.device) -> Optim
 
 
 def _lookahead(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
-    base = BASES[config.base_optimizer](groups, config, device)
+    base = FACTORIES[config.base_optimizer](groups, config, device)
     return _of_library("Lookahead", base, k=config.lookahead_steps, alpha=config.lookahead_alpha)
 
 
 def _sam(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
     # SAM makes its base from a class, bare of our settings: it is handed one that is made, whose groups it shares.
-    base = BASES[config.base_optimizer](groups, config, device)
+    base = FACTORIES[config.base_optimizer](groups, config, device)
     return _of_library("SAM", base.param_groups, lambda *_, **__: base, rho=config.sam_rho)
 
 
@@ -134,7 +132,7 @@ def _of_library(name: str, *args: Any, **settings: Any) -> Optimizer:
     return made
 
 
-BASES: dict[str, Factory] = {
+FACTORIES: dict[str, Factory] = {
     "sgd": _sgd,
     "adam": _adam,
     "adamw": _adamw,
@@ -143,9 +141,6 @@ BASES: dict[str, Factory] = {
     "adagrad": _adagrad,
     "lion": _lion,
     "lamb": _lamb,
-}
-OPTIMIZERS: dict[str, Factory] = {
-    **BASES,
     "muon": _muon,
     "lars": _lars,
     "ranger": _ranger,
@@ -160,4 +155,4 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device)
     Raises:
         ObjectiveError: the optimizer is one of pytorch-optimizer, which is not installed.
     """
-    return OPTIMIZERS[config.optimizer](parameter_groups(model, config), config, device)
+    return FACTORIES[config.optimizer](parameter_groups(model, config), config, device)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from objectives.errors import ObjectiveError
-
-if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+from objectives.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,6 @@ _DECAYS: dict[str, Callable[[int, int, TrainConfig, Plan], float]] = {
     "exponential": _exponential,
     "step": _step,
 }
-SCHEDULES = (*_DECAYS, "one_cycle", "plateau")
 
 
 def build_schedule(

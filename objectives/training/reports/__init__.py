@@ -1,1 +1,4 @@
-"""Room."""
+"""What a run leaves to read: its directory, its report, its plots.
+
+Imports: reproducibility, config, data, evaluation, objective, result, loop.
+"""

@@ -52,13 +52,6 @@ def shared_inputs(train: Dataset, other: Dataset) -> int:
     return sum(digest in seen for digest in _digests(other))
 
 
-def largest_class(data: Dataset) -> float | None:
-    """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
-    if data.y.dtype.is_floating_point or data.y.ndim != 1:
-        return None
-    return float(torch.bincount(data.y).max()) / len(data)
-
-
 def _digests(data: Dataset) -> list[bytes]:
     rows = data.x.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from objectives.training.reports.diagnosis import instabilities, largest_class, leakage
+from objectives.training.evaluation.metrics import largest_class
+from objectives.training.reports.diagnosis import instabilities, leakage
 
 if TYPE_CHECKING:
     from objectives.objective import Objective

@@ -1,1 +1,4 @@
-"""Room."""
+"""What it takes to repeat or resume a run: seeds, environment, checkpoint files, records.
+
+Imports: nothing.
+"""

@@ -9,9 +9,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
 from search.finalists import Finalists, read_finalists
-from search.study.study import INFEASIBLE, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
+from storage.attributes import INFEASIBLE, SPEC
 from storage.study_storage import PostgresStorage
-from storage.trials.claims import SPEC, Claim, Claims, Nothing
+from storage.trials.claims import Claim, Claims, Nothing
 from tests.search.pruning.test_reasons import spec_of
 
 Say = Callable[..., str]

@@ -10,23 +10,17 @@ from optuna.trial import TrialState, create_trial
 
 from objectives import ObjectiveError, load_objective
 from search.errors import SearchError
-from search.finalists.study import (
-    PARENT_TRIAL,
-    TRAINING_SEED,
-    best_configurations,
-    create_or_join,
-    parent_of,
-    passed_over,
-)
+from search.finalists.study import best_configurations, create_or_join, passed_over
 from search.finalists.text import confirmation_lines
 from search.promotion.open_test import choose_candidate
 from search.sampling.samplers import derive_seed, training_seed
 from search.sampling.suggest import suggest
-from search.study.study import FOLDER, REMOVED, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study, parent_of
+from storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from storage.mlflow.run_links import RunBook
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import STOPPED, Claim, Claims
+from storage.trials.claims import Claim, Claims
 from tests.search.finalists.support import SPACE, VALUES, Say, finished, params, search, table, train
 
 

@@ -6,11 +6,8 @@ import pytest
 
 from search.errors import SearchError
 from search.finalists import read_finalists
-from search.finalists.study import (
-    create_or_join,
-    parent_of,
-)
-from search.study.study import StudyHandle
+from search.finalists.study import create_or_join
+from search.study.study import StudyHandle, parent_of
 from storage.records.test_openings import open_test_set, write_scores
 from storage.trials.claims import Claim, Claims
 from tests.search.finalists.support import Say, finished, search, train

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from search.cli import main
 from search.fleet import fleet as fleets
 from search.fleet.fleet import MAX_DEATHS, Fleet
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
+from search.worker.join import WorkerOptions
 
 ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 
@@ -23,7 +26,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(fleets, "_LONGEST_PAUSE", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
     monkeypatch.setattr(fleets, "_executed", lambda *_: subprocess.Popen(ABORTING))
-    return Fleet("study", workers=1, environment={}, log_dir=tmp_path, gpus=[])
+    return Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
 
 
 def test_an_objective_that_kills_its_process_is_given_up_before_the_budget_is_burnt(fleet: Fleet) -> None:
@@ -55,11 +58,11 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
     load_ahead(3)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
-    process = ForkedProcess(["worker", "--study", "s", "--lease", "0"], environment, log)
+    process = ForkedProcess(partial(main, ["worker", "--study", "s", "--lease", "0"]), environment, log)
     assert ended(process) == 2
     assert "--lease" in log.read_text()
     assert "ONLY_HERE" not in os.environ
-    again = ForkedProcess(["--help"], environment, log)
+    again = ForkedProcess(partial(main, ["--help"]), environment, log)
     assert ended(again) == 0
     assert "Usage: hpsearch" in log.read_text()
 
@@ -77,7 +80,7 @@ def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    process = ForkedProcess(arguments, dict(os.environ), tmp_path / "log")
+    process = ForkedProcess(partial(main, arguments), dict(os.environ), tmp_path / "log")
     assert ended(process) == 0, (tmp_path / "log").read_text()
 
 
@@ -95,7 +98,7 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from pathlib import Path
-from search.fleet.forking import watch_fleet
+from search.worker.orphan import watch_fleet
 gone = watch_fleet(fleet)
 assert not gone()
 print("watching", flush=True)

@@ -10,11 +10,11 @@ import mlflow
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from search.study.study import RUN_ID, StudyHandle, load_study
+from search.study.study import StudyHandle, load_study
+from storage.attributes import REASON, RUN_ID, SPEC
 from storage.mlflow.client import Tracking
 from storage.records.promotions import Promotion, promotions_of
 from storage.study_storage import PostgresStorage
-from storage.trials.claims import REASON, SPEC
 from tests.search.pruning.test_reasons import spec_of
 
 

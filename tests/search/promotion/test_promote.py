@@ -15,17 +15,17 @@ from search.console import PlainConsole
 from search.errors import SearchError
 from search.promotion.promote import promote, refresh_evidence
 from search.promotion.registry_watch import Watch, notice
-from search.publish.study import study_note
+from search.publish.note import study_note
 from search.report import write_report
 from search.report.promotions import promotion_lines
 from search.report.trial import print_trial
 from search.study.study import load_study
 from search.study.summary import summarise
+from storage.attributes import REASON
 from storage.database.locks import registry_lock
 from storage.errors import StorageError
 from storage.records.promotions import TrialOfRun, end_promotion, record_promotion
 from storage.records.test_openings import open_test_set, write_scores
-from storage.trials.claims import REASON
 from storage.trials.finalist_sets import finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 

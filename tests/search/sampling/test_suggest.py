@@ -18,10 +18,11 @@ from objectives.training import TrainConfig
 from search.sampling.samplers import make_sampler
 from search.sampling.suggest import _Untried, suggest
 from search.spec.spec import StudySpec, parse_spec
+from storage.attributes import SPEC
 from storage.database.locks import suggestion_turn
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import SPEC, Claim, Claims
+from storage.trials.claims import Claim, Claims
 
 Space = Callable[[optuna.Trial], object]
 

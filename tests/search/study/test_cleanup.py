@@ -13,14 +13,14 @@ from search.errors import SearchError
 from search.promotion.open_test import choose_candidate, open_for
 from search.promotion.promote import promote
 from search.study.cleanup import Garbage, find_garbage
-from search.study.study import CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING, load_study
-from search.worker.loop import runs_folder
+from search.study.folders import runs_folder
+from search.study.study import load_study
+from storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
 from storage.embedded.stack import StackInfo
 from storage.errors import StorageError
 from storage.mlflow.disk_usage import Kept, RunStorage
 from storage.mlflow.run_links import RunBook
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import ATTEMPT
 from tests.search.promotion.support import Tracked, train_finalists
 
 

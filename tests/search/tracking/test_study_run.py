@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from search.study.study import RUN_ID, RUN_URL, TRACKING_URI
 from search.tracking.study_run import open_parent_run
+from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from storage.database.locks import LockLostError, study_lock
 from storage.mlflow.client import Tracking
 from tests.search.promotion.support import Tracked

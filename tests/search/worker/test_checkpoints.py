@@ -20,11 +20,12 @@ from objectives.training.reproducibility import checkpoint
 from search.study.checkpoints import StudyCheckpoints
 from search.worker import checkpoints
 from search.worker.checkpoints import TrialCheckpoints
+from storage.attributes import SPEC
 from storage.checkpoints.pointers import read_pointers
 from storage.checkpoints.store import Checkpoints
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import engine_of, open_storage
-from storage.trials.claims import SPEC, Claim, Claims
+from storage.trials.claims import Claim, Claims
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 

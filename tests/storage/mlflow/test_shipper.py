@@ -17,12 +17,13 @@ import sqlalchemy as sa
 import torch
 from mlflow.exceptions import MlflowException
 
+from storage.attributes import RUN_ID, TRACKING
 from storage.embedded.stack import StackInfo
 from storage.errors import StorageError
 from storage.mlflow import exported_model
 from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
-from storage.mlflow.run_links import RUN_ID, TRACKING, RunBook
+from storage.mlflow.run_links import RunBook
 from storage.mlflow.sender import Sender
 from storage.mlflow.shipper import Shipper
 from storage.study_storage import PostgresStorage

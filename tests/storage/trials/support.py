@@ -10,11 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.storages import BaseStorage
 
-from storage.trials.claims import (
-    SPEC,
-    Claim,
-    Claims,
-)
+from storage.attributes import SPEC
+from storage.trials.claims import Claim, Claims
 
 
 def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:

@@ -12,19 +12,9 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
+from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from storage.errors import StorageError
-from storage.trials.claims import (
-    ATTEMPT,
-    REASON,
-    SPEC,
-    STOPPED,
-    WORKER,
-    ClaimLostError,
-    Lost,
-    Nothing,
-    Stopped,
-    running_now,
-)
+from storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 

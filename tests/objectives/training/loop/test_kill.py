@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from objectives.training import LocalSession, TrainConfig, Trainer
-from objectives.training.optimizers.optimizer import OPTIMIZERS
-from objectives.training.optimizers.schedules import SCHEDULES
+from objectives.training.config import OPTIMIZERS, SCHEDULES
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS
 from tests.objectives.training.support import same_result
 

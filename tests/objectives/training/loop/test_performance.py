@@ -153,12 +153,12 @@ def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch
 
 def test_the_memory_that_a_device_counts_is_recorded_and_reported(wine, monkeypatch, tmp_path):
     """No GPU is needed to see where the number goes."""
-    from objectives.training import result, trainer
+    from objectives.training import conclude, trainer
 
-    assert trainer.peak_memory is result.peak_memory is peak_memory
+    assert trainer.peak_memory is conclude.peak_memory is peak_memory
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
     assert peak_memory(torch.device("cuda:1")) == 5 * 2**20
-    for module in (trainer, result):
+    for module in (trainer, conclude):
         monkeypatch.setattr(module, "peak_memory", lambda _device: peak_memory(torch.device("cuda")))
     found = Trainer(wine, TrainConfig(), epochs=1, seed=0, run_dir=tmp_path).fit()
     assert found.memory == found.history[0].metrics["peak_memory_bytes"] == 5 * 2**20

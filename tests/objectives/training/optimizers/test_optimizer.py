@@ -7,7 +7,8 @@ from torch import nn
 
 from objectives import ObjectiveError
 from objectives.training import Standardize, TrainConfig
-from objectives.training.optimizers.optimizer import BASES, OPTIMIZERS, build_optimizer, parameter_groups
+from objectives.training.config import BASES, OPTIMIZERS
+from objectives.training.optimizers.optimizer import build_optimizer, parameter_groups
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.reproducibility import checkpoint
 

@@ -8,7 +8,8 @@ from torch.optim import lr_scheduler
 
 from objectives import ObjectiveError
 from objectives.training import TrainConfig, Trainer
-from objectives.training.optimizers.schedules import SCHEDULES, build_schedule, check_length
+from objectives.training.config import SCHEDULES
+from objectives.training.optimizers.schedules import build_schedule, check_length
 
 STEPS = 40
 

@@ -7,9 +7,10 @@ import pytest
 
 from search.cli import _run
 from search.study.study import StudyHandle, load_study
+from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import SPEC, Claims
+from storage.trials.claims import Claims
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say
 

@@ -14,9 +14,10 @@ import pytest
 from search.errors import SearchError
 from search.study.steering import extend_study
 from search.study.study import StudyHandle, load_study
+from storage.attributes import SPEC
 from storage.errors import StorageError
 from storage.study_storage import PostgresStorage
-from storage.trials.claims import SPEC, Claims, Nothing
+from storage.trials.claims import Claims, Nothing
 from tests.search.study.steering.support import Say, rows, take
 
 

@@ -10,10 +10,11 @@ from optuna.trial import TrialState
 
 from search.errors import SearchError
 from search.study.steering import retry_trial
-from search.study.study import INFEASIBLE, StudyHandle
+from search.study.study import StudyHandle
+from storage.attributes import INFEASIBLE, REASON
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import rung_key
-from storage.trials.claims import REASON, Claim, Claims, Lost
+from storage.trials.claims import Claim, Claims, Lost
 from storage.trials.process_identity import current_process
 from tests.search.study.steering.support import Say, rows, take
 

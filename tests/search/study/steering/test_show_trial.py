@@ -7,10 +7,10 @@ import re
 import optuna
 from optuna.trial import create_trial
 
-from search.study.study import PRUNING
+from storage.attributes import PRUNING, REASON
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import rung_key
-from storage.trials.claims import REASON, Claims
+from storage.trials.claims import Claims
 from tests.search.study.steering.support import Say, take
 
 

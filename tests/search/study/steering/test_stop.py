@@ -8,7 +8,8 @@ from pathlib import Path
 import optuna
 
 from search.study.steering import start_study, stop_study
-from storage.trials.claims import STOPPED, Claims, Stopped
+from storage.attributes import STOPPED
+from storage.trials.claims import Claims, Stopped
 from tests.search.study.steering.support import Say, take
 
 

@@ -1,0 +1,43 @@
+"""The end of a run: its result, with its best weights put back."""
+
+from __future__ import annotations
+
+import torch
+
+from objectives.training.loop.performance import peak_memory, plain
+from objectives.training.loop.run import Run
+from objectives.training.reports.run_dir import RunDir
+from objectives.training.result import FitResult, Status
+from objectives.training.session import Verdict
+
+
+def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
+    """The result of a run that has ended, with its best weights put back."""
+    best, val = run.progress.best, run.splits.val
+    run.judged.load_state_dict(best["model"])
+    status = _status(run, verdict)
+    reported = files.path is not None and status != "stopped"
+    train_scores = run.judge_train() if reported else None
+    model = plain(run.judged.cpu()).eval()
+    return FitResult(
+        status=status,
+        best_epoch=best["epoch"],
+        best_value=best["value"],
+        best_metrics=dict(best["metrics"]),
+        history=list(run.progress.history),
+        model=model,
+        example=val.inputs(torch.arange(4) % len(val)),
+        best_path=files.existing("best.pt"),
+        last_path=files.existing("last.pt"),
+        split_hash=run.identity["split_hash"],
+        val=val,
+        resume_note="; ".join(run.notes) or None,
+        memory=peak_memory(run.device),
+        train_scores=train_scores,
+    )
+
+
+def _status(run: Run, verdict: Verdict) -> Status:
+    if verdict is Verdict.PRUNE:
+        return "pruned"
+    return "completed" if run.finished else "stopped"

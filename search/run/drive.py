@@ -1,0 +1,149 @@
+"""A fleet on this machine, driven until no worker is left: signals, live view, and what its end leaves to tell."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from types import FrameType
+
+from mlflow.exceptions import MlflowException
+from rich.console import Console
+from sqlalchemy.exc import DBAPIError
+
+from search.console import command
+from search.fleet.fleet import Fleet, Slot, visible_gpus
+from search.run.keep_up import kept_up
+from search.run.live import LiveView
+from search.services import Services
+from search.steps import steps
+from search.study.checkpoints import open_checkpoints
+from search.study.study import StudyHandle
+from search.study.summary import summarise
+from search.tracking.rebuild import resend
+from search.tracking.study_run import open_parent_run
+from search.tracking.tracker import Tracker
+from search.worker.join import WorkerOptions
+from storage.database.locks import LockHeldError, LockLostError
+from storage.mlflow.client import RunDeletedError
+from storage.mlflow.health import TrackingAwayError, one_line
+from storage.study_storage.opening import engine_of
+from storage.trials.progress import Progress, read_progress
+
+_POLL = 0.5  # seconds
+_GRACE = 10.0  # seconds for MLflow after Ctrl-C
+
+
+def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str | None:
+    """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
+
+    Raises:
+        StorageError: the tracking server is `required`, or somebody deleted the experiment.
+    """
+    if services.tracking_away:
+        return services.tracking_away
+    try:
+        open_parent_run(handle, services.open_tracking())
+    except RunDeletedError as error:
+        if required:
+            raise
+        return f"MLflow is told nothing of study {handle.spec.name!r}: {error}"
+    except (MlflowException, LockHeldError, LockLostError) as error:
+        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({one_line(error)})"
+        if required:
+            raise TrackingAwayError(away) from None
+        return away
+    return None
+
+
+def drive(
+    console: Console,
+    services: Services,
+    handle: StudyHandle,
+    workers: int,
+    options: WorkerOptions,
+) -> tuple[bool, Fleet]:
+    """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
+    options = replace(
+        options,
+        storage_url=services.storage_url,
+        tracking_uri=services.tracking_uri,
+        home=str(services.home),
+    )
+    logs = services.home / "logs" / handle.spec.name
+    fleet = Fleet(handle.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
+    console.print(f"worker logs: {logs}")
+    engine = engine_of(handle.storage)
+    wake = threading.Event()
+    signals = 0
+
+    def on_signal(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        fleet.stop(kill=signals > 1)
+        wake.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in handled}
+    told = False
+    progress, away = Progress(handle.spec.n_trials), False
+
+    def look() -> tuple[Progress, bool]:
+        try:
+            return read_progress(engine, handle.study_id, handle.spec.direction), False
+        except DBAPIError:
+            return progress, True
+
+    keeper = kept_up(services.home) if services.embedded else nullcontext()
+    try:
+        fleet.start()
+        with keeper as kept, LiveView(console, handle.spec, fleet) as view:
+            while fleet.poll(progress.with_result, away=away):
+                progress, away = look()
+                view.update(progress, away=away)
+                if kept is not None and kept.is_set():
+                    fleet.stop()
+                if signals and not told:
+                    told = True
+                    view.say("stopping: workers end their epoch and save (again to kill them)")
+                wake.wait(_POLL)
+                wake.clear()
+            view.update(look()[0])
+    finally:
+        fleet.stop()  # on an error of ours they save what they have
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return signals > 0, fleet
+
+
+def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
+    """Print which workers gave up, and why, and return their places."""
+    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
+    for slot in failed:
+        console.print(
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
+        )
+    return failed
+
+
+def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, interrupted: bool) -> None:
+    """Send MLflow what of the study waits on this machine, and print what is left."""
+    checkpoints = open_checkpoints(handle, services.home, None)
+    tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
+
+    def winner() -> None:
+        # Of all the trials of machines that are gone, the one that must not be without a model.
+        best = summarise(handle).best
+        resend(handle, tracker, checkpoints, only=[] if best is None else [best.number])
+
+    with steps(console) as tell:
+        patience = _GRACE if interrupted else math.inf
+        left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
+    if left:
+        why = f" ({tracker.sender.away})" if tracker.sender.away else ""
+        again = command("sync", handle.spec.name)
+        console.print(
+            f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
+        )

@@ -1,0 +1,28 @@
+"""The user attributes that hpsearch keeps in Optuna's tables, all of them; the dashboard and notebooks see them too."""
+
+# Of a study.
+SPEC = "hpsearch:spec"  # what is searched, as JSON: the fields of search.spec.StudySpec
+STOPPED = "hpsearch:stopped"  # who stopped the study, and when
+STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`, which a timeout counts from
+TRACKING_URI = "hpsearch:tracking_uri"
+CHECKPOINT_URL = "hpsearch:checkpoint_url"
+FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
+SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
+SMOKE = "hpsearch:smoke"  # what the smoke test came to, in a sentence
+
+# Of a study and of a trial.
+RUN_ID = "hpsearch:mlflow_run_id"  # on a study the parent run, on a trial its own
+RUN_URL = "hpsearch:mlflow_url"
+
+# Of a trial.
+ATTEMPT = "hpsearch:attempt"  # how often it was started, from 1
+WORKER = "hpsearch:worker"  # who runs it, or ran it last
+REASON = "hpsearch:reason"  # why it ended as it did, for a person
+INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart
+PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a search.pruning.Decision
+MODEL = "hpsearch:mlflow_model_id"
+TRACKING = "hpsearch:tracking"  # once it has ended: what of it MLflow does not have, or not yet
+PENDING = "pending"  # how TRACKING begins while records are on their way
+REMOVED = "hpsearch:removed"  # who removed its model and its best checkpoint, to free their space
+PARENT_TRIAL = "hpsearch:finalist_of"  # of a finalist: the trial of the search that it trains again
+TRAINING_SEED = "hpsearch:seed"  # of a finalist
