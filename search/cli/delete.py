@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def delete(
-    study: o.StudyName,
+    name: o.StudyName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     storage_url: o.StorageUrl = None,
     checkpoint_url: o.CheckpointUrl = None,
@@ -38,23 +38,23 @@ def delete(
     from storage.trials.finalist_sets import finalist_studies
 
     services, storage = open_for_reading(storage_url, None, home)
-    handle = load_study(storage, study)
-    held = [load_study(storage, name) for name in finalist_studies(engine_of(storage), handle.study_id)]
-    for each in (handle, *held):
+    study = load_study(storage, name)
+    of_finalists = [load_study(storage, each) for each in finalist_studies(engine_of(storage), study.study_id)]
+    for each in (study, *of_finalists):
         if alive := running_now(engine_of(storage), each.study_id):
-            name = each.spec.name
             raise SearchError(
-                f"study {name!r} has {counted(alive, 'running trial')}: stop it first: {command('stop', name)}"
+                f"study {each.spec.name!r} has {counted(alive, 'running trial')}: "
+                f"stop it first: {command('stop', each.spec.name)}"
             )
     if not yes:
-        what = f"study {study} with {counted(summarise(handle).finished, 'finished trial')}"
-        what += ", its finalists" if held else ""
+        what = f"study {name} with {counted(summarise(study).finished, 'finished trial')}"
+        what += ", its finalists" if of_finalists else ""
         what += (
-            ", and the record that its test set was opened" if read_opening(engine_of(storage), handle.study_id) else ""
+            ", and the record that its test set was opened" if read_opening(engine_of(storage), study.study_id) else ""
         )
         if not confirm(f"delete {what}?"):
             raise typer.Abort
-    for each in (*held, handle):  # the search last: without it nobody would know whose finalists the others are
+    for each in (*of_finalists, study):  # the search last: without it nobody would know whose finalists the others are
         folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
         checkpoints = open_checkpoints(each, services.home, checkpoint_url)
         storage.delete_study(each.study_id)

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 
 def extend(
-    study: o.StudyName,
+    name: o.StudyName,
     trials: Annotated[
         str, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
     ],
@@ -31,11 +31,11 @@ def extend(
     from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
-    handle = load_study(storage, study)
-    done = extend_study(handle, trials)
+    study = load_study(storage, name)
+    done = extend_study(study, trials)
     if done.before == done.after:
-        typer.echo(f"{study} has a budget of {done.after} trials already, {done.started} of them are started")
+        typer.echo(f"{name} has a budget of {done.after} trials already, {done.started} of them are started")
         return
-    typer.echo(f"{study}: {done.before} -> {done.after} trials, {done.started} of them are started")
-    tell_mlflow(services, handle, lambda tracking: reopen_study(load_study(storage, study), tracking))
-    typer.echo(f"workers that run take it up; else: {handle.go_on}")
+    typer.echo(f"{name}: {done.before} -> {done.after} trials, {done.started} of them are started")
+    tell_mlflow(services, study, lambda tracking: reopen_study(load_study(storage, name), tracking))
+    typer.echo(f"workers that run take it up; else: {study.go_on}")

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def gc(  # noqa: PLR0917 typer wants them so
-    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="How many of the best trials keep their models.")
     ] = 5,
@@ -47,10 +47,10 @@ def gc(  # noqa: PLR0917 typer wants them so
     made = [frozen.study_name for frozen in storage.get_all_studies() if SPEC in frozen.user_attrs]
     found: list[Garbage] = []
     problems: list[str] = []
-    for name in [study] if study is not None else sorted(made):
-        handle = load_study(storage, name)
-        tracking = tracking_of(services, handle) if RUN_ID in handle.attrs else None
-        some, told = find_garbage(handle, home=services.home, tracking=tracking, keep_top=keep_top)
+    for each in [name] if name is not None else sorted(made):
+        study = load_study(storage, each)
+        tracking = tracking_of(services, study) if RUN_ID in study.attrs else None
+        some, told = find_garbage(study, home=services.home, tracking=tracking, keep_top=keep_top)
         found, problems = found + some, problems + told
     console = PlainConsole()
     if found:

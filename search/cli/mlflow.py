@@ -7,15 +7,15 @@ from collections.abc import Callable
 import typer
 
 from search.services import Services
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import RUN_ID, TRACKING_URI
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import check_server, one_line
 
 
-def tell_mlflow(services: Services, handle: StudyHandle, tell: Callable[[Tracking], object]) -> None:
+def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
     """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
-    attrs = handle.attrs
+    attrs = study.attrs
     uri = services.tracking_uri or attrs.get(TRACKING_URI)
     if uri is None or RUN_ID not in attrs:
         return  # nobody has opened a run of the study yet

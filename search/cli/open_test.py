@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def open_test(
-    study: o.StudyName,
+    name: o.StudyName,
     *,
     trial: Annotated[
         int | None,
@@ -46,25 +46,25 @@ def open_test(
     from storage.records.test_openings import AlreadyOpenError
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
-    handle = load_study(storage, study)
-    if (of := handle.spec.finalists_of) is not None:
-        raise SearchError(f"study {study!r} holds finalists: open the test set of {of.study!r}")
+    study = load_study(storage, name)
+    if (of := study.spec.finalists_of) is not None:
+        raise SearchError(f"study {name!r} holds finalists: open the test set of {of.study!r}")
     try:
-        candidate = choose_candidate(handle, trial=trial, unconfirmed=unconfirmed)
+        candidate = choose_candidate(study, trial=trial, unconfirmed=unconfirmed)
         number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
         if not yes:
-            question = f"open the test set of {study} for trial {number}{mark}? It opens once."
+            question = f"open the test set of {name} for trial {number}{mark}? It opens once."
             if not confirm(question):
                 raise typer.Abort
-        uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
+        uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
         if uri is None:
-            raise SearchError(f"study {study!r} names no tracking server: give --tracking-uri")
+            raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
         check_server(uri)
-        opening = open_for(handle, candidate, services.open_tracking(uri))
+        opening = open_for(study, candidate, services.open_tracking(uri))
     except AlreadyOpenError as error:
-        raise SearchError(f"study {study!r}: {error}; see it with: {command('show', study)}") from None
-    for name, value in (opening.scores or {}).items():
-        typer.echo(f"test {name} {value:.6g}")
-    for line in confirmation_lines(handle):
+        raise SearchError(f"study {name!r}: {error}; see it with: {command('show', name)}") from None
+    for metric, value in (opening.scores or {}).items():
+        typer.echo(f"test {metric} {value:.6g}")
+    for line in confirmation_lines(study):
         typer.echo(line)
-    tell_mlflow(services, handle, lambda tracking: close_study(handle, summarise(handle), tracking))
+    tell_mlflow(services, study, lambda tracking: close_study(study, summarise(study), tracking))

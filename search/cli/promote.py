@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 
 def promote(  # noqa: PLR0917 typer wants them so
-    study: o.StudyName,
+    name: o.StudyName,
     trial: Annotated[
         int | None,
         typer.Option("--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best]"),
@@ -40,10 +40,10 @@ def promote(  # noqa: PLR0917 typer wants them so
     from search.study.summary import summarise
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
-    handle = load_study(storage, study)
-    done = do(handle, tracking_of(services, handle), trial=trial, alias=alias, model=model)
-    write_note(handle, summarise(handle))
-    typer.echo(f"trial {done.trial} of {study} is models:/{done.model}@{done.alias} (version {done.version})")
+    study = load_study(storage, name)
+    done = do(study, tracking_of(services, study), trial=trial, alias=alias, model=model)
+    write_note(study, summarise(study))
+    typer.echo(f"trial {done.trial} of {name} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.replaced is not None:
         typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
     if done.unconfirmed:

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    study: o.StudyName,
+    name: o.StudyName,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="File to write  [default: reports/STUDY.html in the home]"),
@@ -40,22 +40,22 @@ def report(
     from storage.mlflow.health import check_server, one_line
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
-    handle = load_study(storage, study)
-    if (of := handle.spec.finalists_of) is not None:
-        raise SearchError(f"study {study!r} holds finalists: they are in the report of {of.study!r}")
-    notice_promotions(services, storage, handle)
-    path = output or report_path(services, handle)
+    study = load_study(storage, name)
+    if (of := study.spec.finalists_of) is not None:
+        raise SearchError(f"study {name!r} holds finalists: they are in the report of {of.study!r}")
+    notice_promotions(services, storage, study)
+    path = output or report_path(services, study)
     try:
-        write_report(handle, path, dashboard_url=services.dashboard_url)
+        write_report(study, path, dashboard_url=services.dashboard_url)
     except OSError as error:
         raise SearchError(f"--output {path}: cannot be written ({error.strerror}); choose another file") from None
     typer.echo(str(path))
-    uri = services.tracking_uri or handle.attrs.get(TRACKING_URI)
+    uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
     if uri is not None:
         check_server(uri)
         tracking = services.open_tracking(uri)
         try:
-            close_study(handle, summarise(handle), tracking)
-            tracking.log_file(str(handle.attrs[RUN_ID]), path)
+            close_study(study, summarise(study), tracking)
+            tracking.log_file(str(study.attrs[RUN_ID]), path)
         except (MlflowException, RunDeletedError) as error:
             raise SearchError(f"the report is written, but MLflow was not told ({one_line(error)})") from None

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def retry(
-    study: o.StudyName,
+    name: o.StudyName,
     trial: Annotated[list[int], typer.Option("--trial", min=0, help="Number of the trial; may be given again.")],
     *,
     from_start: Annotated[
@@ -36,10 +36,10 @@ def retry(
     from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, tracking_uri, home)
-    handle = load_study(storage, study)
+    study = load_study(storage, name)
     retried = []
     for number in dict.fromkeys(trial):
-        was, epoch = retry_trial(handle, number, from_start=from_start)
+        was, epoch = retry_trial(study, number, from_start=from_start)
         retried.append(was)
         where = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
         typer.echo(f"trial {number} waits to be run again, {where}")
@@ -47,7 +47,7 @@ def retry(
     def tell(tracking: Tracking) -> None:
         for was in retried:
             reopen_trial_run(was, tracking)
-        reopen_study(handle, tracking)
+        reopen_study(study, tracking)
 
-    tell_mlflow(services, handle, tell)
-    typer.echo(f"workers that run take it up; else: {handle.go_on}")
+    tell_mlflow(services, study, tell)
+    typer.echo(f"workers that run take it up; else: {study.go_on}")

@@ -11,7 +11,7 @@ from search.cli import options as o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from search.study.study import StudyHandle
+    from search.study.study import StoredStudy
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    study: o.StudyName,
+    name: o.StudyName,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
     trial: Annotated[
         int | None,
@@ -36,15 +36,15 @@ def show(
     from search.study.study import load_study
 
     services, storage = open_for_reading(storage_url, None, home)
-    handle = load_study(storage, study)
-    notice_promotions(services, storage, handle)
+    study = load_study(storage, name)
+    notice_promotions(services, storage, study)
     if trial is None:
-        _show_study(PlainConsole(), handle, services.dashboard_url, every=every)
+        _show_study(PlainConsole(), study, services.dashboard_url, every=every)
     else:
-        print_trial(PlainConsole(), handle, trial)
+        print_trial(PlainConsole(), study, trial)
 
 
-def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None, *, every: bool) -> None:
+def _show_study(console: Console, name: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
     from rich.table import Table
 
     from search.finalists import read_finalists
@@ -55,7 +55,7 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     from search.study.summary import format_value, summarise
     from storage.attributes import REASON, STOPPED, WORKER
 
-    for key, value in handle.spec.model_dump(exclude={"name", "version"}).items():
+    for key, value in name.spec.model_dump(exclude={"name", "version"}).items():
         if key == "finalists_of" and value is None:
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
@@ -64,7 +64,7 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("trial", "state", "epochs", "value", "worker", "reason"):
         table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
-    trials, waiting = handle.trials(), why_waiting(handle)
+    trials, waiting = name.trials(), why_waiting(name)
     for trial in trials if every else trials[-20:]:
         value = "" if trial.value is None else format_value(trial.value)
         worker, reason = trial.user_attrs.get(WORKER, ""), waiting.get(trial.number) or trial.user_attrs.get(REASON, "")
@@ -81,12 +81,12 @@ def _show_study(console: Console, handle: StudyHandle, dashboard_url: str | None
         console.print(f"the last 20 of {len(trials)} trials; all of them with --all")
     console.print(table)
     console.print()
-    if (found := read_finalists(handle)) is not None:
-        console.print(finalist_table(handle, found))
+    if (found := read_finalists(name)) is not None:
+        console.print(finalist_table(name, found))
         console.print()
-    for line in summary_lines(handle, summarise(handle), dashboard_url=dashboard_url):
+    for line in summary_lines(name, summarise(name), dashboard_url=dashboard_url):
         console.print(line)
-    for line in promotion_lines(handle):
+    for line in promotion_lines(name):
         console.print(line)
-    if why := handle.attrs.get(STOPPED):
+    if why := name.attrs.get(STOPPED):
         console.print(f"stopped {why}")

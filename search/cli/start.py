@@ -12,7 +12,7 @@ def register(app: typer.Typer) -> None:
     app.command()(start)
 
 
-def start(study: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """Let a stopped study go on: trials are handed out again; start workers with 'run' or 'worker'."""
     from search.cli.open_study import open_for_reading
     from search.console import command
@@ -20,8 +20,8 @@ def start(study: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = N
     from search.study.study import load_study
 
     _, storage = open_for_reading(storage_url, None, home)
-    handle = load_study(storage, study)
-    why = start_study(handle)
-    typer.echo(f"started {study}, which was stopped {why}" if why else f"{study} was not stopped")
-    typer.echo(f"run it with: {handle.go_on}")
-    typer.echo(f"or join it:  {command('worker', '--study', study)}")
+    study = load_study(storage, name)
+    why = start_study(study)
+    typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
+    typer.echo(f"run it with: {study.go_on}")
+    typer.echo(f"or join it:  {command('worker', '--study', name)}")

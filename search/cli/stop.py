@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def stop(
-    study: o.StudyName,
+    name: o.StudyName,
     wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running any more.")] = False,
     storage_url: o.StorageUrl = None,
     home: o.Home = None,
@@ -28,12 +28,12 @@ def stop(
     from search.study.study import load_study
 
     _, storage = open_for_reading(storage_url, None, home)
-    handle = load_study(storage, study)
-    before = stop_study(handle)
-    running = running_trials(handle)
-    typer.echo(f"{study} was stopped already, {before}" if before else f"stopped {study}")
+    study = load_study(storage, name)
+    before = stop_study(study)
+    running = running_trials(study)
+    typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
-    while wait and running_trials(handle):
+    while wait and running_trials(study):
         time.sleep(0.5)
-    typer.echo(f"go on with: {command('start', study)}")
+    typer.echo(f"go on with: {command('start', name)}")

@@ -22,7 +22,7 @@ from search.finalists.table import newest_set
 from search.sampling.samplers import derive_seed
 from search.spec.spec import FinalistsOf, NoPruning, Random, StudySpec, parse_spec
 from search.study.steering import running_trials
-from search.study.study import StudyHandle, load_study, name_metric
+from search.study.study import StoredStudy, load_study, name_metric
 from search.study.summary import summarise
 from storage.attributes import (
     CHECKPOINT_URL,
@@ -48,12 +48,12 @@ _LONGEST_NAME = 100  # of the spec
 
 
 def create_or_join(
-    handle: StudyHandle, *, top: int | None, seeds: int | None, new_set: bool = False
-) -> tuple[StudyHandle, bool]:
+    study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False
+) -> tuple[StoredStudy, bool]:
     """Choose the finalists of a study and enqueue all their trials, or join the set that was chosen before.
 
     Args:
-        handle: the study, whose search is over.
+        study: the study, whose search is over.
         top: how many of its best configurations; `TOP`, or as the set has it, unless given.
         seeds: how many fresh seeds, the same for all; `SEEDS`, or as the set has it, unless given.
         new_set: choose anew, by the search as it is now and on seeds that no set has had.
@@ -64,30 +64,30 @@ def create_or_join(
     Raises:
         SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
     """
-    with name_lock(engine_of(handle.storage), handle.spec.name):
-        held = None if new_set else newest_set(handle)
-        if held is not None:
-            _require_agreement(handle, held, top=top, seeds=seeds)
-            return held, False
-        _require_over(handle)
-        chosen = best_configurations(handle, top or TOP)
-        if not chosen:
-            raise SearchError(f"study {handle.spec.name!r} has no complete trial: there is no finalist to choose")
-        return _create(handle, chosen, top=top or TOP, seeds=fresh_seeds(handle, seeds or SEEDS)), True
+    with name_lock(engine_of(study.storage), study.spec.name):
+        chosen = None if new_set else newest_set(study)
+        if chosen is not None:
+            _require_agreement(study, chosen, top=top, seeds=seeds)
+            return chosen, False
+        _require_over(study)
+        best = best_configurations(study, top or TOP)
+        if not best:
+            raise SearchError(f"study {study.spec.name!r} has no complete trial: there is no finalist to choose")
+        return _create(study, best, top=top or TOP, seeds=fresh_seeds(study, seeds or SEEDS)), True
 
 
-def best_configurations(handle: StudyHandle, top: int, *, removed: bool = False) -> list[FrozenTrial]:
+def best_configurations(study: StoredStudy, top: int, *, removed: bool = False) -> list[FrozenTrial]:
     """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
 
     Args:
-        handle: the study.
+        study: the study.
         top: how many.
         removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
     """
     complete = [
-        t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None and math.isfinite(t.value)
+        t for t in study.trials() if t.state == TrialState.COMPLETE and t.value is not None and math.isfinite(t.value)
     ]
-    sign = -1 if handle.spec.direction == "maximize" else 1
+    sign = -1 if study.spec.direction == "maximize" else 1
     chosen: list[FrozenTrial] = []
     for trial in sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number)):
         if REMOVED in trial.user_attrs and not removed:
@@ -97,47 +97,47 @@ def best_configurations(handle: StudyHandle, top: int, *, removed: bool = False)
     return chosen
 
 
-def passed_over(handle: StudyHandle, top: int) -> list[int]:
+def passed_over(study: StoredStudy, top: int) -> list[int]:
     """Return the trials that would be among the best `top`, had their models not been removed."""
-    return [t.number for t in best_configurations(handle, top, removed=True) if REMOVED in t.user_attrs]
+    return [t.number for t in best_configurations(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
-def fresh_seeds(handle: StudyHandle, count: int) -> list[int]:
+def fresh_seeds(study: StoredStudy, count: int) -> list[int]:
     """Return seeds that no trial of the search and no earlier set was trained on, derived from the study's seed."""
-    taken = {derive_seed(handle.spec.seed, "trial", trial.number) for trial in handle.trials()}
-    for name in finalist_studies(engine_of(handle.storage), handle.study_id):
-        of = load_study(handle.storage, name).spec.finalists_of
+    taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
+    for name in finalist_studies(engine_of(study.storage), study.study_id):
+        of = load_study(study.storage, name).spec.finalists_of
         taken.update(of.seeds if of is not None else [])
     fresh: list[int] = []
     for index in itertools.count():
         if len(fresh) == count:
             break
-        seed = derive_seed(handle.spec.seed, "finalists", index)
+        seed = derive_seed(study.spec.seed, "finalists", index)
         if seed not in taken:
             taken.add(seed)
             fresh.append(seed)
     return fresh
 
 
-def _require_agreement(handle: StudyHandle, held: StudyHandle, *, top: int | None, seeds: int | None) -> None:
-    of = held.spec.finalists_of
+def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | None, seeds: int | None) -> None:
+    of = chosen.spec.finalists_of
     assert of is not None
     pairs = (("--top", of.top, top), ("--seeds", len(of.seeds), seeds))
     differ = [f"{flag}: {before} -> {now}" for flag, before, now in pairs if now is not None and now != before]
     if differ:
         raise SearchError(
-            f"the finalists of {handle.spec.name!r} were chosen with another setting ({'; '.join(differ)}): leave it "
+            f"the finalists of {study.spec.name!r} were chosen with another setting ({'; '.join(differ)}): leave it "
             "out to go on with them, or choose others, on other seeds, with --new-set"
         )
 
 
-def _require_over(handle: StudyHandle) -> None:
+def _require_over(study: StoredStudy) -> None:
     """Refuse to choose while better trials may come."""
-    finished, budget, name = summarise(handle).finished, handle.budget, handle.spec.name
+    finished, budget, name = summarise(study).finished, study.budget, study.spec.name
     if finished >= budget:
         return
-    ended = handle.attrs.get(STOPPED) is not None or _out_of_time(handle)
-    if ended and (running := running_trials(handle)):
+    ended = study.attrs.get(STOPPED) is not None or _out_of_time(study)
+    if ended and (running := running_trials(study)):
         wait = command("stop", name, "--wait")
         raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
@@ -147,33 +147,33 @@ def _require_over(handle: StudyHandle) -> None:
         )
 
 
-def _out_of_time(handle: StudyHandle) -> bool:
-    started = handle.attrs.get(STARTED_AT)
-    timeout = handle.spec.timeout
+def _out_of_time(study: StoredStudy) -> bool:
+    started = study.attrs.get(STARTED_AT)
+    timeout = study.spec.timeout
     return timeout is not None and started is not None and time.time() >= float(started) + timeout
 
 
-def _create(handle: StudyHandle, chosen: list[FrozenTrial], *, top: int, seeds: list[int]) -> StudyHandle:
+def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: list[int]) -> StoredStudy:
     of = FinalistsOf(
-        study=handle.spec.name,
-        study_id=handle.study_id,
+        study=study.spec.name,
+        study_id=study.study_id,
         top=top,
         trials=[trial.number for trial in chosen],
         seeds=seeds,
     )
     for number in itertools.count(1):
-        spec = _spec(handle.spec, of, number)
+        spec = _spec(study.spec, of, number)
         try:
-            made = handle.storage.create_filled_study(
+            made = study.storage.create_filled_study(
                 [optuna.study.StudyDirection[spec.direction.upper()]],
                 spec.name,
-                user_attrs=_attrs(handle, spec),
+                user_attrs=_attrs(study, spec),
                 trials=_trials(of, {trial.number: trial for trial in chosen}),
             )
         except DuplicatedStudyError:
             continue  # an earlier set, or somebody's study of that name
-        name_metric(handle.storage, spec)
-        return StudyHandle(spec, handle.storage, made)
+        name_metric(study.storage, spec)
+        return StoredStudy(spec, study.storage, made)
     raise AssertionError("names do not run out")
 
 
@@ -192,9 +192,9 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
     return parse_spec({**searched.model_dump(), **own})
 
 
-def _attrs(handle: StudyHandle, spec: StudySpec) -> dict[str, Any]:
+def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
     """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
-    theirs = handle.attrs
+    theirs = study.attrs
     shared = {key: theirs[key] for key in (SOURCE, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs}
     return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
 

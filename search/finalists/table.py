@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
 from search.finalists.choice import choose
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import INFEASIBLE
 from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
@@ -80,47 +80,47 @@ class Finalists:
         return next(row for row in self.rows if row.trial == trial)
 
 
-def finalist_sets(handle: StudyHandle) -> Iterator[StudyHandle]:
+def finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the studies that hold finalists of a study, the one made last first."""
-    for name in reversed(finalist_studies(engine_of(handle.storage), handle.study_id)):
+    for name in reversed(finalist_studies(engine_of(study.storage), study.study_id)):
         with suppress(SearchError):  # it was deleted just now
-            yield load_study(handle.storage, name)
+            yield load_study(study.storage, name)
 
 
-def newest_set(handle: StudyHandle) -> StudyHandle | None:
+def newest_set(study: StoredStudy) -> StoredStudy | None:
     """Return the study that holds the finalists that were chosen last; None without any."""
-    return next(finalist_sets(handle), None)
+    return next(finalist_sets(study), None)
 
 
-def counting_set(handle: StudyHandle) -> tuple[StudyHandle, Finalists] | None:
+def counting_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | None:
     """Return the set that counts: the newest that has a winner, or without any the newest; None without a set.
 
     A set that is chosen anew replaces another when it has a winner itself, and not before.
     """
-    tables = ((held, tabulate(handle, held)) for held in finalist_sets(handle))
+    tables = ((chosen, tabulate(study, chosen)) for chosen in finalist_sets(study))
     first = next(tables, None)
     if first is None or first[1].winner is not None:
         return first
     return next((table for table in tables if table[1].winner is not None), first)
 
 
-def read_finalists(handle: StudyHandle) -> Finalists | None:
+def read_finalists(study: StoredStudy) -> Finalists | None:
     """Return the finalists of a study that count, as they stand, or None when none were chosen yet."""
-    counting = counting_set(handle)
+    counting = counting_set(study)
     return None if counting is None else counting[1]
 
 
-def tabulate(handle: StudyHandle, held: StudyHandle) -> Finalists:
-    """Return the table of the finalists of `handle` that the study `held` holds."""
-    of = held.spec.finalists_of
+def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
+    """Return the table of the finalists of `study` that the study `chosen` holds."""
+    of = chosen.spec.finalists_of
     assert of is not None
-    searched = {trial.number: trial.value for trial in handle.trials()}
-    ran = {of.assignment(trial.number): trial for trial in held.trials() if trial.number < held.spec.n_trials}
+    searched = {trial.number: trial.value for trial in study.trials()}
+    ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
     rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
-    pending = held.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
+    pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
-    choice = choose({} if pending else whole, maximize=handle.spec.direction == "maximize")
-    return Finalists(choice.winner, choice.tie, tuple(of.seeds), rows, held.spec.name, pending, choice.error)
+    choice = choose({} if pending else whole, maximize=study.spec.direction == "maximize")
+    return Finalists(choice.winner, choice.tie, tuple(of.seeds), rows, chosen.spec.name, pending, choice.error)
 
 
 def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:

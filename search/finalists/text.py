@@ -8,51 +8,51 @@ from rich.table import Table
 
 from search.console import counted
 from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.records.test_openings import Opening, read_opening
 from storage.study_storage.opening import engine_of
 
 SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
 
 
-def confirmation_lines(handle: StudyHandle) -> list[str]:
+def confirmation_lines(study: StoredStudy) -> list[str]:
     """Return what finalists and the test set say of a study's best trial, in lines of plain text; none without any."""
-    counting, newest = read_finalists(handle), newest_set(handle)
-    lines = [] if counting is None else finalist_lines(handle, counting)
+    counting, newest = read_finalists(study), newest_set(study)
+    lines = [] if counting is None else finalist_lines(study, counting)
     if counting is not None and newest is not None and newest.spec.name != counting.study:
-        lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(handle, tabulate(handle, newest))[0]}")
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
-    return lines if opening is None else [*lines, opening_line(handle, opening)]
+        lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(study, tabulate(study, newest))[0]}")
+    opening = read_opening(engine_of(study.storage), study.study_id)
+    return lines if opening is None else [*lines, opening_line(study, opening)]
 
 
-def optimism(handle: StudyHandle, row: FinalistRow) -> float | None:
+def optimism(study: StoredStudy, row: FinalistRow) -> float | None:
     """Return by how much the search's value of a finalist is better than its mean on fresh seeds."""
     if row.mean is None:
         return None
-    return row.search_value - row.mean if handle.spec.direction == "maximize" else row.mean - row.search_value
+    return row.search_value - row.mean if study.spec.direction == "maximize" else row.mean - row.search_value
 
 
-def ranked(handle: StudyHandle, found: Finalists) -> list[FinalistRow]:
+def ranked(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
     """Return the rows by their means, the best one first; those that lack a value come last, in the search's order."""
-    sign = -1 if handle.spec.direction == "maximize" else 1
+    sign = -1 if study.spec.direction == "maximize" else 1
     whole = [row for row in found.rows if row.whole]
     whole.sort(key=lambda row: (sign * (row.mean or 0.0), row.trial))
     return whole + [row for row in found.rows if not row.whole]
 
 
-def finalist_table(handle: StudyHandle, found: Finalists) -> Table:
+def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("rank", "trial", "search", "fresh mean", "spread", "optimism"):
         table.add_column(column, justify="right")
-    table.add_column(f"val {handle.spec.metric} by seed")
+    table.add_column(f"val {study.spec.metric} by seed")
     table.add_column("")
-    for rank, row in enumerate(ranked(handle, found), 1):
+    for rank, row in enumerate(ranked(study, found), 1):
         values = [
             f"{value:.4f}" if value is not None else str(reason)
             for value, reason in zip(row.values, row.reasons, strict=True)
         ]
-        over = optimism(handle, row)
+        over = optimism(study, row)
         table.add_row(
             str(rank) if row.whole else "-",
             str(row.trial),
@@ -66,7 +66,7 @@ def finalist_table(handle: StudyHandle, found: Finalists) -> Table:
     return table
 
 
-def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
+def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     """Return what the table says: who wins, whether that is a tie, and by how much the search over-stated."""
     n_seeds = len(found.seeds)
     seeds = counted(n_seeds, "fresh seed")
@@ -78,7 +78,7 @@ def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
     row = found.row(found.winner)
     spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
     lines = [
-        f"winner: trial {row.trial}, val {handle.spec.metric} {row.mean:.4f} on {seeds}, spread {spread} "
+        f"winner: trial {row.trial}, val {study.spec.metric} {row.mean:.4f} on {seeds}, spread {spread} "
         f"(the search said {row.search_value:.4f})"
     ]
     if found.tie:
@@ -87,17 +87,17 @@ def finalist_lines(handle: StudyHandle, found: Finalists) -> list[str]:
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
-    over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(handle, r)) is not None)
+    over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(study, r)) is not None)
     said = "over-stated" if over > 0 else "under-stated"
     lines.append(f"the search {said} its finalists by {abs(over):.4f} on average")
     return lines
 
 
-def opening_line(handle: StudyHandle, opening: Opening) -> str:
+def opening_line(study: StoredStudy, opening: Opening) -> str:
     """Return a line on the opened test set."""
     sure = "" if opening.finalists else ", unconfirmed by finalists"
     if opening.scores is None:
         return f"test set: opened {opening.told}{sure}; its scores are not written yet"
-    metric = handle.spec.metric
+    metric = study.spec.metric
     shown = f"{metric} {opening.scores[metric]:.4f}" if metric in opening.scores else f"{opening.scores}"
     return f"test set: {shown}, opened {opening.told}{sure}"

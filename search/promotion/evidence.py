@@ -11,7 +11,7 @@ import yaml
 from optuna.trial import FrozenTrial
 
 from search.finalists import read_finalists
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
 from storage.mlflow.health import one_line
@@ -73,22 +73,22 @@ class Evidence:
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
 
-def gather_evidence(handle: StudyHandle, trial: FrozenTrial, client: MlflowClient) -> Evidence:
+def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient) -> Evidence:
     """Return what is known of a trial now; what MLflow does not give is left out."""
-    finalists = read_finalists(handle)
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    finalists = read_finalists(study)
+    opening = read_opening(engine_of(study.storage), study.study_id)
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
     environment = ran.get("environment") or {}
     for_it = opening is not None and opening.trial_number == trial.number
     return Evidence(
-        study=handle.spec.name,
-        study_id=handle.study_id,
+        study=study.spec.name,
+        study_id=study.study_id,
         trial=trial.number,
         run_id=run_id,
         run_url=str(trial.user_attrs.get(RUN_URL, "")),
         attempts=int(trial.user_attrs.get(ATTEMPT, 1)),
-        metric=handle.spec.metric,
+        metric=study.spec.metric,
         value=trial.value,
         reason=str(trial.user_attrs.get(REASON, "")),
         params=dict(trial.params),
@@ -99,20 +99,20 @@ def gather_evidence(handle: StudyHandle, trial: FrozenTrial, client: MlflowClien
         data_sha256=ran.get("split_hash"),
         finalists=None if finalists is None else asdict(finalists),
         test=_opening(opening) if for_it else None,
-        unconfirmed=why_unconfirmed(handle, trial.number),
+        unconfirmed=why_unconfirmed(study, trial.number),
     )
 
 
-def why_unconfirmed(handle: StudyHandle, trial: int) -> str:
+def why_unconfirmed(study: StoredStudy, trial: int) -> str:
     """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
 
     Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened for
     it: the best of many trials over-states itself.
     """
-    if (of := handle.spec.finalists_of) is not None:
+    if (of := study.spec.finalists_of) is not None:
         return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
-    finalists = read_finalists(handle)
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    finalists = read_finalists(study)
+    opening = read_opening(engine_of(study.storage), study.study_id)
     if finalists is None:
         return "no finalists were trained"
     if finalists.winner is None:

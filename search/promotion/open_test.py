@@ -25,7 +25,7 @@ from search.finalists import read_finalists
 from search.finalists.table import newest_set
 from search.sampling.samplers import training_seed
 from search.study.steering import find_trial, whoami
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import summarise
 from storage.attributes import REMOVED, RUN_ID
 from storage.mlflow.client import Tracking
@@ -44,13 +44,13 @@ class Candidate:
     finalists: str | None
 
 
-def choose_candidate(handle: StudyHandle, *, trial: int | None, unconfirmed: bool) -> Candidate:
+def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> Candidate:
     """Return for whom the test set of a study is to be opened.
 
     An opening whose scores were never written is gone on with, whoever wins by now.
 
     Args:
-        handle: the study.
+        study: the study.
         trial: of that number, where finalists do not say which; by default the search's best.
         unconfirmed: whether a trial will do that did not win among finalists.
 
@@ -59,15 +59,15 @@ def choose_candidate(handle: StudyHandle, *, trial: int | None, unconfirmed: boo
             is not complete.
         AlreadyOpenError: it was opened, for another trial or with scores.
     """
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
+    opening = read_opening(engine_of(study.storage), study.study_id)
     if opening is not None:
         if opening.scores is not None or trial not in {None, opening.trial_number}:
             raise AlreadyOpenError(opening)
-        return Candidate(_complete(handle, opening.trial_number), opening.finalists)
-    found = read_finalists(handle)
+        return Candidate(_complete(study, opening.trial_number), opening.finalists)
+    found = read_finalists(study)
     winner = None if found is None else found.winner
-    name, again = handle.spec.name, command("finalists", handle.spec.name)
-    newest = newest_set(handle)
+    name, again = study.spec.name, command("finalists", study.spec.name)
+    newest = newest_set(study)
     if not unconfirmed:
         if newest is not None and found is not None and newest.spec.name != found.study:
             raise SearchError(
@@ -93,22 +93,22 @@ def choose_candidate(handle: StudyHandle, *, trial: int | None, unconfirmed: boo
             )
     number = trial if trial is not None else winner
     if number is None:
-        best = summarise(handle).best
+        best = summarise(study).best
         if best is None:
             raise SearchError(f"study {name!r} has no complete trial: there is nothing to open the test set for")
         number = best.number
     confirmed = found is not None and number == winner
-    return Candidate(_complete(handle, number), found.study if found is not None and confirmed else None)
+    return Candidate(_complete(study, number), found.study if found is not None and confirmed else None)
 
 
-def _complete(handle: StudyHandle, number: int) -> FrozenTrial:
-    trial = find_trial(handle, number)
+def _complete(study: StoredStudy, number: int) -> FrozenTrial:
+    trial = find_trial(study, number)
     if trial.state != TrialState.COMPLETE:
         raise SearchError(f"--trial {number}: it is {trial.state.name.lower()}; only a complete trial has a test score")
     return trial
 
 
-def open_for(handle: StudyHandle, candidate: Candidate, tracking: Tracking) -> Opening:
+def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Opening:
     """Open the test set of a study for a trial, score its best weights, and return the opening with the scores.
 
     Raises:
@@ -117,17 +117,17 @@ def open_for(handle: StudyHandle, candidate: Candidate, tracking: Tracking) -> O
         ObjectiveError: the data or the model are not those of the trial any more.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = _fetch(handle, candidate.trial, tracking, Path(folder))
-        restored = _restore(handle, candidate.trial, path)
+        path = _fetch(study, candidate.trial, tracking, Path(folder))
+        restored = _restore(study, candidate.trial, path)
         opening = open_test_set(
-            engine_of(handle.storage),
-            handle.study_id,
+            engine_of(study.storage),
+            study.study_id,
             trial_number=candidate.trial.number,
             model_sha256=_sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
         )
-    return write_scores(engine_of(handle.storage), handle.study_id, opening, restored.test())
+    return write_scores(engine_of(study.storage), study.study_id, opening, restored.test())
 
 
 def _sha256(path: Path) -> str:
@@ -135,48 +135,46 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch(handle: StudyHandle, trial: FrozenTrial, tracking: Tracking, folder: Path) -> Path:
+def _fetch(study: StoredStudy, trial: FrozenTrial, tracking: Tracking, folder: Path) -> Path:
     """Bring the best weights that the trial logged."""
     run_id = trial.user_attrs.get(RUN_ID)
     if run_id is None:
-        raise SearchError(
-            f"trial {trial.number} of {handle.spec.name!r} has no run in MLflow: its weights are not kept"
-        )
+        raise SearchError(f"trial {trial.number} of {study.spec.name!r} has no run in MLflow: its weights are not kept")
     if removed := trial.user_attrs.get(REMOVED):
         raise SearchError(f"the weights of trial {trial.number} are not kept ({removed}); nothing was opened")
     try:
         return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
     except Exception as error:  # MLflow's client raises what its transport does
-        send = command("sync", handle.spec.name)
+        send = command("sync", study.spec.name)
         raise SearchError(
             f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
             f"had ({one_line(error)}); nothing was opened; should they wait on a machine, send them: {send}"
         ) from None
 
 
-def _restore(handle: StudyHandle, trial: FrozenTrial, path: Path) -> Restored:
+def _restore(study: StoredStudy, trial: FrozenTrial, path: Path) -> Restored:
     """Put the weights back into their model, when they are what the trial says they are."""
     try:
         best = checkpoint.read(path)
     except checkpoint.CheckpointError as error:
         raise SearchError(f"the weights of trial {trial.number} cannot be used: {error}; nothing was opened") from None
-    _require_the_trials(handle, trial, best)
-    objective = load_objective(handle.spec.objective)
-    objective.judge_by(handle.spec.metric, handle.spec.direction)
+    _require_the_trials(study, trial, best)
+    objective = load_objective(study.spec.objective)
+    objective.judge_by(study.spec.metric, study.spec.direction)
     restored = restore_best(objective, best)
-    now, then = restored.validate()[handle.spec.metric], float(trial.value or 0.0)
+    now, then = restored.validate()[study.spec.metric], float(trial.value or 0.0)
     if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
         raise SearchError(
-            f"the weights of trial {trial.number} give val {handle.spec.metric} {now:.6g} now and gave {then:.6g} in "
+            f"the weights of trial {trial.number} give val {study.spec.metric} {now:.6g} now and gave {then:.6g} in "
             "the search: put back the code that the study was run with; nothing was opened"
         )
     return restored
 
 
-def _require_the_trials(handle: StudyHandle, trial: FrozenTrial, best: dict[str, Any]) -> None:
+def _require_the_trials(study: StoredStudy, trial: FrozenTrial, best: dict[str, Any]) -> None:
     wanted = {
-        "seed": training_seed(handle.spec, trial.number),
-        "split_seed": handle.spec.seed,
+        "seed": training_seed(study.spec, trial.number),
+        "split_seed": study.spec.seed,
         "value": trial.value,
     }
     differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]

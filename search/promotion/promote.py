@@ -14,7 +14,7 @@ from search.promotion.evidence import Evidence, gather_evidence, version_tags, w
 from search.promotion.model_card import describe
 from search.report.promotions import current
 from search.study.steering import find_trial, whoami
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import summarise
 from storage.attributes import INFEASIBLE, REASON, REMOVED, RUN_ID, TRACKING
 from storage.database.locks import registry_lock, still_held
@@ -59,7 +59,7 @@ class Promoted:
 
 
 def promote(
-    handle: StudyHandle,
+    study: StoredStudy,
     tracking: Tracking,
     *,
     trial: int | None = None,
@@ -73,7 +73,7 @@ def promote(
     tag holds.
 
     Args:
-        handle: the study.
+        study: the study.
         tracking: the MLflow server that has its runs.
         trial: the trial's number; the winner of the finalists unless given, or else the best trial.
         alias: for the version; what had it gets `previous_alias` of it.
@@ -83,14 +83,14 @@ def promote(
         SearchError: the trial has nothing to promote.
         StorageError: MLflow refuses, or is away.
     """
-    if (of := handle.spec.finalists_of) is not None:
+    if (of := study.spec.finalists_of) is not None:
         again = command("promote", of.study)
-        raise SearchError(f"study {handle.spec.name!r} holds the finalists of {of.study!r}: promote it with: {again}")
-    name = model or handle.spec.name
+        raise SearchError(f"study {study.spec.name!r} holds the finalists of {of.study!r}: promote it with: {again}")
+    name = model or study.spec.name
     check_alias(alias)
     check_model_name(name, setting="--model")
-    chosen = find_trial(handle, _default_trial(handle) if trial is None else trial)
-    _check_promotable(handle, chosen)
+    chosen = find_trial(study, _default_trial(study) if trial is None else trial)
+    _check_promotable(study, chosen)
     registry = Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.model_of(run_id)
@@ -98,8 +98,8 @@ def promote(
         known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
         why = textwrap.shorten(str(known or "it was not exported, or was removed since"), 160, placeholder=" ...")
         raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
-    evidence = gather_evidence(handle, chosen, tracking.client)
-    with registry_lock(engine_of(handle.storage)) as connection:
+    evidence = gather_evidence(study, chosen, tracking.client)
+    with registry_lock(engine_of(study.storage)) as connection:
         held = registry.version_by_alias(name, alias)
         tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
@@ -111,7 +111,7 @@ def promote(
         registry.set_alias(version, alias)
         record_promotion(
             connection,
-            TrialOfRun(handle.study_id, handle.spec.name, chosen.number),
+            TrialOfRun(study.study_id, study.spec.name, chosen.number),
             model=name,
             version=version.number,
             alias=alias,
@@ -128,26 +128,26 @@ def promote(
     )
 
 
-def refresh_evidence(handle: StudyHandle, tracking: Tracking) -> None:
+def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     """Write anew what stands behind a study's promotions, where finalists or the test set have spoken since.
 
     Raises:
         StorageError: MLflow refuses, or is away.
     """
-    changed = [promotion for promotion in current(handle) if _has_changed(handle, promotion)]
+    changed = [promotion for promotion in current(study) if _has_changed(study, promotion)]
     if not changed:
         return
     registry = Registry(tracking.client)
-    with registry_lock(engine_of(handle.storage)) as connection:
+    with registry_lock(engine_of(study.storage)) as connection:
         for promotion in changed:
             version = registry.version_by_alias(promotion.model_name, promotion.alias)
             if version is None or version.number != promotion.version:
                 continue  # it has moved: that is for the noticing
-            evidence = gather_evidence(handle, find_trial(handle, promotion.trial_number), tracking.client)
+            evidence = gather_evidence(study, find_trial(study, promotion.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
             record_promotion(
                 connection,
-                TrialOfRun(handle.study_id, handle.spec.name, promotion.trial_number),
+                TrialOfRun(study.study_id, study.spec.name, promotion.trial_number),
                 model=promotion.model_name,
                 version=promotion.version,
                 alias=promotion.alias,
@@ -156,8 +156,8 @@ def refresh_evidence(handle: StudyHandle, tracking: Tracking) -> None:
             )
 
 
-def _has_changed(handle: StudyHandle, promotion: Promotion) -> bool:
-    return why_unconfirmed(handle, promotion.trial_number) != promotion.evidence.get("unconfirmed")
+def _has_changed(study: StoredStudy, promotion: Promotion) -> bool:
+    return why_unconfirmed(study, promotion.trial_number) != promotion.evidence.get("unconfirmed")
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
@@ -166,16 +166,16 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
     registry.describe(version, tags=version_tags(evidence), description=text)
 
 
-def _default_trial(handle: StudyHandle) -> int:
-    finalists = read_finalists(handle)
+def _default_trial(study: StoredStudy) -> int:
+    finalists = read_finalists(study)
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    if (best := summarise(handle).best) is None:
-        raise SearchError(f"study {handle.spec.name!r} has no trial to promote: none has run to its end")
+    if (best := summarise(study).best) is None:
+        raise SearchError(f"study {study.spec.name!r} has no trial to promote: none has run to its end")
     return best.number
 
 
-def _check_promotable(handle: StudyHandle, trial: FrozenTrial) -> None:
+def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
     """Refuse a trial that has not run to its end, or of which MLflow knows nothing."""
     reason = trial.user_attrs.get(REASON)
     told = f" ({reason})" if reason else ""
@@ -194,6 +194,6 @@ def _check_promotable(handle: StudyHandle, trial: FrozenTrial) -> None:
             what = "is still running"
         case _:
             what = "has not been run yet"
-    best = summarise(handle).best
+    best = summarise(study).best
     instead = f"promote one that has run to its end, such as {best.number}" if best else "no trial has run to its end"
     raise SearchError(f"--trial {trial.number}: it {what}; {instead}")

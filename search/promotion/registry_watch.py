@@ -124,8 +124,8 @@ class _Noticing:
         from search.promotion.promote import write_evidence
         from search.study.steering import find_trial
 
-        handle = load_study(self.storage, trial.study_name)
-        evidence = gather_evidence(handle, find_trial(handle, trial.number), self.tracking.client)
+        study = load_study(self.storage, trial.study_name)
+        evidence = gather_evidence(study, find_trial(study, trial.number), self.tracking.client)
         # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
         before = was_recorded(connection, version.model, version.number)
         by = (None if before else version.tags.get(PROMOTED_BY)) or version.user or MLFLOW_UI
@@ -144,15 +144,15 @@ class _Noticing:
         )
         log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
 
-    def _update_note(self, study: str) -> None:
+    def _update_note(self, name: str) -> None:
         from search.publish.note import write_note
         from search.study.summary import summarise
 
         try:
-            handle = load_study(self.storage, study)
-            write_note(handle, summarise(handle))
+            study = load_study(self.storage, name)
+            write_note(study, summarise(study))
         except (SearchError, KeyError):
-            log.info("study %s was deleted: it has no note to update", study)
+            log.info("study %s was deleted: it has no note to update", name)
 
 
 def _differences(aliases: Aliases, recorded: dict[tuple[str, str], Promotion]) -> list[_Difference]:

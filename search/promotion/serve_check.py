@@ -21,7 +21,7 @@ from objectives.training.loop.build import checked_splits
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import Registry, Version
@@ -74,14 +74,14 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         StorageError: MLflow refuses, or is away.
     """
     version = find_version(Registry(tracking.client), reference)
-    handle, number = _trial_of(storage, version, reference)
-    trial = find_trial(handle, number)
+    study, number = _trial_of(storage, version, reference)
+    trial = find_trial(study, number)
     if trial.value is None:
-        raise SearchError(f"{reference}: trial {number} of study {handle.spec.name!r} has no value to compare with")
-    objective = load_objective(handle.spec.objective)
-    objective.judge_by(handle.spec.metric, handle.spec.direction)
-    splits = checked_splits(objective, handle.spec.seed)
-    changed = _changes(handle, objective, splits, version)
+        raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
+    objective = load_objective(study.spec.objective)
+    objective.judge_by(study.spec.metric, study.spec.direction)
+    splits = checked_splits(objective, study.spec.seed)
+    changed = _changes(study, objective, splits, version)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
         predictions, error = _predict(version, splits, objective, tracking.uri, Path(folder))
     scored = None
@@ -89,7 +89,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         scored = _judge(predictions, objective, splits, optuna.trial.FixedTrial(trial.params))
         if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
             error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
-    return Check(version, handle.spec.name, number, handle.spec.metric, trial.value, scored, error)
+    return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error)
 
 
 def find_version(registry: Registry, reference: str) -> Version:
@@ -118,7 +118,7 @@ def _like(name: str, with_alias: list[str]) -> str:
     return nearest(name, with_alias) if with_alias else "; see MLflow's page of models"
 
 
-def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StudyHandle, int]:
+def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StoredStudy, int]:
     with engine_of(storage).connect() as connection:
         found = trials_of_runs(connection, [version.run_id or ""], key=RUN_ID).get(version.run_id or "")
     if found is None:
@@ -126,12 +126,12 @@ def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tup
     return load_study(storage, found.study_name), found.number
 
 
-def _changes(handle: StudyHandle, objective: Objective, splits: Splits, version: Version) -> str:
+def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
     """Return what is no longer as it was when the trial ran, as the end of a sentence."""
     changed = []
     if version.tags.get("hpsearch.data_sha256", splits.hash()) != splits.hash():
         changed.append("the data are not those of the trial")
-    if handle.source_warning(objective):
+    if study.source_warning(objective):
         changed.append("the objective's code has changed since the study was made")
     return "".join(f"; {change}" for change in changed)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from search.finalists.table import Finalists, counting_set
 from search.finalists.text import optimism, ranked
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import is_away, one_line
@@ -25,13 +25,13 @@ TEST_OPENED = "hpsearch.test_opened"
 ARTIFACT = "finalists.json"
 
 
-def tell_confirmation(handle: StudyHandle, tracking: Tracking) -> None:
+def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     """Write the finalists' table and the test scores to the runs in MLflow. Safe to call again, and at once."""
-    runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in handle.trials() if RUN_ID in trial.user_attrs}
-    counting = counting_set(handle)
+    runs = {trial.number: str(trial.user_attrs[RUN_ID]) for trial in study.trials() if RUN_ID in trial.user_attrs}
+    counting = counting_set(study)
     if counting is not None and not counting[1].pending:
-        _tell_finalists(handle, *counting, runs, tracking)
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
+        _tell_finalists(study, *counting, runs, tracking)
+    opening = read_opening(engine_of(study.storage), study.study_id)
     if opening is not None and opening.scores is not None and opening.trial_number in runs:
         _annotate(
             tracking,
@@ -43,14 +43,14 @@ def tell_confirmation(handle: StudyHandle, tracking: Tracking) -> None:
 
 
 def _tell_finalists(
-    handle: StudyHandle, held: StudyHandle, found: Finalists, runs: dict[int, str], tracking: Tracking
+    study: StoredStudy, chosen: StoredStudy, found: Finalists, runs: dict[int, str], tracking: Tracking
 ) -> None:
-    ended = max(t.datetime_complete.timestamp() for t in held.trials() if t.datetime_complete is not None)
-    parent = str(handle.attrs[RUN_ID])
-    tracking.client.log_dict(parent, table_record(handle, found), ARTIFACT)
+    ended = max(t.datetime_complete.timestamp() for t in chosen.trials() if t.datetime_complete is not None)
+    parent = str(study.attrs[RUN_ID])
+    tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
     tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN: its_run}, metrics={}, at=ended)
-    for rank, row in enumerate(ranked(handle, found), 1):
+    for rank, row in enumerate(ranked(study, found), 1):
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
@@ -61,7 +61,7 @@ def _tell_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in _others(handle, found):
+    for number in _others(study, found):
         if number in runs:
             _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
 
@@ -76,22 +76,22 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
         log.warning("run %s is not told: %s", run, one_line(error))
 
 
-def _others(handle: StudyHandle, found: Finalists) -> set[int]:
+def _others(study: StoredStudy, found: Finalists) -> set[int]:
     """Return the trials that are finalists of other sets only."""
     numbers: set[int] = set()
-    for name in finalist_studies(engine_of(handle.storage), handle.study_id):
-        of = load_study(handle.storage, name).spec.finalists_of
+    for name in finalist_studies(engine_of(study.storage), study.study_id):
+        of = load_study(study.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else [])
     return numbers - {row.trial for row in found.rows}
 
 
-def table_record(handle: StudyHandle, found: Finalists) -> dict[str, Any]:
+def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return the table as plain values, for a file."""
-    rows = [{**dataclasses.asdict(row), "optimism": optimism(handle, row)} for row in ranked(handle, found)]
+    rows = [{**dataclasses.asdict(row), "optimism": optimism(study, row)} for row in ranked(study, found)]
     return {
-        "study": handle.spec.name,
-        "metric": f"val_{handle.spec.metric}",
-        "direction": handle.spec.direction,
+        "study": study.spec.name,
+        "metric": f"val_{study.spec.metric}",
+        "direction": study.spec.direction,
         "finalists": found.study,
         "seeds": list(found.seeds),
         "winner": found.winner,

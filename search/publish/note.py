@@ -6,35 +6,35 @@ import optuna
 
 from search.finalists.text import confirmation_lines
 from search.report.promotions import promotion_lines
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import Summary, format_value
 from storage.attributes import RUN_URL
 
 
-def write_note(handle: StudyHandle, summary: Summary) -> None:
+def write_note(study: StoredStudy, summary: Summary) -> None:
     """Write the study's note in the dashboard."""
     from optuna_dashboard import save_note  # it imports scikit-learn: a second of each worker's start
 
-    study = optuna.load_study(study_name=handle.spec.name, storage=handle.storage)
-    save_note(study, study_note(handle, summary))
+    optuna_study = optuna.load_study(study_name=study.spec.name, storage=study.storage)
+    save_note(optuna_study, study_note(study, summary))
 
 
-def study_note(handle: StudyHandle, summary: Summary) -> str:
+def study_note(study: StoredStudy, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
-    spec = handle.spec
+    spec = study.spec
     lines = [
         f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
-        f"{summary.finished} of {handle.budget} trials.",
+        f"{summary.finished} of {study.budget} trials.",
         "",
-        f"[The study in MLflow]({handle.attrs.get(RUN_URL, '')})",
+        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')})",
     ]
     if (best := summary.best) is not None:
         url = best.user_attrs.get(RUN_URL)
         name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
         lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
-    for line in confirmation_lines(handle):
+    for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
-    promoted = [line for line in promotion_lines(handle) if line]
+    promoted = [line for line in promotion_lines(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)

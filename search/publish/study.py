@@ -8,7 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.publish.finalists import tell_confirmation
 from search.publish.note import write_note
-from search.study.study import StudyHandle, parent_of
+from search.study.study import StoredStudy, parent_of
 from search.study.summary import Summary, summarise
 from search.tracking.study_run import open_parent_run
 from storage.attributes import INFEASIBLE, REASON, RUN_ID
@@ -18,13 +18,13 @@ from storage.mlflow.health import one_line
 log = logging.getLogger(__name__)
 
 
-def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> None:
+def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
     """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
 
     Safe to call more than once, and from several processes: each writes the same.
     """
     tags = {
-        "hpsearch.trials": f"{summary.finished} of {handle.budget}",
+        "hpsearch.trials": f"{summary.finished} of {study.budget}",
         "hpsearch.complete": str(summary.complete),
         "hpsearch.pruned": str(summary.pruned),
         "hpsearch.infeasible": str(summary.infeasible),
@@ -32,26 +32,26 @@ def close_study(handle: StudyHandle, summary: Summary, tracking: Tracking) -> No
     }
     metrics: dict[str, float] = {}
     if summary.best is not None and summary.best.value is not None:
-        metrics[f"best_val_{handle.spec.metric}"] = summary.best.value
+        metrics[f"best_val_{study.spec.metric}"] = summary.best.value
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
-    parent = open_parent_run(handle, tracking)
-    end_open_runs(handle, tracking)
-    tell_confirmation(handle, tracking)
+    parent = open_parent_run(study, tracking)
+    end_open_runs(study, tracking)
+    tell_confirmation(study, tracking)
     tracking.end_study_run(
         parent,
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=summary.finished >= handle.budget,
+        finished=summary.finished >= study.budget,
     )
-    write_note(handle, summary)
+    write_note(study, summary)
 
 
-def end_open_runs(handle: StudyHandle, tracking: Tracking) -> None:
+def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
     """End the runs of trials that have ended, whose workers died before they could say so in MLflow."""
-    left = tracking.open_trial_runs(handle.spec.name, str(handle.attrs[RUN_ID]))
-    for trial in handle.trials() if left else []:
+    left = tracking.open_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
+    for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
             state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
             TrialRun(tracking, left[trial.number]).finish(state, str(trial.user_attrs.get(REASON, "")))
@@ -64,30 +64,30 @@ _STATES: dict[TrialState, State] = {
 }
 
 
-def close_if_spent(handle: StudyHandle, tracking: Tracking) -> None:
+def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
     """Close a study whose budget is spent: in a fleet without `run`, the last worker is the only one to do it.
 
     Finalists have no run of their own: when they are done, the study that they are of has more to tell.
     """
-    summary = summarise(handle)
-    if summary.finished < handle.budget:
+    summary = summarise(study)
+    if summary.finished < study.budget:
         return
     try:
-        if handle.spec.finalists_of is not None:
-            end_open_runs(handle, tracking)
-            handle = parent_of(handle)
-            summary = summarise(handle)
-        close_study(handle, summary, tracking)
+        if study.spec.finalists_of is not None:
+            end_open_runs(study, tracking)
+            study = parent_of(study)
+            summary = summarise(study)
+        close_study(study, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", handle.spec.name, one_line(error))
+        log.warning("the end of study %s did not reach MLflow: %s", study.spec.name, one_line(error))
 
 
-def reopen_study(handle: StudyHandle, tracking: Tracking) -> None:
+def reopen_study(study: StoredStudy, tracking: Tracking) -> None:
     """Reopen the run of a study that has trials to run again, and bring its tags up to date; a running one stays so."""
-    if handle.spec.finalists_of is not None:
+    if study.spec.finalists_of is not None:
         return  # the run is that of the search, which is over
-    tracking.reopen(open_parent_run(handle, tracking))
-    close_study(handle, summarise(handle), tracking)
+    tracking.reopen(open_parent_run(study, tracking))
+    close_study(study, summarise(study), tracking)
 
 
 def reopen_trial_run(trial: FrozenTrial, tracking: Tracking) -> None:

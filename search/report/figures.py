@@ -11,17 +11,17 @@ import plotly.graph_objects as go
 from optuna.trial import TrialState
 
 from search.finalists.table import Finalists
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import Summary
 
 _GREY = "rgba(140, 140, 140, 0.45)"
 
 
-def draw(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> list[dict[str, str]]:
+def draw(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> list[dict[str, str]]:
     """Return each figure's title and HTML; plotly's script travels once, inside the first."""
-    study = handle.open()
-    name = f"val {handle.spec.metric}"
-    made: list[tuple[str, go.Figure | str]] = [("Learning curves", _learning_curves(handle, summary))]
+    opened = study.open()
+    name = f"val {study.spec.metric}"
+    made: list[tuple[str, go.Figure | str]] = [("Learning curves", _learning_curves(study, summary))]
     enough = "Shown from two complete trials on."
     if summary.complete >= 2:
         with warnings.catch_warnings():
@@ -29,10 +29,10 @@ def draw(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> 
             made += [
                 (
                     "Optimization history",
-                    optuna.visualization.plot_optimization_history(study, target_name=name),
+                    optuna.visualization.plot_optimization_history(opened, target_name=name),
                 ),
-                ("Parameter importances", _importances(study, name)),
-                ("Parallel coordinates", _parallel_coordinates(study, name)),
+                ("Parameter importances", _importances(opened, name)),
+                ("Parallel coordinates", _parallel_coordinates(opened, name)),
             ]
     else:
         made += [(t, enough) for t in ("Optimization history", "Parameter importances", "Parallel coordinates")]
@@ -67,11 +67,11 @@ def _parallel_coordinates(study: optuna.Study, name: str) -> go.Figure:
     return optuna.visualization.plot_parallel_coordinate(study, params=sorted(common), target_name=name)
 
 
-def _learning_curves(handle: StudyHandle, summary: Summary) -> go.Figure:
+def _learning_curves(study: StoredStudy, summary: Summary) -> go.Figure:
     """Return the metric by epoch, a line per trial, the pruned ones grey and the best one thick."""
     best = summary.best
     figure = go.Figure()
-    for trial in sorted(handle.trials(), key=lambda t: t.state == TrialState.COMPLETE):
+    for trial in sorted(study.trials(), key=lambda t: t.state == TrialState.COMPLETE):
         points = [(s, v) for s, v in sorted(trial.intermediate_values.items()) if not math.isnan(v)]
         if not points:
             continue
@@ -89,7 +89,7 @@ def _learning_curves(handle: StudyHandle, summary: Summary) -> go.Figure:
             showlegend=complete,
         )
     figure.update_xaxes(title="epoch")
-    figure.update_yaxes(title=f"val {handle.spec.metric}")
+    figure.update_yaxes(title=f"val {study.spec.metric}")
     return figure
 
 

@@ -13,7 +13,7 @@ from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.report.figures import draw
 from search.report.pruned import pruned_by_epoch
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import INFEASIBLE, REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
@@ -23,27 +23,27 @@ from storage.study_storage.opening import engine_of
 _TOP = 10
 
 
-def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) -> Path:
-    """Write the report of `handle` to `path` and return it."""
-    summary, finalists = summarise(handle), read_finalists(handle)
-    opening = read_opening(engine_of(handle.storage), handle.study_id)
+def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
+    """Write the report of `study` to `path` and return it."""
+    summary, finalists = summarise(study), read_finalists(study)
+    opening = read_opening(engine_of(study.storage), study.study_id)
     environment = Environment(loader=PackageLoader("search.report"), autoescape=True)
     page = environment.get_template("report.html.j2").render(
-        spec=handle.spec,
+        spec=study.spec,
         summary=summary,
         saved=format_seconds(summary.seconds_saved),
-        best=_best(handle, summary, finalists),
-        figures=draw(handle, summary, finalists),
-        finalists=_finalists(handle, finalists) if finalists else None,
-        test_set=opening_line(handle, opening) if opening else None,
+        best=_best(study, summary, finalists),
+        figures=draw(study, summary, finalists),
+        finalists=_finalists(study, finalists) if finalists else None,
+        test_set=opening_line(study, opening) if opening else None,
         test_scores=opening.scores if opening else None,
-        pruned=pruned_by_epoch(handle),
-        promotions=[_promotion(p) for p in promotions_of(engine_of(handle.storage), handle.study_id)],
-        top=[_row(handle, t) for t in _top(handle)],
-        unfinished=[_row(handle, t) for t in handle.trials() if _without_result(t)],
-        mlflow_url=handle.attrs.get(RUN_URL),
-        dashboard_url=study_page(dashboard_url, handle.study_id) if dashboard_url else None,
-        smoke=handle.attrs.get(SMOKE),
+        pruned=pruned_by_epoch(study),
+        promotions=[_promotion(p) for p in promotions_of(engine_of(study.storage), study.study_id)],
+        top=[_row(study, t) for t in _top(study)],
+        unfinished=[_row(study, t) for t in study.trials() if _without_result(t)],
+        mlflow_url=study.attrs.get(RUN_URL),
+        dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
+        smoke=study.attrs.get(SMOKE),
         made_at=_time(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,17 +55,17 @@ def _without_result(trial: FrozenTrial) -> bool:
     return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
 
 
-def _top(handle: StudyHandle) -> list[FrozenTrial]:
-    complete = [t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None]
-    sign = -1 if handle.spec.direction == "maximize" else 1
+def _top(study: StoredStudy) -> list[FrozenTrial]:
+    complete = [t for t in study.trials() if t.state == TrialState.COMPLETE and t.value is not None]
+    sign = -1 if study.spec.direction == "maximize" else 1
     return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
 
 
-def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
+def _row(study: StoredStudy, trial: FrozenTrial) -> dict[str, Any]:
     return {
         "number": trial.number,
         "value": "" if trial.value is None else f"{trial.value:.4f}",
-        "epochs": f"{len(trial.intermediate_values)}/{handle.spec.epochs}",
+        "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": format_seconds(trial.duration.total_seconds()) if trial.duration else "",
         "params": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
         "reason": trial.user_attrs.get(REASON, ""),
@@ -73,11 +73,11 @@ def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
     }
 
 
-def _best(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
+def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
     """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
     best, title = summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
-        best, title = handle.trials()[finalists.winner], "Parameters of the winner"
+        best, title = study.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
         return None
     return {"title": f"{title}, trial {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
@@ -99,11 +99,11 @@ def _time(moment: datetime.datetime) -> str:
     return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
 
 
-def _finalists(handle: StudyHandle, found: Finalists) -> dict[str, Any]:
+def _finalists(study: StoredStudy, found: Finalists) -> dict[str, Any]:
     """Return what the page says of the finalists: a row each, best first, and the verdict in sentences."""
     rows = []
-    for row in ranked(handle, found):
-        over = optimism(handle, row)
+    for row in ranked(study, found):
+        over = optimism(study, row)
         rows.append(
             {
                 "trial": row.trial,
@@ -117,4 +117,4 @@ def _finalists(handle: StudyHandle, found: Finalists) -> dict[str, Any]:
                 "verdict": "" if found.pending else SHOWN[found.verdict(row)],
             }
         )
-    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(handle, found)}
+    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(study, found)}

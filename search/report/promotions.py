@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import datetime
 
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.records.promotions import Promotion, promotions_of
 from storage.study_storage.opening import engine_of
 
 
-def current(handle: StudyHandle, *, trial: int | None = None) -> list[Promotion]:
+def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
     """Return the promotions of a study, or of one of its trials, whose aliases still name the version."""
-    found = promotions_of(engine_of(handle.storage), handle.study_id)
+    found = promotions_of(engine_of(study.storage), study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]
 
 
-def promotion_lines(handle: StudyHandle, *, trial: int | None = None) -> list[str]:
+def promotion_lines(study: StoredStudy, *, trial: int | None = None) -> list[str]:
     """Return a line for each promotion of a study, or of one of its trials, that holds."""
-    return [tell(promotion) for promotion in current(handle, trial=trial)]
+    return [tell(promotion) for promotion in current(study, trial=trial)]
 
 
 def tell(promotion: Promotion) -> str:

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import PRUNING
 
 
-def pruned_by_epoch(handle: StudyHandle) -> list[dict[str, str]]:
+def pruned_by_epoch(study: StoredStudy) -> list[dict[str, str]]:
     """Return a row for each epoch, from 1, at which trials were pruned: how many, the cut-offs, the peers."""
     records: dict[tuple[int, int | None], list[dict[str, Any]]] = defaultdict(list)
-    for trial in handle.trials():
+    for trial in study.trials():
         record = trial.user_attrs.get(PRUNING)
         if record is not None and "epoch" in record and trial.state.is_finished():
             records[record["epoch"], record.get("rung")].append(record)

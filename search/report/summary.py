@@ -7,45 +7,45 @@ import textwrap
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.text import confirmation_lines
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page
 from storage.attributes import REASON, RUN_URL, TRACKING
 
 
-def _failed(handle: StudyHandle) -> list[FrozenTrial]:
-    return [t for t in handle.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+def _failed(study: StoredStudy) -> list[FrozenTrial]:
+    return [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
 
 
-def summary_lines(handle: StudyHandle, summary: Summary, *, dashboard_url: str | None) -> list[str]:
+def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
     """Return the end of a run as lines of plain text."""
-    spec = handle.spec
+    spec = study.spec
     counts = [f"{summary.complete} complete", f"{summary.pruned} pruned"]
     counts += [f"{summary.infeasible} infeasible"] if summary.infeasible else []
     counts += [f"{summary.failed} failed"]
     counts += [f"{summary.running} running"] if summary.running else []
     counts += [f"{summary.waiting} waiting"] if summary.waiting else []
-    lines = [f"study {spec.name}: {summary.finished} of {handle.budget} trials ({', '.join(counts)})"]
+    lines = [f"study {spec.name}: {summary.finished} of {study.budget} trials ({', '.join(counts)})"]
     if summary.best is not None:
         best = summary.best
         lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
         lines.append("best: none, no trial has run to its end")
-        lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(handle)[-1:]]
-    lines += confirmation_lines(handle)
+        lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(study)[-1:]]
+    lines += confirmation_lines(study)
     if summary.epochs_saved:
         lines.append(
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
     if summary.untracked:
-        first = next(trial for trial in handle.trials() if TRACKING in trial.user_attrs)
+        first = next(trial for trial in study.trials() if TRACKING in trial.user_attrs)
         why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
         lines.append(f"MLflow lacks something of {summary.untracked} trials, such as of trial {first.number}: {why}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
         lines.append(f"MLflow, best trial: {url}")
-    if url := handle.attrs.get(RUN_URL):
+    if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
     if dashboard_url:
-        lines.append(f"Optuna dashboard:   {study_page(dashboard_url, handle.study_id)}")
+        lines.append(f"Optuna dashboard:   {study_page(dashboard_url, study.study_id)}")
     return lines

@@ -11,7 +11,7 @@ from rich.table import Table
 from search.pruning.judge import halving_of
 from search.report.promotions import promotion_lines
 from search.study.steering import find_trial
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, TRACKING
 from storage.study_storage.opening import engine_of
@@ -22,26 +22,26 @@ from storage.trials.attempts import Attempt, last_attempts, read_attempts
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
 
 
-def print_trial(console: Console, handle: StudyHandle, number: int) -> None:
+def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     """Print all there is to know about a trial.
 
     Raises:
         SearchError: the study has no such trial.
     """
-    trial = find_trial(handle, number)
+    trial = find_trial(study, number)
     state = "infeasible" if trial.user_attrs.get(INFEASIBLE) else trial.state.name
-    console.print(f"trial {number} of {handle.spec.name}: {state}", style="bold")
-    for name, value in _facts(handle, trial):
+    console.print(f"trial {number} of {study.spec.name}: {state}", style="bold")
+    for name, value in _facts(study, trial):
         console.print(f"{name:>9}  {value}")
     _print_section(console, "parameters", _parameters(trial))
-    _print_section(console, "attempts", _attempts(read_attempts(engine_of(handle.storage), trial._trial_id)))
-    _print_section(console, "epochs", _epochs(handle, trial))
+    _print_section(console, "attempts", _attempts(read_attempts(engine_of(study.storage), trial._trial_id)))
+    _print_section(console, "epochs", _epochs(study, trial))
 
 
-def why_waiting(handle: StudyHandle) -> dict[int, str]:
+def why_waiting(study: StoredStudy) -> dict[int, str]:
     """Return why trials wait, by their numbers: what became of the last attempt at each."""
-    waiting = [trial for trial in handle.trials() if trial.state == TrialState.WAITING]
-    last = last_attempts(engine_of(handle.storage), [trial._trial_id for trial in waiting]) if waiting else {}
+    waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
+    last = last_attempts(engine_of(study.storage), [trial._trial_id for trial in waiting]) if waiting else {}
     return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
 
 
@@ -53,16 +53,16 @@ def _why(trial: FrozenTrial, last: Attempt | None) -> str:
     return f"attempt {last.number} {ended}{why}: it is the next to be taken"
 
 
-def _facts(handle: StudyHandle, trial: FrozenTrial) -> list[tuple[str, str]]:
+def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
     attrs = trial.user_attrs
-    reason = why_waiting(handle).get(trial.number) or attrs.get(REASON)
+    reason = why_waiting(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [("reason", reason), ("pruning", _pruning(attrs.get(PRUNING)))]
     if trial.value is not None:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
-        facts.append(("value", f"{handle.spec.metric} {format_value(trial.value)}{last}"))
+        facts.append(("value", f"{study.spec.metric} {format_value(trial.value)}{last}"))
     if trial.duration is not None:
         facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from its first start to its end"))
-    facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(handle, trial=trial.number)]
+    facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
     return [(name, str(value)) for name, value in facts if value]
 
@@ -110,19 +110,19 @@ def _time(moment: datetime.datetime) -> str:
     return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _epochs(handle: StudyHandle, trial: FrozenTrial) -> Table:
+def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
     """Return the value of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
-    rungs = _rungs(handle, trial)
-    table = _table("epoch", f"val {handle.spec.metric}", *(["rung"] if rungs else []))
+    rungs = _rungs(study, trial)
+    table = _table("epoch", f"val {study.spec.metric}", *(["rung"] if rungs else []))
     for step, value in sorted(trial.intermediate_values.items()):
         reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
         table.add_row(str(step + 1), f"{value:.6g}", *([reached] if rungs else []))
     return table
 
 
-def _rungs(handle: StudyHandle, trial: FrozenTrial) -> dict[int, int]:
+def _rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
     """Return the rungs that the trial noted a value at, each with its epoch from 0."""
-    halving = halving_of(handle.spec, trial.number)
+    halving = halving_of(study.spec, trial.number)
     rungs: dict[int, int] = {}
     while halving is not None and rung_key(len(rungs)) in trial.system_attrs:
         rungs[len(rungs)] = halving.epoch_of(len(rungs))

@@ -20,7 +20,7 @@ from search.run.live import LiveView
 from search.services import Services
 from search.steps import steps
 from search.study.checkpoints import open_checkpoints
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.study.summary import summarise
 from search.tracking.rebuild import resend
 from search.tracking.study_run import open_parent_run
@@ -36,7 +36,7 @@ _POLL = 0.5  # seconds
 _GRACE = 10.0  # seconds for MLflow after Ctrl-C
 
 
-def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str | None:
+def open_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
     """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
 
     Raises:
@@ -45,11 +45,11 @@ def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str 
     if services.tracking_away:
         return services.tracking_away
     try:
-        open_parent_run(handle, services.open_tracking())
+        open_parent_run(study, services.open_tracking())
     except RunDeletedError as error:
         if required:
             raise
-        return f"MLflow is told nothing of study {handle.spec.name!r}: {error}"
+        return f"MLflow is told nothing of study {study.spec.name!r}: {error}"
     except (MlflowException, LockHeldError, LockLostError) as error:
         away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({one_line(error)})"
         if required:
@@ -61,7 +61,7 @@ def open_run(services: Services, handle: StudyHandle, *, required: bool) -> str 
 def drive(
     console: Console,
     services: Services,
-    handle: StudyHandle,
+    study: StoredStudy,
     workers: int,
     options: WorkerOptions,
 ) -> tuple[bool, Fleet]:
@@ -72,10 +72,10 @@ def drive(
         tracking_uri=services.tracking_uri,
         home=str(services.home),
     )
-    logs = services.home / "logs" / handle.spec.name
-    fleet = Fleet(handle.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
+    logs = services.home / "logs" / study.spec.name
+    fleet = Fleet(study.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
     console.print(f"worker logs: {logs}")
-    engine = engine_of(handle.storage)
+    engine = engine_of(study.storage)
     wake = threading.Event()
     signals = 0
 
@@ -88,18 +88,18 @@ def drive(
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in handled}
     told = False
-    progress, away = Progress(handle.spec.n_trials), False
+    progress, away = Progress(study.spec.n_trials), False
 
     def look() -> tuple[Progress, bool]:
         try:
-            return read_progress(engine, handle.study_id, handle.spec.direction), False
+            return read_progress(engine, study.study_id, study.spec.direction), False
         except DBAPIError:
             return progress, True
 
     keeper = kept_up(services.home) if services.embedded else nullcontext()
     try:
         fleet.start()
-        with keeper as kept, LiveView(console, handle.spec, fleet) as view:
+        with keeper as kept, LiveView(console, study.spec, fleet) as view:
             while fleet.poll(progress.with_result, away=away):
                 progress, away = look()
                 view.update(progress, away=away)
@@ -128,22 +128,22 @@ def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
     return failed
 
 
-def tell_outbox(console: Console, services: Services, handle: StudyHandle, *, interrupted: bool) -> None:
+def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
     """Send MLflow what of the study waits on this machine, and print what is left."""
-    checkpoints = open_checkpoints(handle, services.home, None)
-    tracker = Tracker(handle, services.open_tracking(), checkpoints, services.home)
+    checkpoints = open_checkpoints(study, services.home, None)
+    tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
     def winner() -> None:
         # Of all the trials of machines that are gone, the one that must not be without a model.
-        best = summarise(handle).best
-        resend(handle, tracker, checkpoints, only=[] if best is None else [best.number])
+        best = summarise(study).best
+        resend(study, tracker, checkpoints, only=[] if best is None else [best.number])
 
     with steps(console) as tell:
         patience = _GRACE if interrupted else math.inf
         left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        again = command("sync", handle.spec.name)
+        again = command("sync", study.spec.name)
         console.print(
             f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
         )

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import sqlalchemy as sa
 
 from search.errors import SearchError
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import CHECKPOINT_URL
 from storage.checkpoints.pointers import drop_pointers, ended
 from storage.checkpoints.store import Checkpoints
@@ -20,7 +20,7 @@ from storage.urls import redact
 log = logging.getLogger(__name__)
 
 
-def open_checkpoints(study: StudyHandle, home: Path, url: str | None) -> StudyCheckpoints:
+def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
     """Return a study's checkpoints: under `url`, else where the study says, else in a folder of the home.
 
     Raises:
@@ -30,7 +30,7 @@ def open_checkpoints(study: StudyHandle, home: Path, url: str | None) -> StudyCh
     return StudyCheckpoints(Checkpoints(given), engine_of(study.storage), study.study_id, folder=study.folder)
 
 
-def note_checkpoints(study: StudyHandle, url: str) -> None:
+def note_checkpoints(study: StoredStudy, url: str) -> None:
     """Note the URL in the study, so that workers need not be told; one with a password is not noted.
 
     Raises:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.study.checkpoints import StudyCheckpoints, open_checkpoints
 from search.study.folders import runs_folder
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from storage.database.locks import name_lock
@@ -58,45 +58,45 @@ class Garbage:
 
 
 def find_garbage(
-    handle: StudyHandle, *, home: Path, tracking: Tracking | None, keep_top: int = KEEP_TOP
+    study: StoredStudy, *, home: Path, tracking: Tracking | None, keep_top: int = KEEP_TOP
 ) -> tuple[list[Garbage], list[str]]:
     """Return what can go of a study, and a line for each place that could not be looked at.
 
     Args:
-        handle: the study.
+        study: the study.
         home: the folder that holds run directories and, unless the study says otherwise, checkpoints.
         tracking: the MLflow server; None leaves out what is there.
         keep_top: how many of the best trials keep their models.
     """
     found: list[Garbage] = []
     problems: list[str] = []
-    runs = runs_folder(home / "runs", handle)
+    runs = runs_folder(home / "runs", study)
 
     def on_server() -> list[Garbage]:
-        return [] if tracking is None else _models(handle, tracking, keep_top)
+        return [] if tracking is None else _models(study, tracking, keep_top)
 
     def in_store() -> list[Garbage]:
-        return _checkpoints(handle, open_checkpoints(handle, home, None), runs)
+        return _checkpoints(study, open_checkpoints(study, home, None), runs)
 
     def here() -> list[Garbage]:
-        return _run_dirs(handle, runs)
+        return _run_dirs(study, runs)
 
     for look in (on_server, in_store, here):
         try:
             found += look()
         except (StorageError, OSError) as error:
-            problems.append(f"{handle.spec.name}: {error}")
+            problems.append(f"{study.spec.name}: {error}")
     return found, problems
 
 
-def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garbage]:
+def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garbage]:
     """Return the models and best checkpoints of trials beyond the best ones."""
-    if handle.spec.finalists_of is not None or RUN_ID not in handle.attrs:
+    if study.spec.finalists_of is not None or RUN_ID not in study.attrs:
         return []  # what was trained to confirm a choice stays with it
     storage, registry = RunStorage(tracking), Registry(tracking.client)
-    surplus = [trial for trial in _ranked(handle)[keep_top:] if RUN_ID in trial.user_attrs]
-    runs = storage.untouched(str(handle.attrs[RUN_ID])) if surplus else {}
-    needed = _needed_trials(handle)
+    surplus = [trial for trial in _ranked(study)[keep_top:] if RUN_ID in trial.user_attrs]
+    runs = storage.untouched(str(study.attrs[RUN_ID])) if surplus else {}
+    needed = _needed_trials(study)
     candidates = {
         str(trial.user_attrs[RUN_ID]): trial
         for trial in surplus
@@ -109,11 +109,11 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
         return []
 
     def remove() -> int:
-        book = RunBook(engine_of(handle.storage))
+        book = RunBook(engine_of(study.storage))
         # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
         # Those are chosen under the same lock, and not from what is marked.
-        with name_lock(engine_of(handle.storage), handle.spec.name):
-            needed = _needed_trials(handle)
+        with name_lock(engine_of(study.storage), study.spec.name):
+            needed = _needed_trials(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
             book.mark(left.values(), REMOVED, _BY_GC)
@@ -131,31 +131,31 @@ def _models(handle: StudyHandle, tracking: Tracking, keep_top: int) -> list[Garb
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
     what = f"models and best checkpoints beyond the best {keep_top}"
-    return [Garbage(handle.spec.name, what, numbers, size, "MLflow", remove)]
+    return [Garbage(study.spec.name, what, numbers, size, "MLflow", remove)]
 
 
-def _ranked(handle: StudyHandle) -> list[FrozenTrial]:
+def _ranked(study: StoredStudy) -> list[FrozenTrial]:
     """Return the trials that have run to their end, the best one first."""
-    sign = -1.0 if handle.spec.direction == "maximize" else 1.0
-    done = [trial for trial in handle.trials() if trial.state == TrialState.COMPLETE]
+    sign = -1.0 if study.spec.direction == "maximize" else 1.0
+    done = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
     return sorted(done, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
 
 
-def _needed_trials(handle: StudyHandle) -> set[int]:
+def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
-    engine = engine_of(handle.storage)
+    engine = engine_of(study.storage)
     needed: set[int] = set()
-    for name in finalist_studies(engine, handle.study_id):
-        of = load_study(handle.storage, name).spec.finalists_of
+    for name in finalist_studies(engine, study.study_id):
+        of = load_study(study.storage, name).spec.finalists_of
         needed.update(of.trials if of is not None else ())
-    if (opening := read_opening(engine, handle.study_id)) is not None:
+    if (opening := read_opening(engine, study.study_id)) is not None:
         needed.add(opening.trial_number)
     # What is on its way to MLflow would find half of it gone.
-    needed.update(trial.number for trial in handle.trials() if TRACKING in trial.user_attrs)
+    needed.update(trial.number for trial in study.trials() if TRACKING in trial.user_attrs)
     return needed
 
 
-def _checkpoints(handle: StudyHandle, checkpoints: StudyCheckpoints, runs: Path) -> list[Garbage]:
+def _checkpoints(study: StoredStudy, checkpoints: StudyCheckpoints, runs: Path) -> list[Garbage]:
     """Return the checkpoints that trials which have ended left behind, such as when their worker died just then."""
     stored, local = checkpoints.leftovers(runs)
 
@@ -170,14 +170,14 @@ def _checkpoints(handle: StudyHandle, checkpoints: StudyCheckpoints, runs: Path)
     numbers = tuple(sorted({int(name.partition("-")[0]) for name in names}))
     size = sum(stored.values()) + sum(local.values())
     what = "checkpoints that trials which have ended left"
-    return [Garbage(handle.spec.name, what, numbers, size, "checkpoint store", remove)]
+    return [Garbage(study.spec.name, what, numbers, size, "checkpoint store", remove)]
 
 
-def _run_dirs(handle: StudyHandle, runs: Path) -> list[Garbage]:
+def _run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
     """Return the run directories here of a study that has ended, and those of attempts that came to nothing."""
-    trials = {trial.number: trial for trial in handle.trials()}
-    summary = summarise(handle)
-    over = summary.finished >= handle.budget and not summary.running and not summary.waiting
+    trials = {trial.number: trial for trial in study.trials()}
+    summary = summarise(study)
+    over = summary.finished >= study.budget and not summary.running and not summary.waiting
     done: dict[int, list[Path]] = {}
     abandoned: dict[int, list[Path]] = {}
     for path in sorted(runs.iterdir()) if runs.is_dir() else []:
@@ -191,18 +191,18 @@ def _run_dirs(handle: StudyHandle, runs: Path) -> list[Garbage]:
         elif over and trial.state != TrialState.FAIL and _is_tracked(trial):
             done.setdefault(trial.number, []).append(path)
     kinds = (("run directories, which MLflow has", done), ("directories of attempts that were given up", abandoned))
-    return [_folders(handle, what, folders) for what, folders in kinds if folders]
+    return [_folders(study, what, folders) for what, folders in kinds if folders]
 
 
 def _is_tracked(trial: FrozenTrial) -> bool:
     return not trial.user_attrs.get(INFEASIBLE) and RUN_ID in trial.user_attrs and TRACKING not in trial.user_attrs
 
 
-def _folders(handle: StudyHandle, what: str, folders: dict[int, list[Path]]) -> Garbage:
+def _folders(study: StoredStudy, what: str, folders: dict[int, list[Path]]) -> Garbage:
     paths = [path for some in folders.values() for path in some]
 
     def remove() -> int:
-        alive = {trial.number for trial in handle.trials() if not trial.state.is_finished()}
+        alive = {trial.number for trial in study.trials() if not trial.state.is_finished()}
         gone = [path for number, some in folders.items() if number not in alive for path in some]
         freed = sum(map(size_of, gone))
         for path in gone:
@@ -210,4 +210,4 @@ def _folders(handle: StudyHandle, what: str, folders: dict[int, list[Path]]) -> 
         return freed
 
     size = sum(map(size_of, paths))
-    return Garbage(handle.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)
+    return Garbage(study.spec.name, what, tuple(sorted(folders)), size, "this machine", remove)

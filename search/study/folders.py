@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from search.services import Services
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.trials.claims import Claim
 
 # What a later attempt goes on with beside the checkpoint, which is found by the database's word alone.
@@ -38,11 +38,11 @@ def remove_earlier(runs: Path, claim: Claim) -> None:
         shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
 
 
-def runs_folder(runs_dir: Path, study: StudyHandle) -> Path:
+def runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
     """Return the folder of a study's run directories on this machine."""
     return runs_dir / study.folder
 
 
-def report_path(services: Services, handle: StudyHandle) -> Path:
+def report_path(services: Services, study: StoredStudy) -> Path:
     """Return where the report of a study is written by default."""
-    return services.home / "reports" / f"{handle.spec.name}.html"
+    return services.home / "reports" / f"{study.spec.name}.html"

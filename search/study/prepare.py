@@ -15,13 +15,13 @@ from objectives.training import TrainConfig
 from search.sampling.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec.spec import StudySpec
-from search.study.study import StudyHandle, complete_settings, create_or_join
+from search.study.study import StoredStudy, complete_settings, create_or_join
 from storage.attributes import STARTED_AT, TRACKING_URI
 from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.claims import running_now
 
 
-def prepare_study(services: Services, settings: dict[str, Any], objective: Objective) -> tuple[StudyHandle, bool]:
+def prepare_study(services: Services, settings: dict[str, Any], objective: Objective) -> tuple[StoredStudy, bool]:
     """Create or join the study and make it ready for workers; return it and whether it is new.
 
     Raises:
@@ -29,12 +29,12 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(services.storage_url, application_name="hpsearch run")
-    handle, created = create_or_join(storage, settings, objective, rehearse=rehearse)
+    study, created = create_or_join(storage, settings, objective, rehearse=rehearse)
     tracking = services.open_tracking()
-    handle.set_attr(TRACKING_URI, tracking.uri)
-    if STARTED_AT not in handle.attrs or not running_now(engine_of(storage), handle.study_id):
-        handle.set_attr(STARTED_AT, time.time())
-    return handle, created
+    study.set_attr(TRACKING_URI, tracking.uri)
+    if STARTED_AT not in study.attrs or not running_now(engine_of(storage), study.study_id):
+        study.set_attr(STARTED_AT, time.time())
+    return study, created
 
 
 def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective]:

@@ -9,33 +9,33 @@ from objectives import Objective
 from objectives.training.checks.smoke import SmokeResult, smoke
 from search.console import command
 from search.study.prepare import suggested
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import RUN_ID, SMOKE
 from storage.mlflow.client import Tracking
 
 _SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
 
 
-def smoke_test(handle: StudyHandle, objective: Objective, tracking: Tracking | None) -> str | None:
+def smoke_test(study: StoredStudy, objective: Objective, tracking: Tracking | None) -> str | None:
     """Overfit one batch with a configuration of the search space, unless this study's was done; a warning if it fails.
 
     A failure does not end the search: a space may hold models that are too small for it on purpose. The outcome is
     kept in the study, and with its losses in MLflow's run of the study, where `tracking` is there to take them.
     """
-    told = handle.attrs.get(SMOKE)
+    told = study.attrs.get(SMOKE)
     if told is None:
-        spec = handle.spec
+        spec = study.spec
         result = smoke(objective, suggested(objective, spec), seed=spec.seed, seconds=_SECONDS)
         told = _told(result)
         if tracking is not None:
             with tempfile.TemporaryDirectory() as folder:
                 result.write(Path(folder))
                 for file in sorted(Path(folder).iterdir()):
-                    tracking.log_file(str(handle.attrs[RUN_ID]), file)
-        handle.set_attr(SMOKE, told)
+                    tracking.log_file(str(study.attrs[RUN_ID]), file)
+        study.set_attr(SMOKE, told)
     if told.startswith("passed"):
         return None
-    return f"warning: smoke test {told}; look closer with: {command('smoke', handle.spec.objective)}"
+    return f"warning: smoke test {told}; look closer with: {command('smoke', study.spec.objective)}"
 
 
 def _told(result: SmokeResult) -> str:

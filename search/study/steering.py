@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search.console import command
 from search.errors import SearchError
 from search.spec.spec import parse_spec
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, REASON, STOPPED
 from storage.study_storage.opening import engine_of
 from storage.trials.budget import change_spec
@@ -22,29 +22,29 @@ from storage.trials.claims import running_now
 from storage.trials.reopening import reopen_trial
 
 
-def stop_study(handle: StudyHandle) -> str | None:
+def stop_study(study: StoredStudy) -> str | None:
     """Stop a study: no trial is handed out, and workers give theirs back after the epoch they are in.
 
     Returns:
         Who stopped it before, and when; None if it was not stopped.
     """
-    if why := handle.attrs.get(STOPPED):
+    if why := study.attrs.get(STOPPED):
         return str(why)
-    handle.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
+    study.set_attr(STOPPED, f"by {whoami()} at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
     return None
 
 
-def start_study(handle: StudyHandle) -> str | None:
+def start_study(study: StoredStudy) -> str | None:
     """Let a stopped study go on; return who had stopped it, and when, or None if it was not stopped."""
-    if not (why := handle.attrs.get(STOPPED)):
+    if not (why := study.attrs.get(STOPPED)):
         return None
-    handle.set_attr(STOPPED, None)
+    study.set_attr(STOPPED, None)
     return str(why)
 
 
-def running_trials(handle: StudyHandle) -> int:
+def running_trials(study: StoredStudy) -> int:
     """Return how many trials are run by a worker that seems alive."""
-    return running_now(engine_of(handle.storage), handle.study_id)
+    return running_now(engine_of(study.storage), study.study_id)
 
 
 def whoami() -> str:
@@ -65,19 +65,19 @@ class Extended:
     started: int
 
 
-def extend_study(handle: StudyHandle, trials: str) -> Extended:
+def extend_study(study: StoredStudy, trials: str) -> Extended:
     """Change the budget of a study, running or not.
 
     Args:
-        handle: the study.
+        study: the study.
         trials: ``+50`` for fifty more, or the new budget as a number.
 
     Raises:
         SearchError: that is no such number, too large, or no more than was started already; or they are finalists.
     """
-    if (of := handle.spec.finalists_of) is not None:
+    if (of := study.spec.finalists_of) is not None:
         raise SearchError(
-            f"study {handle.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
+            f"study {study.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
             f"with {command('finalists', of.study, '--new-set')}"
         )
     if not re.fullmatch(r"\+?[0-9]{1,12}", trials):
@@ -89,21 +89,21 @@ def extend_study(handle: StudyHandle, trials: str) -> Extended:
         after = before + int(trials) if trials.startswith("+") else int(trials)
         if after <= started:
             raise SearchError(
-                f"--trials {trials}: {started} trials of {handle.spec.name!r} are started already: "
+                f"--trials {trials}: {started} trials of {study.spec.name!r} are started already: "
                 "give a larger number, or +N for N more"
             )
         changed.append(Extended(before, after, started))
         return parse_spec({**spec, "n_trials": after}).model_dump()
 
-    change_spec(engine_of(handle.storage), handle.study_id, change)
+    change_spec(engine_of(study.storage), study.study_id, change)
     return changed[-1]
 
 
-def retry_trial(handle: StudyHandle, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
+def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) -> tuple[FrozenTrial, int | None]:
     """Make a failed or infeasible trial the next to be run, under its number and with its parameters.
 
     Args:
-        handle: the study.
+        study: the study.
         number: the trial's.
         from_start: whether to forget its checkpoints and all that it has reported.
 
@@ -113,12 +113,12 @@ def retry_trial(handle: StudyHandle, number: int, *, from_start: bool = False) -
     Raises:
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
-    trial = find_trial(handle, number)
+    trial = find_trial(study, number)
     reopened, epoch = reopen_trial(
-        engine_of(handle.storage), trial._trial_id, infeasible=INFEASIBLE, from_start=from_start
+        engine_of(study.storage), trial._trial_id, infeasible=INFEASIBLE, from_start=from_start
     )
     if not reopened:
-        why = _why_not(find_trial(handle, number))
+        why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")
     return trial, epoch
 
@@ -135,16 +135,16 @@ def _why_not(trial: FrozenTrial) -> str:
             return f"it is {trial.state.name}"
 
 
-def find_trial(handle: StudyHandle, number: int) -> FrozenTrial:
+def find_trial(study: StoredStudy, number: int) -> FrozenTrial:
     """Return a trial of the study as it is now.
 
     Raises:
         SearchError: there is none of that number.
     """
     try:
-        trial_id = handle.storage.get_trial_id_from_study_id_trial_number(handle.study_id, number)
+        trial_id = study.storage.get_trial_id_from_study_id_trial_number(study.study_id, number)
     except KeyError:
-        trials = handle.storage.get_n_trials(handle.study_id)
+        trials = study.storage.get_n_trials(study.study_id)
         there = f"it has 0 to {trials - 1}" if trials else "it has none yet"
-        raise SearchError(f"--trial {number}: study {handle.spec.name!r} has no such trial; {there}") from None
-    return handle.storage.read_trial(trial_id)
+        raise SearchError(f"--trial {number}: study {study.spec.name!r} has no such trial; {there}") from None
+    return study.storage.read_trial(trial_id)

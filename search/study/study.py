@@ -23,7 +23,7 @@ from storage.study_storage.opening import engine_of
 
 
 @dataclass(frozen=True)
-class StudyHandle:
+class StoredStudy:
     """A study together with the spec stored in it."""
 
     spec: StudySpec
@@ -102,7 +102,7 @@ def create_or_join(
     objective: Objective,
     *,
     rehearse: Callable[[Objective, StudySpec], None],
-) -> tuple[StudyHandle, bool]:
+) -> tuple[StoredStudy, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 
     Settings that are not given are taken from the stored spec on joining, from the objective on creating.
@@ -137,7 +137,7 @@ def create_or_join(
                     "leave these settings out to go on with it, or choose another --name"
                     + (more if spec.n_trials != stored["n_trials"] else "")
                 )
-            return StudyHandle(spec, storage, study_id), False
+            return StoredStudy(spec, storage, study_id), False
         # No spec: made by somebody else, or by a process that died between the two steps.
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
@@ -145,7 +145,7 @@ def create_or_join(
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         name_metric(storage, wanted)
-        return StudyHandle(wanted, storage, study_id), True
+        return StoredStudy(wanted, storage, study_id), True
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
@@ -155,7 +155,7 @@ def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
         optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
 
 
-def load_study(storage: PostgresStorage, name: str) -> StudyHandle:
+def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
     """Return the study of that name.
 
     Raises:
@@ -169,7 +169,7 @@ def load_study(storage: PostgresStorage, name: str) -> StudyHandle:
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
         raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch")
-    return StudyHandle(parse_spec(stored), storage, study_id)
+    return StoredStudy(parse_spec(stored), storage, study_id)
 
 
 def _study_id(storage: PostgresStorage, name: str) -> int | None:
@@ -189,21 +189,21 @@ def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def parent_of(held: StudyHandle) -> StudyHandle:
+def parent_of(chosen: StoredStudy) -> StoredStudy:
     """Return the study whose finalists a study holds.
 
     Raises:
         SearchError: it was deleted.
     """
-    of = held.spec.finalists_of
+    of = chosen.spec.finalists_of
     assert of is not None
     try:
-        parent = load_study(held.storage, of.study)
+        parent = load_study(chosen.storage, of.study)
     except SearchError:
         parent = None
     if parent is None or parent.study_id != of.study_id:
         raise SearchError(
-            f"study {of.study!r}, whose finalists {held.spec.name!r} holds, was deleted: "
-            f"delete them too: {command('delete', held.spec.name)}"
+            f"study {of.study!r}, whose finalists {chosen.spec.name!r} holds, was deleted: "
+            f"delete them too: {command('delete', chosen.spec.name)}"
         )
     return parent

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, TRACKING
 
 
@@ -32,20 +32,20 @@ class Summary:
         return self.complete + self.pruned + self.infeasible + self.failed
 
 
-def summarise(handle: StudyHandle) -> Summary:
+def summarise(study: StoredStudy) -> Summary:
     """Return the summary of a study as it stands."""
-    trials = handle.trials()
+    trials = study.trials()
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    sign = 1 if handle.spec.direction == "maximize" else -1
+    sign = 1 if study.spec.direction == "maximize" else -1
     # Of equal values the earliest trial is the best, as in Optuna.
     best = max(by_state[TrialState.COMPLETE], key=lambda t: (sign * _value(t), -t.number), default=None)
     saved_epochs, saved_seconds = 0, 0.0
     for trial in pruned:
         done = len(trial.intermediate_values)
         if done and trial.duration:
-            left = handle.spec.epochs - done
+            left = study.spec.epochs - done
             saved_epochs += left
             saved_seconds += trial.duration.total_seconds() / done * left
     return Summary(

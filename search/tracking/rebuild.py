@@ -20,7 +20,7 @@ from objectives.training.checks.held_out import restore_best
 from objectives.training.reproducibility import checkpoint
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from storage.attributes import ATTEMPT, PENDING, REASON, TRACKING
@@ -32,17 +32,17 @@ from storage.trials.claims import Claim
 log = logging.getLogger(__name__)
 
 
-def pending_trials(handle: StudyHandle) -> list[FrozenTrial]:
+def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
     """Return the COMPLETE trials that MLflow does not have all of yet."""
     return [
         trial
-        for trial in handle.trials()
+        for trial in study.trials()
         if trial.state == TrialState.COMPLETE and str(trial.user_attrs.get(TRACKING, "")).startswith(PENDING)
     ]
 
 
 def resend(
-    handle: StudyHandle,
+    study: StoredStudy,
     tracker: Tracker,
     checkpoints: StudyCheckpoints,
     *,
@@ -55,7 +55,7 @@ def resend(
     Those that this machine has in its outbox are left alone.
 
     Args:
-        handle: the study.
+        study: the study.
         tracker: takes the journals.
         checkpoints: of the study.
         only: numbers of the trials to look at; all unless given.
@@ -66,15 +66,15 @@ def resend(
         A line for each trial that cannot be told of.
     """
     problems = []
-    for trial in pending_trials(handle):
+    for trial in pending_trials(study):
         if (only is not None and trial.number not in only) or tracker.outbox.has(f"{trial.number:04d}-"):
             continue
         tell(f"making the model of trial {trial.number} again from its checkpoint")
         try:
             if objective is None:
-                objective = load_objective(handle.spec.objective)
-                objective.judge_by(handle.spec.metric, handle.spec.direction)
-            _resend(handle, tracker, checkpoints, objective, trial)
+                objective = load_objective(study.spec.objective)
+                objective.judge_by(study.spec.metric, study.spec.direction)
+            _resend(study, tracker, checkpoints, objective, trial)
         except (*USER_ERRORS, checkpoint.CheckpointError) as error:
             problems.append(f"trial {trial.number}: {one_line(error)}")
             log.warning("MLflow is not told of %s", problems[-1])
@@ -82,13 +82,13 @@ def resend(
 
 
 def _resend(
-    handle: StudyHandle, tracker: Tracker, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial
+    study: StoredStudy, tracker: Tracker, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder = Path(name)
-        result = _result(handle, checkpoints, objective, trial, folder)
+        result = _result(study, checkpoints, objective, trial, folder)
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
-        tracked = TrialTracking(tracker, handle.spec, claim, handle.storage)
+        tracked = TrialTracking(tracker, study.spec, claim, study.storage)
         tracked.open(resumed=True)
         tracked.log_params()
         for record in result.history:
@@ -100,7 +100,7 @@ def _resend(
 
 
 def _result(
-    handle: StudyHandle, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial, folder: Path
+    study: StoredStudy, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial, folder: Path
 ) -> FitResult:
     """Return what the trial's training came to, from its last checkpoint.
 
@@ -109,7 +109,7 @@ def _result(
         StorageError: the store does not answer.
         ObjectiveError: today's code does not fit it.
     """
-    pointers = read_pointers(engine_of(handle.storage), trial._trial_id)
+    pointers = read_pointers(engine_of(study.storage), trial._trial_id)
     if not pointers:
         raise SearchError("its checkpoint is gone, and the machine that trained it has not sent its model")
     last = folder / "last.pt"

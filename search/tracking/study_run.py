@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.study.study import StudyHandle, parent_of
+from search.study.study import StoredStudy, parent_of
 from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from storage.database.locks import still_held, study_lock
 from storage.mlflow.client import Tracking
 from storage.study_storage.opening import engine_of
 
 
-def open_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
     """Return the study's parent run, made if it is missing; all who ask at once get the same one.
 
     One that is there is found without the study's lock, which a frozen process may hold.
@@ -20,39 +20,39 @@ def open_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
         StorageError: its run, or the experiment, was deleted; or somebody else is at it for long.
         MlflowException: the server does not answer, or refuses.
     """
-    attrs = handle.attrs
+    attrs = study.attrs
     known = attrs.get(RUN_ID)
     if known is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(known):
         if attrs.get(RUN_URL) != (url := tracking.run_url(known)):  # MLflow is shown under another address by now
-            handle.set_attr(RUN_URL, url)
+            study.set_attr(RUN_URL, url)
         return str(known)
-    return _ensure_parent_run(handle, tracking)
+    return _ensure_parent_run(study, tracking)
 
 
-def _ensure_parent_run(handle: StudyHandle, tracking: Tracking) -> str:
+def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
     """Make the study's parent run under its lock, unless somebody else was faster.
 
     The runs of finalists are children of the run of the search that they are of.
     """
-    spec = handle.spec
+    spec = study.spec
     if spec.finalists_of is not None:
-        parent = parent_of(handle)
+        parent = parent_of(study)
         run_id = open_parent_run(parent, tracking)
         for key in (RUN_ID, RUN_URL, TRACKING_URI):
-            handle.set_attr(key, parent.attrs[key])
+            study.set_attr(key, parent.attrs[key])
         return run_id
-    with study_lock(engine_of(handle.storage), handle.study_id) as connection:
+    with study_lock(engine_of(study.storage), study.study_id) as connection:
         run_id = tracking.study_run(
             spec.name,
-            handle.study_id,
+            study.study_id,
             params=_parameters(spec.model_dump(exclude={"finalists_of"})),
-            known=handle.attrs.get(RUN_ID),
+            known=study.attrs.get(RUN_ID),
             may_create=lambda: still_held(connection),
         )
         still_held(connection)
-        handle.set_attr(RUN_ID, run_id)
-        handle.set_attr(RUN_URL, tracking.run_url(run_id))
-        handle.set_attr(TRACKING_URI, tracking.uri)
+        study.set_attr(RUN_ID, run_id)
+        study.set_attr(RUN_URL, tracking.run_url(run_id))
+        study.set_attr(TRACKING_URI, tracking.uri)
     return run_id
 
 

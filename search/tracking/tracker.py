@@ -10,7 +10,7 @@ from pathlib import Path
 
 from search.console import counted
 from search.study.checkpoints import StudyCheckpoints
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
 from storage.mlflow.client import Tracking
@@ -24,7 +24,7 @@ from storage.trials.claims import Lost
 _STARTING = 15.0  # seconds that a server may take to start
 
 
-def outbox_folder(home: Path, study: StudyHandle) -> Path:
+def outbox_folder(home: Path, study: StoredStudy) -> Path:
     """Return the folder of what this machine has for MLflow of a study."""
     return home / "outbox" / study.folder
 
@@ -44,7 +44,7 @@ class Tracker:
 
     def __init__(
         self,
-        study: StudyHandle,
+        study: StoredStudy,
         tracking: Tracking,
         checkpoints: StudyCheckpoints,
         home: Path,

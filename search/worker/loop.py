@@ -23,7 +23,7 @@ from search.sampling.samplers import training_seed
 from search.sampling.suggest import suggest
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import open_attempt_dir, remove_earlier, runs_folder
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from search.worker.session import TrialSession
@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(
         self,
-        study: StudyHandle,
+        study: StoredStudy,
         objective: Objective,
         *,
         tracker: Tracker,
@@ -64,9 +64,9 @@ class Worker:
         device: str | None = None,
         lease: float = LEASE,
     ) -> None:
-        self._handle = study
+        self._study = study
         self._spec = study.spec
-        self._study = study.open()
+        self._optuna_study = study.open()
         self._judge = Judge(study.spec, study.storage, study.study_id, max_age=1.0)
         self._objective = objective
         self._claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
@@ -134,14 +134,14 @@ class Worker:
         return self._stop.is_set()
 
     def _out_of_time(self) -> bool:
-        started = self._handle.attrs.get(STARTED_AT)
+        started = self._study.attrs.get(STARTED_AT)
         if self._spec.timeout is None or started is None:
             return False
         return time.time() >= float(started) + self._spec.timeout
 
     def _any_finished(self) -> bool:
         finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        return any(t.state in finished for t in self._handle.trials())
+        return any(t.state in finished for t in self._study.trials())
 
     def _run(self, claim: Claim) -> None:
         """Run one trial to its end, or to where it is given back."""
@@ -151,9 +151,9 @@ class Worker:
         except OSError as error:  # a full disk costs no attempt
             self._claims.settle(claim, "WAITING", "released")
             raise CheckpointStoreError(f"{self._runs_dir}: no run directory can be made: {error.strerror}") from error
-        tracked = TrialTracking(self._tracker, self._spec, claim, self._handle.storage)
+        tracked = TrialTracking(self._tracker, self._spec, claim, self._study.storage)
         try:
-            with self._lease.hold(claim), self._handle.storage.owned(claim.trial_id, claim.attempt):
+            with self._lease.hold(claim), self._study.storage.owned(claim.trial_id, claim.attempt):
                 self._attempt(claim, tracked, run_dir)
         except ClaimLostError as lost:
             log.warning("%s: letting go of it", lost)
@@ -166,11 +166,11 @@ class Worker:
         session = self._session = None
         try:
             tracked.open()
-            config = suggest(self._objective, self._study, claim, self._spec)
+            config = suggest(self._objective, self._optuna_study, claim, self._spec)
             tracked.log_params()
             self._session = session = TrialSession(
                 run_dir,
-                storage=self._handle.storage,
+                storage=self._study.storage,
                 claim=claim,
                 claims=self._claims,
                 checkpoints=self._checkpoints,

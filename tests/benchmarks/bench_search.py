@@ -127,8 +127,8 @@ class Bench:
         flags += [f"--epochs={self.epochs}", f"--workers={self.workers}"]
         if self.configurations:
             settings, objective = load_for_search(settings)
-            handle, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
-            self._enqueue(handle.open())
+            study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
+            self._enqueue(study.open())
         return [[sys.executable, "-P", "-m", "search.cli", "run", OBJECTIVE, *flags]], "hpsearch"
 
     def _plain(self, name: str, *, careful: bool) -> tuple[list[list[str]], str]:

@@ -47,7 +47,7 @@ from search.sampling.suggest import suggest
 from search.services import find_services
 from search.study.checkpoints import open_checkpoints
 from search.study.prepare import load_for_search, prepare_study
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from storage.embedded import stack
@@ -71,10 +71,10 @@ class Way(Protocol):
 
 
 class Ours:
-    def __init__(self, handle: StudyHandle, uri: str) -> None:
+    def __init__(self, study: StoredStudy, uri: str) -> None:
         home = home_dir(None)
-        self.handle = handle
-        self.tracker = Tracker(handle, Tracking(uri), open_checkpoints(handle, home, None), home)
+        self.handle = study
+        self.tracker = Tracker(study, Tracking(uri), open_checkpoints(study, home, None), home)
         self.tracker.sender.start()
 
     def start(self, claim: Claim) -> None:
@@ -95,8 +95,8 @@ class Ours:
 
 
 class Fluent:
-    def __init__(self, handle: StudyHandle, uri: str, requirements: list[str] | None) -> None:
-        self.storage, self.requirements = handle.storage, requirements
+    def __init__(self, study: StoredStudy, uri: str, requirements: list[str] | None) -> None:
+        self.storage, self.requirements = study.storage, requirements
         mlflow.set_tracking_uri(uri)
         mlflow.set_experiment("fluent")
 
@@ -125,14 +125,14 @@ class Untracked:
     def drain(self) -> None: ...
 
 
-def tracker_of(kind: str, handle: StudyHandle, uri: str) -> Way:
+def tracker_of(kind: str, study: StoredStudy, uri: str) -> Way:
     match kind:
         case "ours":
-            return Ours(handle, uri)
+            return Ours(study, uri)
         case "none":
             return Untracked()
         case _:
-            return Fluent(handle, uri, REQUIREMENTS if kind == "careful" else None)
+            return Fluent(study, uri, REQUIREMENTS if kind == "careful" else None)
 
 
 @dataclass
@@ -236,8 +236,8 @@ class Bench:
         self.done += 1
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
         settings, objective = load_for_search(settings | {"n_trials": workers * (trials + 1)})
-        handle, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
-        command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, handle.spec.name, str(trials)]
+        study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
+        command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, study.spec.name, str(trials)]
         environment = {
             **own_environment(),
             **thread_settings(max(workers, cores())),  # one each: threads that wait for each other measure the others
@@ -245,7 +245,7 @@ class Bench:
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
-        with (self.home / f"{handle.spec.name}.log").open("w") as log:
+        with (self.home / f"{study.spec.name}.log").open("w") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
             fleet = [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(workers)]
             try:

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from search.finalists import Finalists, read_finalists
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import open_storage
 from tests.faults.harness import Arena
@@ -28,7 +28,7 @@ CHOICE = ("finalists", NAME, "--top", "3", "--seeds", "2")
 
 
 @pytest.fixture
-def handle(arena: Arena) -> Iterator[StudyHandle]:
+def study(arena: Arena) -> Iterator[StoredStudy]:
     """A search of five trials of digits, by two workers."""
     arena.name = NAME
     write(arena.orders, [])
@@ -42,18 +42,18 @@ def handle(arena: Arena) -> Iterator[StudyHandle]:
     storage.engine.dispose()
 
 
-def table(handle: StudyHandle) -> Finalists:
-    found = read_finalists(handle)
+def table(study: StoredStudy) -> Finalists:
+    found = read_finalists(study)
     assert found is not None
     return found
 
 
-def outcomes(handle: StudyHandle) -> list[str]:
+def outcomes(study: StoredStudy) -> list[str]:
     query = sa.text("""
         SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
          WHERE s.study_name = :name
     """)
-    with handle.storage.engine.connect() as connection:
+    with study.storage.engine.connect() as connection:
         return sorted(connection.execute(query, {"name": HELD}).scalars())
 
 
@@ -67,27 +67,27 @@ def train(arena: Arena, *orders: Order) -> None:
 
 
 def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once(
-    arena: Arena, handle: StudyHandle
+    arena: Arena, study: StoredStudy
 ) -> None:
     killed = Order("epoch", "kill", trial=2, epoch=1)
     train(arena, killed)
     assert arena.obeyed(0)
-    assert outcomes(handle) == ["complete"] * 6 + ["lost"]
-    found = table(handle)
-    assert_chosen(handle, found)
+    assert outcomes(study) == ["complete"] * 6 + ["lost"]
+    found = table(study)
+    assert_chosen(study, found)
     assert_printed(arena, found)
-    assert_tracked(arena, handle, found)
+    assert_tracked(arena, study, found)
 
     arena.run("delete", HELD, "--yes")
     train(arena)
-    assert outcomes(handle) == ["complete"] * 6
-    assert table(handle) == found, "the same finalists on the same seeds, to the last bit"
+    assert outcomes(study) == ["complete"] * 6
+    assert table(study) == found, "the same finalists on the same seeds, to the last bit"
 
-    assert_opened_once(arena, handle, found)
+    assert_opened_once(arena, study, found)
 
 
-def assert_chosen(handle: StudyHandle, found: Finalists) -> None:
-    best = sorted(handle.trials(), key=lambda t: (-(t.value or 0), t.number))[:3]
+def assert_chosen(study: StoredStudy, found: Finalists) -> None:
+    best = sorted(study.trials(), key=lambda t: (-(t.value or 0), t.number))[:3]
     assert [(row.trial, row.search_value) for row in found.rows] == [(t.number, t.value) for t in best]
     assert any(value != row.search_value for row in found.rows for value in row.values)
     assert found.winner == max(found.rows, key=lambda row: (row.mean, -row.trial)).trial
@@ -102,14 +102,14 @@ def assert_printed(arena: Arena, found: Finalists) -> None:
     assert "worker logs" not in said, "there is nothing left to train"
 
 
-def assert_tracked(arena: Arena, handle: StudyHandle, found: Finalists) -> None:
+def assert_tracked(arena: Arena, study: StoredStudy, found: Finalists) -> None:
     client = mlflow.MlflowClient(arena.tracking_uri)
-    parent = client.get_run(handle.attrs["hpsearch:mlflow_run_id"])
+    parent = client.get_run(study.attrs["hpsearch:mlflow_run_id"])
     assert (parent.info.status, parent.data.tags["hpsearch.trials"]) == ("FINISHED", "5 of 5")
     assert parent.data.tags["hpsearch.winner"] == str(found.winner)
-    searched = handle.trials()
-    held = load_study(handle.storage, HELD)
-    for trial in held.trials():
+    searched = study.trials()
+    chosen = load_study(study.storage, HELD)
+    for trial in chosen.trials():
         assert trial.state == TrialState.COMPLETE
         of, seed = trial.user_attrs["hpsearch:finalist_of"], trial.user_attrs["hpsearch:seed"]
         run = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"])
@@ -135,9 +135,9 @@ def assert_tracked(arena: Arena, handle: StudyHandle, found: Finalists) -> None:
     assert (record["winner"], record["seeds"]) == (found.winner, list(found.seeds))
 
 
-def assert_opened_once(arena: Arena, handle: StudyHandle, found: Finalists) -> None:
+def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> None:
     said = arena.run("open-test", NAME, "--yes")
-    opening = read_opening(handle.storage.engine, handle.study_id)
+    opening = read_opening(stored.storage.engine, stored.study_id)
     assert opening is not None
     assert (opening.trial_number, opening.finalists) == (found.winner, HELD)
     assert opening.scores is not None
@@ -145,27 +145,27 @@ def assert_opened_once(arena: Arena, handle: StudyHandle, found: Finalists) -> N
     assert "unconfirmed" not in said
     again = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0", code=2)
     assert re.search(rf"was opened on \S+ at \S+ UTC by \S+ for trial {found.winner}, and it opens once", again)
-    run_id = handle.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
+    run_id = stored.trials()[opening.trial_number].user_attrs["hpsearch:mlflow_run_id"]
     metrics = mlflow.MlflowClient(arena.tracking_uri).get_run(run_id).data.metrics
     assert {f"test_{name}": value for name, value in opening.scores.items()}.items() <= metrics.items()
-    study = optuna.load_study(study_name=NAME, storage=handle.storage)
+    study = optuna.load_study(study_name=NAME, storage=stored.storage)
     attrs = study._storage.get_study_system_attrs(study._study_id)
     note = "".join(value for key, value in sorted(attrs.items()) if key.startswith("dashboard:note_str"))
     assert f"Winner: trial {found.winner}" in note
     assert f"Test set: accuracy {opening.scores['accuracy']:.4f}" in note
 
 
-def test_the_verb_trains_with_workers_of_its_own(arena: Arena, handle: StudyHandle) -> None:
+def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStudy) -> None:
     said = arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "1")
-    found = table(handle)
+    found = table(study)
     assert (found.pending, len(found.rows)) == (0, 1)
     assert f"winner: trial {found.winner}, val accuracy" in said
     assert "with one seed the spread is unknown" in said
 
 
-def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, handle: StudyHandle, tmp_path: Path) -> None:
+def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: StoredStudy, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(arena.tracking_uri)
-    runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in handle.trials()]
+    runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in study.trials()]
     other = client.download_artifacts(runs[1], "checkpoints/best.pt", str(tmp_path))
     client.log_artifact(runs[0], other, "checkpoints")
     opening = ("open-test", NAME, "--yes", "--unconfirmed", "--trial", "0")
@@ -173,22 +173,22 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, handle: Stud
     Path(other).write_bytes(Path(other).read_bytes()[:-9])
     client.log_artifact(runs[0], other, "checkpoints")
     assert "its checksum does not fit; nothing was opened" in arena.run(*opening, code=2)
-    assert read_opening(handle.storage.engine, handle.study_id) is None
+    assert read_opening(study.storage.engine, study.study_id) is None
     said = arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", "1")
     assert "unconfirmed by finalists" in said
 
 
-def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, handle: StudyHandle) -> None:
+def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
     write(arena.orders, [Order("score test", "kill", trial=OUTSIDE, attempt=0)])
     arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])
-    opening = read_opening(handle.storage.engine, handle.study_id)
+    opening = read_opening(study.storage.engine, study.study_id)
     assert opening is not None
     assert opening.scores is None
-    other = next(t.number for t in handle.trials() if t.number != opening.trial_number)
+    other = next(t.number for t in study.trials() if t.number != opening.trial_number)
     assert "was opened" in arena.run("open-test", NAME, "--yes", "--unconfirmed", "--trial", str(other), code=2)
     arena.run("open-test", NAME, "--yes")
-    again = read_opening(handle.storage.engine, handle.study_id)
+    again = read_opening(study.storage.engine, study.study_id)
     assert again is not None
     assert (again.opened_at, again.trial_number) == (opening.opened_at, opening.trial_number)
     assert again.scores is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from search.cli import _run
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from tests.search.finalists.support import VALUES, Say, finished, search
@@ -17,7 +17,7 @@ def storage(database_url: str) -> PostgresStorage:
 
 
 @pytest.fixture
-def handle(storage: PostgresStorage) -> StudyHandle:
+def study(storage: PostgresStorage) -> StoredStudy:
     return search(storage, "s", [finished(n, v) for n, v in enumerate(VALUES)])
 
 

@@ -9,7 +9,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
 from search.finalists import Finalists, read_finalists
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import INFEASIBLE, SPEC
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim, Claims, Nothing
@@ -30,7 +30,7 @@ def finished(number: int, value: float, **changes: object) -> FrozenTrial:
     return create_trial(value=value, params={**params(number), **changes}, distributions=SPACE)
 
 
-def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None) -> StudyHandle:
+def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, budget: int | None = None) -> StoredStudy:
     study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
     spec = spec_of(name="median").model_dump()
     spec |= {"name": name, "n_trials": len(trials) if budget is None else budget}
@@ -39,10 +39,10 @@ def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, bu
     return load_study(storage, name)
 
 
-def train(held: StudyHandle, value_of: Callable[[int, int], float | None], *, trials: int | None = None) -> None:
+def train(chosen: StoredStudy, value_of: Callable[[int, int], float | None], *, trials: int | None = None) -> None:
     """Run waiting trials as a worker does, with values that are made up; None diverges."""
-    claims = Claims(held.storage.engine, held.study_id, worker="host:1")
-    of = held.spec.finalists_of
+    claims = Claims(chosen.storage.engine, chosen.study_id, worker="host:1")
+    of = chosen.spec.finalists_of
     assert of is not None
     done = 0
     while trials is None or done < trials:
@@ -58,7 +58,7 @@ def train(held: StudyHandle, value_of: Callable[[int, int], float | None], *, tr
         done += 1
 
 
-def table(handle: StudyHandle) -> Finalists:
-    found = read_finalists(handle)
+def table(study: StoredStudy) -> Finalists:
+    found = read_finalists(study)
     assert found is not None
     return found

@@ -15,7 +15,7 @@ from search.finalists.text import confirmation_lines
 from search.promotion.open_test import choose_candidate
 from search.sampling.samplers import derive_seed, training_seed
 from search.sampling.suggest import suggest
-from search.study.study import StudyHandle, load_study, parent_of
+from search.study.study import StoredStudy, load_study, parent_of
 from storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from storage.mlflow.run_links import RunBook
 from storage.study_storage import PostgresStorage
@@ -28,163 +28,167 @@ def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: Postgres
     trials = [finished(n, v) for n, v in enumerate(VALUES)]
     trials += [finished(1, 0.95), finished(6, float("inf")), create_trial(state=TrialState.FAIL)]
     trials += [create_trial(state=TrialState.PRUNED, value=0.99, params=params(8), distributions=SPACE)]
-    handle = search(storage, "s", trials)
-    assert [t.number for t in best_configurations(handle, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
-    assert [t.number for t in best_configurations(handle, 99)] == [5, 3, 4, 2, 0]
+    study = search(storage, "s", trials)
+    assert [t.number for t in best_configurations(study, 3)] == [5, 3, 4], "trial 1 is trial 5 again"
+    assert [t.number for t in best_configurations(study, 99)] == [5, 3, 4, 2, 0]
 
 
-def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(handle: StudyHandle) -> None:
-    held, created = create_or_join(handle, top=3, seeds=2)
+def test_all_trials_wait_in_turns_with_fixed_parameters_and_common_fresh_seeds(study: StoredStudy) -> None:
+    chosen, created = create_or_join(study, top=3, seeds=2)
     assert created
-    assert held.spec.name == "s.finalists"
-    of = held.spec.finalists_of
+    assert chosen.spec.name == "s.finalists"
+    of = chosen.spec.finalists_of
     assert of is not None
-    assert (of.study, of.study_id, of.trials) == ("s", handle.study_id, [1, 3, 4])
-    trials = held.trials()
+    assert (of.study, of.study_id, of.trials) == ("s", study.study_id, [1, 3, 4])
+    trials = chosen.trials()
     assert [t.state for t in trials] == [TrialState.WAITING] * 6
     assert [t.user_attrs[PARENT_TRIAL] for t in trials] == [1, 3, 4, 1, 3, 4]
     assert [t.user_attrs[TRAINING_SEED] for t in trials] == [of.seeds[0]] * 3 + [of.seeds[1]] * 3
-    assert [training_seed(held.spec, t.number) for t in trials] == [t.user_attrs[TRAINING_SEED] for t in trials]
+    assert [training_seed(chosen.spec, t.number) for t in trials] == [t.user_attrs[TRAINING_SEED] for t in trials]
     for trial in trials:
         assert trial.system_attrs["fixed_params"] == params(trial.user_attrs[PARENT_TRIAL])
-    searched = {derive_seed(handle.spec.seed, "trial", n) for n in range(len(VALUES))}
+    searched = {derive_seed(study.spec.seed, "trial", n) for n in range(len(VALUES))}
     assert len(searched | set(of.seeds)) == len(VALUES) + 2
     same = ("objective", "metric", "direction", "epochs", "seed", "retries", "retry_on")
-    assert [getattr(held.spec, key) for key in same] == [getattr(handle.spec, key) for key in same]
-    assert (held.spec.n_trials, held.spec.pruner.name, held.spec.timeout) == (6, "none", None)
-    assert held.attrs[FOLDER] != handle.folder
-    assert [t.state for t in handle.trials()] == [TrialState.COMPLETE] * 5, "the search knows nothing of it"
-    assert load_study(handle.storage, "s.finalists").spec == held.spec
-    assert parent_of(held).study_id == handle.study_id
+    assert [getattr(chosen.spec, key) for key in same] == [getattr(study.spec, key) for key in same]
+    assert (chosen.spec.n_trials, chosen.spec.pruner.name, chosen.spec.timeout) == (
+        6,
+        "none",
+        None,
+    )
+    assert chosen.attrs[FOLDER] != study.folder
+    assert [t.state for t in study.trials()] == [TrialState.COMPLETE] * 5, "the search knows nothing of it"
+    assert load_study(study.storage, "s.finalists").spec == chosen.spec
+    assert parent_of(chosen).study_id == study.study_id
 
 
-def test_the_budget_is_exact(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    held.storage.import_trials(held.study_id, [create_trial(state=TrialState.WAITING)])  # by a curious hand
-    train(held, lambda *_: 0.5)
-    assert [t.state.name for t in held.trials()] == ["COMPLETE"] * 4 + ["WAITING"]
-    assert table(handle).pending == 0
+def test_the_budget_is_exact(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    chosen.storage.import_trials(chosen.study_id, [create_trial(state=TrialState.WAITING)])  # by a curious hand
+    train(chosen, lambda *_: 0.5)
+    assert [t.state.name for t in chosen.trials()] == ["COMPLETE"] * 4 + ["WAITING"]
+    assert table(study).pending == 0
 
 
-def test_a_second_call_joins_the_frozen_set(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    handle.storage.import_trials(handle.study_id, [finished(9, 0.99)])
+def test_a_second_call_joins_the_frozen_set(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    study.storage.import_trials(study.study_id, [finished(9, 0.99)])
     for given in ({"top": None, "seeds": None}, {"top": 2, "seeds": 2}):
-        again, created = create_or_join(handle, **given)
-        assert (again.study_id, again.spec, created) == (held.study_id, held.spec, False)
+        again, created = create_or_join(study, **given)
+        assert (again.study_id, again.spec, created) == (chosen.study_id, chosen.spec, False)
     with pytest.raises(SearchError, match=r"'s' were chosen with another setting \(--top: 2 -> 3; --seeds: 2 -> 1\)"):
-        create_or_join(handle, top=3, seeds=1)
+        create_or_join(study, top=3, seeds=1)
 
 
-def test_a_set_smaller_than_asked_for_is_joined_by_the_same_words(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=9, seeds=1)
-    assert held.spec.n_trials == 5
-    assert create_or_join(handle, top=9, seeds=1)[0].study_id == held.study_id
+def test_a_set_smaller_than_asked_for_is_joined_by_the_same_words(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=9, seeds=1)
+    assert chosen.spec.n_trials == 5
+    assert create_or_join(study, top=9, seeds=1)[0].study_id == chosen.study_id
 
 
-def test_a_new_set_has_seeds_that_no_other_has(handle: StudyHandle) -> None:
-    first, _ = create_or_join(handle, top=2, seeds=3)
-    second, created = create_or_join(handle, top=2, seeds=3, new_set=True)
+def test_a_new_set_has_seeds_that_no_other_has(study: StoredStudy) -> None:
+    first, _ = create_or_join(study, top=2, seeds=3)
+    second, created = create_or_join(study, top=2, seeds=3, new_set=True)
     assert (created, second.spec.name) == (True, "s.finalists-2")
     assert first.spec.finalists_of is not None
     assert second.spec.finalists_of is not None
     assert len({*first.spec.finalists_of.seeds, *second.spec.finalists_of.seeds}) == 6
-    assert table(handle).study == "s.finalists-2", "neither has a winner: the newest counts"
-    assert create_or_join(handle, top=None, seeds=None)[0].study_id == second.study_id
-    handle.storage.delete_study(second.study_id)
-    assert table(handle).study == "s.finalists"
+    assert table(study).study == "s.finalists-2", "neither has a winner: the newest counts"
+    assert create_or_join(study, top=None, seeds=None)[0].study_id == second.study_id
+    study.storage.delete_study(second.study_id)
+    assert table(study).study == "s.finalists"
 
 
-def test_a_new_set_counts_from_when_it_has_a_winner(handle: StudyHandle) -> None:
-    first, _ = create_or_join(handle, top=2, seeds=1)
+def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
+    first, _ = create_or_join(study, top=2, seeds=1)
     train(first, lambda trial, _: {1: 0.6, 3: 0.7}[trial])
-    second, _ = create_or_join(handle, top=2, seeds=1, new_set=True)
+    second, _ = create_or_join(study, top=2, seeds=1, new_set=True)
     train(second, lambda *_: 0.6, trials=1)
-    assert (table(handle).study, table(handle).winner) == ("s.finalists", 3)
-    assert confirmation_lines(handle)[0].startswith("winner: trial 3")
-    assert confirmation_lines(handle)[-1] == (
+    assert (table(study).study, table(study).winner) == ("s.finalists", 3)
+    assert confirmation_lines(study)[0].startswith("winner: trial 3")
+    assert confirmation_lines(study)[-1] == (
         "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
     )
     with pytest.raises(SearchError, match=r"chosen anew, in s.finalists-2, and are not done: go on with"):
-        choose_candidate(handle, trial=None, unconfirmed=False)
-    assert choose_candidate(handle, trial=3, unconfirmed=True).finalists == "s.finalists"
+        choose_candidate(study, trial=None, unconfirmed=False)
+    assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
-    assert (table(handle).study, table(handle).winner) == ("s.finalists-2", 1)
-    assert len(confirmation_lines(handle)) == 3
+    assert (table(study).study, table(study).winner) == ("s.finalists-2", 1)
+    assert len(confirmation_lines(study)) == 3
 
 
-def test_a_trial_whose_model_was_removed_is_passed_over(handle: StudyHandle, database_url: str) -> None:
-    best = handle.trials()[1]
-    with RunBook(handle.storage.engine).opening(best._trial_id) as page:
+def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:
+    best = study.trials()[1]
+    with RunBook(study.storage.engine).opening(best._trial_id) as page:
         page.note({REMOVED: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
     assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
     assert passed_over(again, 3) == [1]
 
 
-def test_a_set_that_is_deleted_is_made_again_as_it_was(handle: StudyHandle) -> None:
-    first, _ = create_or_join(handle, top=2, seeds=2)
-    handle.storage.delete_study(first.study_id)
-    assert create_or_join(handle, top=2, seeds=2)[0].spec == first.spec
+def test_a_set_that_is_deleted_is_made_again_as_it_was(study: StoredStudy) -> None:
+    first, _ = create_or_join(study, top=2, seeds=2)
+    study.storage.delete_study(first.study_id)
+    assert create_or_join(study, top=2, seeds=2)[0].spec == first.spec
 
 
-def test_somebody_elses_study_of_the_name_is_left_alone(handle: StudyHandle, storage: PostgresStorage) -> None:
+def test_somebody_elses_study_of_the_name_is_left_alone(study: StoredStudy, storage: PostgresStorage) -> None:
     optuna.create_study(study_name="s.finalists", storage=storage)
-    assert create_or_join(handle, top=2, seeds=2)[0].spec.name == "s.finalists-2"
+    assert create_or_join(study, top=2, seeds=2)[0].spec.name == "s.finalists-2"
 
 
 def test_a_long_name_is_cut(storage: PostgresStorage) -> None:
-    handle = search(storage, "s" * 100, [finished(0, 0.5)])
-    held, _ = create_or_join(handle, top=1, seeds=1)
-    assert held.spec.name == "s" * 90 + ".finalists"
-    assert table(handle).study == held.spec.name
+    study = search(storage, "s" * 100, [finished(0, 0.5)])
+    chosen, _ = create_or_join(study, top=1, seeds=1)
+    assert chosen.spec.name == "s" * 90 + ".finalists"
+    assert table(study).study == chosen.spec.name
 
 
 def race(url: str, seeds: int) -> tuple[int, bool]:
-    held, created = create_or_join(load_study(open_storage(url, application_name="racer"), "s"), top=2, seeds=seeds)
-    return held.study_id, created
+    chosen, created = create_or_join(load_study(open_storage(url, application_name="racer"), "s"), top=2, seeds=seeds)
+    return chosen.study_id, created
 
 
-def test_eight_processes_make_one_set(handle: StudyHandle, database_url: str) -> None:
+def test_eight_processes_make_one_set(study: StoredStudy, database_url: str) -> None:
     with multiprocessing.get_context("fork").Pool(8) as pool:
         made = pool.starmap(race, [(database_url, 2)] * 8, chunksize=1)
     assert len({study_id for study_id, _ in made}) == 1
     assert sum(created for _, created in made) == 1
-    assert table(handle).pending == 4
+    assert table(study).pending == 4
 
 
 def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> None:
-    handle = search(storage, "s", [finished(0, 0.5)], budget=2)
+    study = search(storage, "s", [finished(0, 0.5)], budget=2)
     with pytest.raises(SearchError, match=r"'s' is not over, 1 of its 2 trials are done.*: hpsearch stop s$"):
-        create_or_join(handle, top=1, seeds=1)
-    claim = Claims(storage.engine, handle.study_id, worker="host:1").claim()
+        create_or_join(study, top=1, seeds=1)
+    claim = Claims(storage.engine, study.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
-    handle.set_attr(STOPPED, "by ann@host")
+    study.set_attr(STOPPED, "by ann@host")
     with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
-        create_or_join(handle, top=1, seeds=1)
-    Claims(storage.engine, handle.study_id, worker="host:1").settle(claim, "WAITING", "released")
-    assert create_or_join(handle, top=1, seeds=1)[1]
+        create_or_join(study, top=1, seeds=1)
+    Claims(storage.engine, study.study_id, worker="host:1").settle(claim, "WAITING", "released")
+    assert create_or_join(study, top=1, seeds=1)[1]
 
 
 def test_without_a_complete_trial_there_is_no_finalist(storage: PostgresStorage) -> None:
-    handle = search(storage, "s", [create_trial(state=TrialState.FAIL)])
+    study = search(storage, "s", [create_trial(state=TrialState.FAIL)])
     with pytest.raises(SearchError, match="has no complete trial"):
-        create_or_join(handle, top=1, seeds=1)
+        create_or_join(study, top=1, seeds=1)
 
 
-def test_a_configuration_that_the_code_no_longer_gives_is_refused(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=1, seeds=1)
-    claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
+def test_a_configuration_that_the_code_no_longer_gives_is_refused(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=1, seeds=1)
+    claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     with pytest.raises(ObjectiveError, match=r"not the configuration of trial 1 any more \(batch_size, .*kind, .*lr"):
-        suggest(load_objective("digits"), held.open(), claim, held.spec)
-    assert held.trials()[0].params == {}
+        suggest(load_objective("digits"), chosen.open(), claim, chosen.spec)
+    assert chosen.trials()[0].params == {}
 
 
-def test_a_failed_finalist_is_tried_again(handle: StudyHandle, say: Say) -> None:
-    held, _ = create_or_join(handle, top=1, seeds=2)
-    train(held, lambda *_: None)
+def test_a_failed_finalist_is_tried_again(study: StoredStudy, say: Say) -> None:
+    chosen, _ = create_or_join(study, top=1, seeds=2)
+    train(chosen, lambda *_: None)
     assert "hpsearch finalists s" in say("retry", "s.finalists", "--trial", "1")
-    assert table(handle).pending == 1
-    train(held, lambda *_: 0.75)
-    assert table(handle).row(1).values == (None, 0.75)
+    assert table(study).pending == 1
+    train(chosen, lambda *_: 0.75)
+    assert table(study).row(1).values == (None, 0.75)

@@ -7,45 +7,45 @@ import pytest
 from search.errors import SearchError
 from search.finalists import read_finalists
 from search.finalists.study import create_or_join
-from search.study.study import StudyHandle, parent_of
+from search.study.study import StoredStudy, parent_of
 from storage.records.test_openings import open_test_set, write_scores
 from storage.trials.claims import Claim, Claims
 from tests.search.finalists.support import Say, finished, search, train
 
 
-def test_verbs_know_finalists(handle: StudyHandle, say: Say) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
+def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
     assert "s.finalists (finalists)" in say("studies")
     assert "holds the finalists of 's'" in say("extend", "s.finalists", "--trials", "+1", code=2)
     assert "in the report of 's'" in say("report", "s.finalists", code=2)
     assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
-    assert f"trials=[1, 3], seeds={held.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
+    assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
     assert "finalists: 0 of 4 trained" in say("show", "s")
-    train(held, lambda trial, _seed: 0.8 + trial / 100)
+    train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
 
 
-def test_the_search_takes_its_finalists_along(handle: StudyHandle, say: Say) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    claim = Claims(held.storage.engine, held.study_id, worker="host:1").claim()
+def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
-    Claims(held.storage.engine, held.study_id, worker="host:1").settle(claim, "WAITING", "released")
+    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").settle(claim, "WAITING", "released")
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
-    assert held.storage.get_all_studies() == []
+    assert chosen.storage.get_all_studies() == []
 
 
-def test_finalists_outlive_a_search_that_another_program_deletes(handle: StudyHandle) -> None:
-    held, _ = create_or_join(handle, top=2, seeds=2)
-    handle.storage.delete_study(handle.study_id)
+def test_finalists_outlive_a_search_that_another_program_deletes(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    study.storage.delete_study(study.study_id)
     with pytest.raises(SearchError, match=r"'s', whose finalists 's.finalists' holds, was deleted"):
-        parent_of(held)
-    again = search(handle.storage, "s", [finished(0, 0.5)])
+        parent_of(chosen)
+    again = search(study.storage, "s", [finished(0, 0.5)])
     assert read_finalists(again) is None, "another study under the old name"
     with pytest.raises(SearchError, match="was deleted"):
-        parent_of(held)
+        parent_of(chosen)
     assert create_or_join(again, top=1, seeds=1)[0].spec.name == "s.finalists-2"
 
 
@@ -55,23 +55,23 @@ def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
     assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
 
 
-def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Say) -> None:
+def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:
     assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
     assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
-    held, _ = create_or_join(handle, top=2, seeds=1)
+    chosen, _ = create_or_join(study, top=2, seeds=1)
     assert "are not done, 2 are left" in say("open-test", "s", "--yes", code=2)
-    train(held, lambda trial, _seed: 0.8 + trial / 100)
+    train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert "is trial 3: leave it out, or add --unconfirmed" in say("open-test", "s", "--yes", "--trial", "1", code=2)
     assert "names no tracking server" in say("open-test", "s", "--yes", code=2)
 
 
-def test_an_opened_test_set_is_shown_and_not_opened_again(handle: StudyHandle, say: Say) -> None:
-    engine = handle.storage.engine
+def test_an_opened_test_set_is_shown_and_not_opened_again(study: StoredStudy, say: Say) -> None:
+    engine = study.storage.engine
     opening = open_test_set(
-        engine, handle.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
+        engine, study.study_id, trial_number=1, model_sha256="a" * 64, opened_by="ann@host", finalists=None
     )
     assert "opened on" in say("open-test", "s", "--yes", "--trial", "3", "--unconfirmed", code=2)
-    write_scores(engine, handle.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
+    write_scores(engine, study.study_id, opening, {"loss": 0.5, "accuracy": 0.875})
     assert "test set: accuracy 0.8750, opened on " in say("show", "s")
     refused = say("open-test", "s", "--yes", code=2)
     assert "by ann@host for trial 1, and it opens once; see it with: hpsearch show s" in refused

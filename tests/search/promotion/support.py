@@ -10,7 +10,7 @@ import mlflow
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import REASON, RUN_ID, SPEC
 from storage.mlflow.client import Tracking
 from storage.records.promotions import Promotion, promotions_of
@@ -22,26 +22,26 @@ from tests.search.pruning.test_reasons import spec_of
 class Tracked:
     """The study, the MLflow server, and a name that no other test gives to a registered model."""
 
-    handle: StudyHandle
+    stored: StoredStudy
     tracking: Tracking
     name: str
 
     @property
     def storage(self) -> PostgresStorage:
-        return self.handle.storage
+        return self.stored.storage
 
     @property
     def client(self) -> mlflow.MlflowClient:
         return self.tracking.client
 
     def run_of(self, trial: int) -> str:
-        return str(self.handle.trials()[trial].user_attrs[RUN_ID])
+        return str(self.stored.trials()[trial].user_attrs[RUN_ID])
 
     def model_of(self, trial: int) -> str:
         return str(self.client.get_run(self.run_of(trial)).data.tags["hpsearch.model_id"])
 
     def promotions(self) -> list[Promotion]:
-        return promotions_of(self.storage.engine, self.handle.study_id)
+        return promotions_of(self.storage.engine, self.stored.study_id)
 
     def told(self) -> list[tuple[int, str, int, str, str, bool]]:
         """Each promotion: trial, model, version, alias, who, whether it holds."""
@@ -90,10 +90,10 @@ def _leave(tracking: Tracking, run_id: str, name: str, files: Path) -> None:
 
 def train_finalists(tracked: Tracked, trials: list[int], *, winner: int) -> None:
     """Make the study of two finalists, trained on two seeds."""
-    study_id = tracked.handle.study_id
+    study_id = tracked.stored.study_id
     of = {"study": tracked.name, "study_id": study_id, "top": 2, "trials": trials, "seeds": [11, 12]}
     held = optuna.create_study(study_name=f"{tracked.name}-f", direction="maximize", storage=tracked.storage)
-    spec = {**tracked.handle.spec.model_dump(), "name": held.study_name, "n_trials": 4, "finalists_of": of}
+    spec = {**tracked.stored.spec.model_dump(), "name": held.study_name, "n_trials": 4, "finalists_of": of}
     tracked.storage.set_study_user_attr(held._study_id, SPEC, spec)
     for seed in range(2):
         for trial in trials:

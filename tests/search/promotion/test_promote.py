@@ -33,7 +33,7 @@ WHO = r"\S+@\S+"
 
 
 def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked, capsys: pytest.CaptureFixture[str]) -> None:
-    done = promote(tracked.handle, tracked.tracking)
+    done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.model, done.version, done.alias, done.replaced) == (1, tracked.name, 1, "champion", None)
     version = tracked.version("champion")
     assert version.run_id == tracked.run_of(1)
@@ -56,26 +56,26 @@ def test_the_best_trial_is_promoted_with_its_evidence(tracked: Tracked, capsys: 
     ((trial, model, number, alias, by, holds),) = tracked.told()
     assert (trial, model, number, alias, holds) == (1, tracked.name, 1, "champion", True)
     assert re.fullmatch(WHO, by)
-    print_trial(PlainConsole(), tracked.handle, 1)
+    print_trial(PlainConsole(), tracked.stored, 1)
     told = capsys.readouterr().out
     assert f" promoted  trial 1 is {tracked.name}@champion (version 1), by {by} on " in told
 
 
 def test_promoting_again_changes_nothing(tracked: Tracked) -> None:
-    assert promote(tracked.handle, tracked.tracking) == promote(tracked.handle, tracked.tracking)
+    assert promote(tracked.stored, tracked.tracking) == promote(tracked.stored, tracked.tracking)
     assert len(tracked.told()) == 1
     assert [v.version for v in tracked.client.search_model_versions(f"name = '{tracked.name}'")] == ["1"]
 
 
 def test_what_is_replaced_can_be_gone_back_to(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
-    done = promote(tracked.handle, tracked.tracking, trial=2)
+    promote(tracked.stored, tracked.tracking)
+    done = promote(tracked.stored, tracked.tracking, trial=2)
     assert (done.version, done.replaced) == (2, 1)
     assert tracked.version("champion").run_id == tracked.run_of(2)
     assert tracked.version("previous").run_id == tracked.run_of(1)
     assert [(trial, holds) for trial, *_, holds in tracked.told()] == [(1, False), (2, True)]
-    promote(tracked.handle, tracked.tracking, trial=0, alias="staging")
-    promote(tracked.handle, tracked.tracking, trial=1, alias="staging")
+    promote(tracked.stored, tracked.tracking, trial=0, alias="staging")
+    promote(tracked.stored, tracked.tracking, trial=1, alias="staging")
     assert tracked.version("previous-staging").run_id == tracked.run_of(0)
     assert tracked.version("previous").run_id == tracked.run_of(1), "another alias takes nothing from the champion's"
 
@@ -83,7 +83,7 @@ def test_what_is_replaced_can_be_gone_back_to(tracked: Tracked) -> None:
 def test_what_mlflow_refuses_is_told_before_anything_is_done(tracked: Tracked) -> None:
     for setting in ({"alias": "two words"}, {"model": "a/b"}):
         with pytest.raises(StorageError, match=r"^--(alias 'two words'|model 'a/b'): .*: choose another"):
-            promote(tracked.handle, tracked.tracking, **setting)
+            promote(tracked.stored, tracked.tracking, **setting)
     assert tracked.client.search_registered_models(f"name = '{tracked.name}'") == []
     assert tracked.told() == []
 
@@ -95,28 +95,28 @@ def test_a_trial_that_has_nothing_to_promote(tracked: Tracked) -> None:
         TrialState.RUNNING: "it is still running; promote",
         TrialState.WAITING: "it has not been run yet; promote",
     }
-    for number, (state, said) in enumerate(states.items(), len(tracked.handle.trials())):
+    for number, (state, said) in enumerate(states.items(), len(tracked.stored.trials())):
         trial = create_trial(state=state, user_attrs={"hpsearch:reason": "why"} if state.is_finished() else {})
-        tracked.storage.import_trials(tracked.handle.study_id, [trial])
+        tracked.storage.import_trials(tracked.stored.study_id, [trial])
         with pytest.raises(SearchError, match=f"^--trial {number}: {said}"):
-            promote(tracked.handle, tracked.tracking, trial=number)
+            promote(tracked.stored, tracked.tracking, trial=number)
 
 
 def test_an_infeasible_unknown_or_modelless_trial(tracked: Tracked) -> None:
     attrs = {"hpsearch:infeasible": True, "hpsearch:reason": "NaN"}
-    tracked.storage.import_trials(tracked.handle.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)])
+    tracked.storage.import_trials(tracked.stored.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)])
     with pytest.raises(SearchError, match=r"^--trial 4: it is infeasible \(NaN\)"):
-        promote(tracked.handle, tracked.tracking, trial=4)
+        promote(tracked.stored, tracked.tracking, trial=4)
     with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has 0 to 4$"):
-        promote(tracked.handle, tracked.tracking, trial=9)
+        promote(tracked.stored, tracked.tracking, trial=9)
     tracked.client.delete_logged_model(tracked.model_of(2))
     with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote another trial$"):
-        promote(tracked.handle, tracked.tracking, trial=2)
+        promote(tracked.stored, tracked.tracking, trial=2)
 
 
 def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:
     train_finalists(tracked, [1, 2], winner=1)
-    (name,) = finalist_studies(tracked.storage.engine, tracked.handle.study_id)
+    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     with pytest.raises(SearchError, match=rf"holds the finalists of '{tracked.name}': promote it with: .*promote"):
         promote(load_study(tracked.storage, name), tracked.tracking)
 
@@ -126,7 +126,7 @@ def test_a_server_that_is_away_is_one_line(tracked: Tracked, monkeypatch: pytest
     elsewhere = type(tracked.client)("http://127.0.0.1:9")
     monkeypatch.setattr(tracked.tracking, "client", elsewhere)
     with pytest.raises(StorageError, match=r"^the model registry of MLflow did not look up run .*") as told:
-        promote(tracked.handle, tracked.tracking)
+        promote(tracked.stored, tracked.tracking)
     assert "\n" not in str(told.value)
 
 
@@ -157,17 +157,17 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
     assert found.tags["hpsearch.trial"] == "2"
     assert found.tags["hpsearch.confirmed"] == "false"
     assert found.description.startswith("What I think of it.\n\n## Lineage\n")
-    (line,) = promotion_lines(tracked.handle)
+    (line,) = promotion_lines(tracked.stored)
     assert line.startswith(f"promoted: trial 2 is {tracked.name}@champion (version 1), by MLflow UI on ")
     assert line.endswith(", unconfirmed (no finalists were trained)")
-    attrs = tracked.storage.get_study_system_attrs(tracked.handle.study_id)
+    attrs = tracked.storage.get_study_system_attrs(tracked.stored.study_id)
     note = "".join(value for key, value in sorted(attrs.items()) if key.startswith("dashboard:note_str"))
     assert line in note
-    assert note == study_note(tracked.handle, summarise(tracked.handle))
+    assert note == study_note(tracked.stored, summarise(tracked.stored))
 
 
 def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking, trial=1)
+    promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.set_registered_model_alias(tracked.name, "champion", register(tracked, 0))
     notice(tracked.storage, tracked.tracking)
     assert [(trial, by, holds) for trial, _, _, _, by, holds in tracked.told()] == [
@@ -185,14 +185,14 @@ def test_an_alias_that_moves_or_goes_ends_the_promotion(tracked: Tracked) -> Non
 
 
 def test_a_version_that_is_deleted_ends_the_promotion(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
+    promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
     notice(tracked.storage, tracked.tracking)
     assert [holds for *_, holds in tracked.told()] == [False]
 
 
 def test_a_promotion_whose_process_died_is_recorded_under_its_name(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
+    promote(tracked.stored, tracked.tracking)
     by = tracked.told()[0][4]
     with tracked.storage.engine.begin() as connection:  # the alias is set, and the database was never told
         connection.exec_driver_sql("DELETE FROM hpsearch_promotions")
@@ -212,7 +212,7 @@ def test_models_of_others_are_left_alone(tracked: Tracked) -> None:
 
 
 def test_a_promotion_on_another_server_stays(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
+    promote(tracked.stored, tracked.tracking)
     tracked.client.delete_registered_model(tracked.name)
     with tracked.storage.engine.begin() as connection:
         connection.exec_driver_sql(
@@ -252,24 +252,24 @@ def test_two_that_notice_at_once_record_it_once(tracked: Tracked) -> None:
 
 
 def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
+    promote(tracked.stored, tracked.tracking)
     train_finalists(tracked, [1, 2], winner=2)
-    refresh_evidence(tracked.handle, tracked.tracking)
+    refresh_evidence(tracked.stored, tracked.tracking)
     assert tracked.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 2"
-    done = promote(tracked.handle, tracked.tracking)
+    done = promote(tracked.stored, tracked.tracking)
     assert (done.trial, done.unconfirmed) == (2, "the test set was not opened for it")
-    (name,) = finalist_studies(tracked.storage.engine, tracked.handle.study_id)
+    (name,) = finalist_studies(tracked.storage.engine, tracked.stored.study_id)
     opening = open_test_set(
         tracked.storage.engine,
-        tracked.handle.study_id,
+        tracked.stored.study_id,
         trial_number=2,
         model_sha256="0" * 64,
         opened_by="me",
         finalists=name,
     )
-    write_scores(tracked.storage.engine, tracked.handle.study_id, opening, {"accuracy": 0.875})
-    refresh_evidence(tracked.handle, tracked.tracking)
-    refresh_evidence(tracked.handle, tracked.tracking)
+    write_scores(tracked.storage.engine, tracked.stored.study_id, opening, {"accuracy": 0.875})
+    refresh_evidence(tracked.stored, tracked.tracking)
+    refresh_evidence(tracked.stored, tracked.tracking)
     found = tracked.version("champion")
     assert (found.tags["hpsearch.confirmed"], found.tags["hpsearch.unconfirmed"]) == ("true", "")
     assert json.loads(found.tags["hpsearch.test"])["scores"] == {"accuracy": 0.875}
@@ -278,23 +278,23 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
         assert words in found.description
     (holds,) = [promotion for promotion in tracked.promotions() if promotion.ended_at is None]
     assert holds.confirmed
-    assert "unconfirmed" not in promotion_lines(tracked.handle)[0]
+    assert "unconfirmed" not in promotion_lines(tracked.stored)[0]
 
 
 def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> None:
     engine = tracked.storage.engine
     opening = open_test_set(
-        engine, tracked.handle.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
+        engine, tracked.stored.study_id, trial_number=1, model_sha256="0" * 64, opened_by="me", finalists=None
     )
-    write_scores(engine, tracked.handle.study_id, opening, {"accuracy": 0.875})
-    assert promote(tracked.handle, tracked.tracking).unconfirmed == "no finalists were trained"
+    write_scores(engine, tracked.stored.study_id, opening, {"accuracy": 0.875})
+    assert promote(tracked.stored, tracked.tracking).unconfirmed == "no finalists were trained"
     train_finalists(tracked, [1, 2], winner=1)
-    done = promote(tracked.handle, tracked.tracking)
+    done = promote(tracked.stored, tracked.tracking)
     assert done.unconfirmed == "the test set was opened for it without finalists"
 
 
 def test_what_ended_stays_ended(tracked: Tracked) -> None:
-    promote(tracked.handle, tracked.tracking)
+    promote(tracked.stored, tracked.tracking)
     with registry_lock(tracked.storage.engine) as connection:
         end_promotion(connection, tracked.promotions()[0])
     first = tracked.promotions()[0].ended_at
@@ -305,9 +305,9 @@ def test_what_ended_stays_ended(tracked: Tracked) -> None:
 
 def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> None:
     """A registered model that is deleted and made again counts its versions from 1."""
-    promote(tracked.handle, tracked.tracking, trial=1)
+    promote(tracked.stored, tracked.tracking, trial=1)
     tracked.client.delete_registered_model(tracked.name)
-    promote(tracked.handle, tracked.tracking, trial=0)
+    promote(tracked.stored, tracked.tracking, trial=0)
     assert [(trial, version, holds) for trial, _, version, _, _, holds in tracked.told()] == [
         (1, 1, False),
         (0, 1, True),
@@ -316,7 +316,7 @@ def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> No
 
 def test_a_score_that_is_no_number_is_recorded_as_none(tracked: Tracked) -> None:
     with tracked.storage.engine.begin() as connection:
-        trial = TrialOfRun(tracked.handle.study_id, tracked.handle.spec.name, 1)
+        trial = TrialOfRun(tracked.stored.study_id, tracked.stored.spec.name, 1)
         evidence = {"test": {"scores": {"loss": math.nan, "auroc": 0.5}}, "best": [math.inf]}
         record_promotion(connection, trial, model=tracked.name, version=1, alias="a", by="x", evidence=evidence)
     [promotion] = tracked.promotions()
@@ -327,6 +327,6 @@ def test_the_report_shows_what_it_is_given_as_text(tracked: Tracked, tmp_path: P
     reason = "TypeError: expected <class 'torch.Tensor'> & <script>alert(1)</script>"
     study = optuna.load_study(study_name=tracked.name, storage=tracked.storage)
     study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs={REASON: reason}))
-    page = write_report(tracked.handle, tmp_path / "report.html", dashboard_url=None).read_text()
+    page = write_report(tracked.stored, tmp_path / "report.html", dashboard_url=None).read_text()
     assert "&lt;class &#39;torch.Tensor&#39;&gt; &amp; &lt;script&gt;alert(1)" in page
     assert "<script>alert(1)" not in page

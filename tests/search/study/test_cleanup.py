@@ -25,7 +25,7 @@ from tests.search.promotion.support import Tracked, train_finalists
 
 
 def find(tracked: Tracked, home: Path, *, keep_top: int = 1) -> list[Garbage]:
-    found, problems = find_garbage(tracked.handle, home=home, tracking=tracked.tracking, keep_top=keep_top)
+    found, problems = find_garbage(tracked.stored, home=home, tracking=tracked.tracking, keep_top=keep_top)
     assert problems == []
     return found
 
@@ -61,7 +61,7 @@ def test_models_beyond_the_best_go_with_their_files(
     assert files_of(stack, tracked, 0) == {"config.yaml"}
     assert files_of(stack, tracked, 1) == {"config.yaml", "best.pt"}
     assert find(tracked, tmp_path) == []
-    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.stored.spec.name)
     with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
         promote(again, tracked.tracking, trial=2)
     with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
@@ -69,7 +69,7 @@ def test_models_beyond_the_best_go_with_their_files(
 
 
 def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:
-    promote(tracked.handle, tracked.tracking, trial=0)
+    promote(tracked.stored, tracked.tracking, trial=0)
     tracked.client.delete_registered_model_alias(tracked.name, "champion")
     assert on_server(find(tracked, tmp_path)) == [2], "a registered version needs no alias"
     train_finalists(tracked, [1, 2], winner=1)
@@ -78,7 +78,7 @@ def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: 
 
 def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path: Path) -> None:
     (garbage,) = find(tracked, tmp_path)
-    promote(tracked.handle, tracked.tracking, trial=0)
+    promote(tracked.stored, tracked.tracking, trial=0)
     train_finalists(tracked, [1, 2], winner=1)
     assert garbage.remove() == 0
     assert has_model(tracked, 0)
@@ -100,7 +100,7 @@ def test_what_could_not_be_removed_is_not_called_so(
     monkeypatch.setattr(RunStorage, "remove", first_only)
     with pytest.raises(StorageError, match="MLflow is away"):
         garbage.remove()
-    again = load_study(open_storage(database_url, application_name="another process"), tracked.handle.spec.name)
+    again = load_study(open_storage(database_url, application_name="another process"), tracked.stored.spec.name)
     marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED in trial.user_attrs]
     assert marked == removed
 
@@ -117,7 +117,7 @@ def test_a_removal_that_was_cut_short_is_gone_on_with(tracked: Tracked, tmp_path
 @pytest.fixture
 def runs(tracked: Tracked, tmp_path: Path) -> Path:
     """Directories here of trials 0 to 2, the first of them after an attempt that came to nothing."""
-    folder = runs_folder(tmp_path / "runs", tracked.handle)
+    folder = runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0000-1", "0001-1", "0002-1", "notes"):
         (folder / name).mkdir(parents=True)
         (folder / name / "train.log").write_bytes(b"x" * 10)
@@ -139,7 +139,7 @@ def test_directories_of_a_live_study_or_without_a_copy_in_mlflow_stay(
     tracked: Tracked, runs: Path, tmp_path: Path
 ) -> None:
     import_trial = create_trial(state=TrialState.WAITING)
-    tracked.storage.import_trials(tracked.handle.study_id, [import_trial])
+    tracked.storage.import_trials(tracked.stored.study_id, [import_trial])
     assert find(tracked, tmp_path, keep_top=9) == []
 
 
@@ -147,10 +147,10 @@ def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Track
     run = tracked.run_of(0)
     attrs = {"hpsearch:mlflow_run_id": run, ATTEMPT: 3, TRACKING: "missing"}
     tracked.storage.import_trials(
-        tracked.handle.study_id,
+        tracked.stored.study_id,
         [create_trial(value=0.1, user_attrs=attrs), create_trial(state=TrialState.RUNNING, user_attrs={ATTEMPT: 2})],
     )
-    folder = runs_folder(tmp_path / "runs", tracked.handle)
+    folder = runs_folder(tmp_path / "runs", tracked.stored)
     for name in ("0004-1", "0004-2", "0004-3", "0005-1", "0005-2"):
         (folder / name).mkdir(parents=True)
     (garbage,) = find(tracked, tmp_path, keep_top=9)
@@ -161,10 +161,10 @@ def test_directories_of_given_up_attempts_go_while_the_study_runs(tracked: Track
 
 def test_checkpoints_that_were_left_behind_go(tracked: Tracked, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    tracked.handle.set_attr(CHECKPOINT_URL, str(store))
-    tracked.storage.import_trials(tracked.handle.study_id, [create_trial(state=TrialState.RUNNING)])
+    tracked.stored.set_attr(CHECKPOINT_URL, str(store))
+    tracked.storage.import_trials(tracked.stored.study_id, [create_trial(state=TrialState.RUNNING)])
     for trial in ("0000", "0004"):
-        path = store / tracked.handle.folder / trial / "0003-1.pt"
+        path = store / tracked.stored.folder / trial / "0003-1.pt"
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 7)
     (garbage,) = find(tracked, tmp_path, keep_top=9)
@@ -174,8 +174,8 @@ def test_checkpoints_that_were_left_behind_go(tracked: Tracked, tmp_path: Path) 
 
 
 def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, runs: Path, tmp_path: Path) -> None:
-    tracked.handle.set_attr(CHECKPOINT_URL, "nosuch://x")
-    found, problems = find_garbage(tracked.handle, home=tmp_path, tracking=None)
+    tracked.stored.set_attr(CHECKPOINT_URL, "nosuch://x")
+    found, problems = find_garbage(tracked.stored, home=tmp_path, tracking=None)
     assert [garbage.where for garbage in found] == ["this machine"]
     (problem,) = problems
     assert "unknown protocol 'nosuch'" in problem
@@ -183,8 +183,8 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
 
 def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
-    with RunBook(tracked.storage.engine).opening(tracked.handle.trials()[2]._trial_id) as page:
+    with RunBook(tracked.storage.engine).opening(tracked.stored.trials()[2]._trial_id) as page:
         page.note({TRACKING: "pending: on its way from elsewhere"})
-    handle = load_study(open_storage(database_url, application_name="test"), tracked.name)
-    found, _ = find_garbage(handle, home=tmp_path, tracking=tracked.tracking, keep_top=1)
+    study = load_study(open_storage(database_url, application_name="test"), tracked.name)
+    found, _ = find_garbage(study, home=tmp_path, tracking=tracked.tracking, keep_top=1)
     assert on_server(found) == [0]

@@ -16,29 +16,29 @@ from tests.search.promotion.support import Tracked
 def test_a_frozen_process_that_makes_the_parent_run_holds_up_only_those_who_have_none(
     tracked: Tracked, tracking: Tracking
 ) -> None:
-    tracked.handle.set_attr(TRACKING_URI, tracking.uri)
-    made = open_parent_run(tracked.handle, tracking)
-    with study_lock(tracked.handle.storage.engine, tracked.handle.study_id):
-        assert open_parent_run(tracked.handle, tracking) == made
+    tracked.stored.set_attr(TRACKING_URI, tracking.uri)
+    made = open_parent_run(tracked.stored, tracking)
+    with study_lock(tracked.stored.storage.engine, tracked.stored.study_id):
+        assert open_parent_run(tracked.stored, tracking) == made
 
 
 def test_another_address_for_browsers_is_taken_over(tracked: Tracked, tracking: Tracking) -> None:
-    made = open_parent_run(tracked.handle, tracking)
+    made = open_parent_run(tracked.stored, tracking)
     elsewhere = Tracking(tracking.uri, ui_url="http://mlflow.example")
-    assert open_parent_run(tracked.handle, elsewhere) == made
-    assert tracked.handle.attrs[RUN_URL] == elsewhere.run_url(made)
+    assert open_parent_run(tracked.stored, elsewhere) == made
+    assert tracked.stored.attrs[RUN_URL] == elsewhere.run_url(made)
 
 
 def test_who_loses_the_lock_makes_no_second_run(
     tracked: Tracked, tracking: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one who freezes between looking for the run and making it, and wakes up when the lock is another's."""
-    handle, runs = tracked.handle, tracking.client.search_runs
-    handle.set_attr(RUN_ID, None)
+    study, runs = tracked.stored, tracking.client.search_runs
+    study.set_attr(RUN_ID, None)
 
     def none_found(*args: object, **kwargs: object) -> object:
         found = runs(*args, **kwargs)
-        with handle.storage.engine.begin() as connection:
+        with study.storage.engine.begin() as connection:
             connection.execute(
                 sa.text(
                     "SELECT pg_terminate_backend(pid) FROM pg_locks JOIN pg_database d ON d.oid = database "
@@ -50,5 +50,5 @@ def test_who_loses_the_lock_makes_no_second_run(
     monkeypatch.setattr(tracking.client, "search_runs", none_found)
     monkeypatch.setattr(tracking, "_create", lambda *_: pytest.fail("it made a run"))
     with pytest.raises(LockLostError):
-        open_parent_run(handle, tracking)
-    assert handle.attrs[RUN_ID] is None
+        open_parent_run(study, tracking)
+    assert study.attrs[RUN_ID] is None

@@ -6,7 +6,7 @@ import optuna
 import pytest
 
 from search.cli import _run
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
@@ -29,7 +29,7 @@ def study(storage: PostgresStorage) -> optuna.Study:
 
 
 @pytest.fixture
-def handle(study: optuna.Study, storage: PostgresStorage) -> StudyHandle:
+def stored(study: optuna.Study, storage: PostgresStorage) -> StoredStudy:
     return load_study(storage, "s")
 
 

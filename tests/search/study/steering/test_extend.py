@@ -13,7 +13,7 @@ import pytest
 
 from search.errors import SearchError
 from search.study.steering import extend_study
-from search.study.study import StudyHandle, load_study
+from search.study.study import StoredStudy, load_study
 from storage.attributes import SPEC
 from storage.errors import StorageError
 from storage.study_storage import PostgresStorage
@@ -62,9 +62,9 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
     assert load_study(storage, "s").spec.n_trials == 3
 
 
-def test_a_trial_that_somebody_enqueued_is_not_started_yet(study: optuna.Study, handle: StudyHandle) -> None:
+def test_a_trial_that_somebody_enqueued_is_not_started_yet(study: optuna.Study, stored: StoredStudy) -> None:
     study.enqueue_trial({"x": 1})
-    assert extend_study(handle, "1").started == 0
+    assert extend_study(stored, "1").started == 0
 
 
 @contextmanager
@@ -83,19 +83,19 @@ def locked_study(url: str, waiter: threading.Thread) -> Iterator[psycopg2.extens
     waiter.join()
 
 
-def test_a_trial_that_is_being_claimed_counts_as_started(handle: StudyHandle, database_url: str) -> None:
+def test_a_trial_that_is_being_claimed_counts_as_started(stored: StoredStudy, database_url: str) -> None:
     refused: list[SearchError] = []
 
     def extend() -> None:
         try:
-            extend_study(handle, "1")
+            extend_study(stored, "1")
         except SearchError as error:
             refused.append(error)
 
     with locked_study(database_url, threading.Thread(target=extend)) as cursor:
-        cursor.execute("INSERT INTO trials (study_id, number, state) VALUES (%s, 0, 'RUNNING')", (handle.study_id,))
+        cursor.execute("INSERT INTO trials (study_id, number, state) VALUES (%s, 0, 'RUNNING')", (stored.study_id,))
     assert "--trials 1: 1 trials" in str(refused[0])
-    assert load_study(handle.storage, "s").spec.n_trials == 3
+    assert load_study(stored.storage, "s").spec.n_trials == 3
 
 
 def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, database_url: str) -> None:
@@ -110,7 +110,7 @@ def test_a_claim_that_waits_meanwhile_has_the_new_budget(claims: Claims, databas
     assert got == [Nothing(running=1)]
 
 
-def test_a_study_that_was_deleted_meanwhile_is_told(handle: StudyHandle, storage: PostgresStorage) -> None:
-    storage.delete_study(handle.study_id)
+def test_a_study_that_was_deleted_meanwhile_is_told(stored: StoredStudy, storage: PostgresStorage) -> None:
+    storage.delete_study(stored.study_id)
     with pytest.raises(StorageError, match="deleted"):
-        extend_study(handle, "+1")
+        extend_study(stored, "+1")

@@ -10,7 +10,7 @@ from optuna.trial import TrialState
 
 from search.errors import SearchError
 from search.study.steering import retry_trial
-from search.study.study import StudyHandle
+from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, REASON
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import rung_key
@@ -157,6 +157,6 @@ def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, stud
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "WAITING"]
 
 
-def test_a_study_without_trials_says_so(handle: StudyHandle) -> None:
+def test_a_study_without_trials_says_so(stored: StoredStudy) -> None:
     with pytest.raises(SearchError, match="it has none yet"):
-        retry_trial(handle, 0)
+        retry_trial(stored, 0)

@@ -13,7 +13,7 @@ from storage.trials.claims import Claims, Stopped
 from tests.search.study.steering.support import Say, take
 
 
-def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say: Say, claims: Claims, handle) -> None:
+def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say: Say, claims: Claims, stored) -> None:
     claim = take(claims)
     said = say("stop", "s")
     assert "stopped s" in said
@@ -28,14 +28,14 @@ def test_a_stopped_study_hands_out_nothing_and_tells_running_trials_to_stop(say:
     assert "s (stopped)" in say("studies")
 
 
-def test_a_started_study_goes_on(say: Say, claims: Claims, handle) -> None:
+def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
     assert "was not stopped" in say("start", "s")
-    assert STOPPED not in handle.attrs
-    stop_study(handle)
+    assert STOPPED not in stored.attrs
+    stop_study(stored)
     assert "started s, which was stopped by " in say("start", "s")
     claim = take(claims)
     assert not claims.report(claim, 0, 0.5)
-    assert start_study(handle) is None
+    assert start_study(stored) is None
 
 
 def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
