@@ -1,0 +1,81 @@
+"""A study made by an earlier version goes on: its database is kept here as that version left it, for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg2
+import pytest
+
+from objectives import load_objective
+from search.cli import _run
+from search.sampling.samplers import training_seed
+from search.sampling.suggest import suggest
+from search.study.study import load_study
+from storage.database.migrate import migrate
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import Claim, Claims
+
+DUMP = Path(__file__).with_name("database-0.1.0.sql")
+
+
+@pytest.fixture
+def url(empty_database_url: str) -> str:
+    connection = psycopg2.connect(empty_database_url.replace("+psycopg2", ""))
+    with connection, connection.cursor() as cursor:
+        cursor.execute(DUMP.read_text())
+    connection.close()
+    migrate(empty_database_url)
+    return empty_database_url
+
+
+@pytest.fixture
+def storage(url: str) -> PostgresStorage:
+    return open_storage(url, application_name="test")
+
+
+def claimed(storage: PostgresStorage, name: str) -> Claim:
+    claim = Claims(storage.engine, load_study(storage, name).study_id, worker="host:1").claim()
+    assert isinstance(claim, Claim)
+    return claim
+
+
+def test_what_it_came_to_is_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["studies"], ["show", "kept"], ["show", "cut", "--trial", "0"]):
+        assert _run([*arguments, "--storage-url", url]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "kept.finalists (finalists)",
+        "study kept: 8 of 8 trials (8 complete, 0 pruned, 0 failed)",
+        "best: trial 7, val auroc 0.9905",
+        "winner: trial 0, val auroc 0.9869 on 1 fresh seed, spread unknown (the search said 0.9902)",
+        "test set: auroc 0.9838, opened on 2026-11-22 at 03:29 UTC by ann@host for trial 0",
+        "kept@champion",
+        "auroc 0.878808 is below the threshold 0.985",
+    ):
+        assert line in said, said
+
+
+def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_checkpoint(
+    storage: PostgresStorage,
+) -> None:
+    study = load_study(storage, "halfway")
+    before = storage.get_trial(storage.get_all_trials(study.study_id)[1]._trial_id)
+    claim = claimed(storage, "halfway")
+    assert (claim.number, claim.attempt) == (1, 2)
+    assert study.folder == "halfway-3-0b711598", "where its checkpoints are"
+    with storage.owned(claim.trial_id, claim.attempt):
+        config = suggest(load_objective("breast_cancer"), study.open(), claim, study.spec)
+    assert config.lr == before.params["lr"]
+    assert len(storage.get_trial(claim.trial_id).intermediate_values) == 19, "the epochs up to its last checkpoint"
+
+
+def test_a_study_whose_budget_was_spent_is_extended(url: str, storage: PostgresStorage) -> None:
+    assert _run(["extend", "cut", "--trials", "+1", "--storage-url", url]) == 0
+    claim = claimed(storage, "cut")
+    assert (claim.number, claim.attempt) == (3, 1)
+
+
+def test_seeds_are_what_they_were(storage: PostgresStorage) -> None:
+    assert training_seed(load_study(storage, "kept").spec, 0) == 247054594, "as the evidence of its promotion has it"
