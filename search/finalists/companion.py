@@ -21,7 +21,7 @@ from search.control import running_trials
 from search.errors import SearchError
 from search.finalists.table import newest_set
 from search.samplers import derive_seed
-from search.spec import FinalistsOf, NoPruning, Random, StudySpec, parse_spec
+from search.spec import FINALISTS, FinalistsOf, NoPruning, Random, StudySpec, parse_spec
 from search.study import (
     CHECKPOINT_URL,
     FOLDER,
@@ -200,7 +200,7 @@ def _create(handle: StudyHandle, chosen: list[FrozenTrial], *, top: int, seeds: 
 
 
 def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
-    suffix = ".finalists" + (f"-{number}" if number > 1 else "")
+    suffix = FINALISTS + (f"-{number}" if number > 1 else "")
     own = {
         "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
         "n_trials": len(of.trials) * len(of.seeds),

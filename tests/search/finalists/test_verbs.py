@@ -58,6 +58,13 @@ def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
     assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
 
 
+def test_no_search_takes_the_place_of_finalists(say: Say, handle: StudyHandle) -> None:
+    away = ("--tracking-uri", "http://127.0.0.1:1", "--workers", "0")
+    said = say("run", "digits", "--name", "s.finalists-2", *away, code=2)
+    assert "--name 's.finalists-2' is kept for the finalists of 's'" in said
+    assert len(handle.storage.get_all_studies()) == 1
+
+
 def test_the_test_set_wants_a_winner(handle: StudyHandle, say: Say) -> None:
     assert "'s' has no finalists" in say("open-test", "s", "--yes", code=2)
     assert "--trial 77" in say("open-test", "s", "--yes", "--unconfirmed", "--trial", "77", code=2)
