@@ -24,7 +24,9 @@ def test_verbs_know_finalists(handle: StudyHandle, say: Say) -> None:
     assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={held.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
-    assert "finalists: 0 of 4 trained" in say("show", "s")
+    shown = say("show", "s")
+    assert "finalists: 0 of 4 trained" in shown
+    assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(held, lambda trial, _seed: 0.8 + trial / 100)
     assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
 
