@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import ObjectiveError, nearest, users_code
+from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.accelerate import compiled, layout
 from objectives.training.averaging import build_average
 from objectives.training.config import TrainConfig
@@ -19,7 +19,7 @@ from objectives.training.environment import environment, uncommitted
 from objectives.training.evaluate import check_loss, summed
 from objectives.training.feed import build_feed, steps_of
 from objectives.training.guards import FiniteGuard
-from objectives.training.metrics import DIRECTIONS
+from objectives.training.metrics import DIRECTIONS, fitting, unfit
 from objectives.training.optim import build_optimizer
 from objectives.training.precision import Precision
 from objectives.training.progress import Progress
@@ -190,18 +190,21 @@ def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
     if objective.direction != better:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
     with users_code(f"{who} on the validation split"):
-        _check_width(run)
+        output = _check_width(run)
+        if objective.uses_builtin_metrics and metric not in fitting(run.splits.train.y, output):
+            raise unfit(metric, run.splits.train.y, output)
         scores = run.validate()
     if metric not in scores:
-        raise ObjectiveError(
-            f"{who}.metric is {metric!r}, which metrics() does not give: {nearest(metric, list(scores))}"
-        )
+        raise MetricError(metric, f"is none that {who}.metrics() gives: {nearest(metric, list(scores))}")
     return scores
 
 
 @torch.inference_mode()
-def _check_width(run: Run) -> None:
-    """Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first."""
+def _check_width(run: Run) -> Tensor:
+    """What the model gives for two samples.
+
+    Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first.
+    """
     labels, training = run.splits.train.y, run.judged.training
     run.judged.eval()
     output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
@@ -217,3 +220,4 @@ def _check_width(run: Run) -> None:
         raise ObjectiveError(
             f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
         )
+    return output
