@@ -22,8 +22,10 @@ import pytest
 
 from storage import process, web_service
 from storage.connect import check_database
+from storage.embedded import EmbeddedStack
 from storage.errors import StorageError
 from storage.stack import StackInfo, down, info, status, up
+from storage.state import State, load
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
@@ -154,6 +156,10 @@ def test_a_service_killed_with_sigkill_is_started_again(home: Path, name: str) -
     _kill(home, name)
     assert info(home) is None
     assert _states(home)[name] == "dead"
+    if name == "MLflow":  # the one that takes its time
+        begun = EmbeddedStack(home, load(home) or State())
+        begun.mlflow.begin(begun.state.postgres.port or 0)
+        assert _states(home)[name] == "starting"
     assert up(home) == stack  # at the same addresses
     after = _pids(home)
     assert after.pop(name) != before.pop(name)
