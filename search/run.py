@@ -146,7 +146,8 @@ def drive(
         environment["HPSEARCH_SYSTEM_METRICS"] = "1"
     logs = services.home / "logs" / handle.spec.name
     fleet = Fleet(handle.spec.name, workers=workers, environment=environment, log_dir=logs, gpus=visible_gpus())
-    console.print(f"worker logs: {logs}")
+    others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
+    console.print(f"worker logs: {logs}{others}")
     engine = engine_of(handle.storage)
     wake = threading.Event()
     signals = 0
@@ -185,6 +186,7 @@ def drive(
             view.update(look()[0])
     finally:
         fleet.stop()  # on an error of ours they save what they have
+        fleet.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     return signals > 0, fleet
