@@ -7,41 +7,55 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
+from search.console import counted
 from search.finalists.page import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.finalists.table import Finalists, read_finalists
-from search.report.figures import draw
+from search.report.figures import figure_data, importances
 from search.report.pruned import pruned_by_epoch
+from search.report.trials import parameter_names, shown_trials, state_of, trial_row
 from search.smoke_test import SMOKE
-from search.study import INFEASIBLE, RUN_URL, StudyHandle
+from search.study import RUN_URL, StudyHandle
 from search.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.claims import REASON
 from storage.promotions import Promotion, promotions_of
 from storage.studies import engine_of
-from storage.test_set import read_opening
+from storage.test_set import Opening, read_opening
 
-_TOP = 10
+_FAILURES = 20  # listed with their reasons; the table of trials has them all
 
 
 def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) -> Path:
     """Write the report of `handle` to `path` and return it."""
     summary, finalists = summarise(handle), read_finalists(handle)
     opening = read_opening(engine_of(handle.storage), handle.study_id)
-    environment = Environment(loader=PackageLoader("search"), autoescape=True)
+    shown = shown_trials(handle)
+    names = parameter_names(shown)
+    without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
+    shares = importances(handle)
+    environment = Environment(loader=PackageLoader("search"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
         spec=handle.spec,
         summary=summary,
+        budget=handle.budget,
+        headline=_headline(handle, summary, finalists),
+        cards=_cards(handle, summary, finalists, opening),
+        states=_states(summary),
         saved=format_seconds(summary.seconds_saved),
         best=_best(handle, summary, finalists),
-        figures=draw(handle, summary, finalists),
+        figures=figure_data(handle, shown, names, shares=shares, finalists=finalists),
+        importances=shares,
         finalists=_finalists(handle, finalists) if finalists else None,
         test_set=opening_line(handle, opening) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(handle),
         promotions=[_promotion(p) for p in promotions_of(engine_of(handle.storage), handle.study_id)],
-        top=[_row(handle, t) for t in _top(handle)],
-        unfinished=[_row(handle, t) for t in handle.trials() if _without_result(t)],
+        names=names,
+        trials=[trial_row(handle, t, names) for t in shown],
+        n_trials=len(handle.trials()),
+        unfinished=[trial_row(handle, t, names) for t in without[-_FAILURES:]],
+        n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=handle.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, handle.study_id) if dashboard_url else None,
         smoke=handle.attrs.get(SMOKE),
@@ -52,26 +66,45 @@ def write_report(handle: StudyHandle, path: Path, *, dashboard_url: str | None) 
     return path
 
 
-def _without_result(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
+def _headline(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> str:
+    """Return what came of the study, in a sentence."""
+    metric, trials = handle.spec.metric, counted(summary.finished, "trial")
+    if finalists is not None and finalists.winner is not None:
+        row = finalists.row(finalists.winner)
+        tie = f", in a tie with {counted(len(finalists.tie), 'other')}" if finalists.tie else ""
+        seeds = counted(len(finalists.seeds), "fresh seed")
+        return f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {seeds}, out of {trials}."
+    if summary.best is not None and summary.finished == 1:
+        return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.value:.4f}."
+    if summary.best is not None:
+        return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.value:.4f}."
+    failed = [t for t in handle.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+    last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
+    return f"No trial has run to its end yet.{last}"
 
 
-def _top(handle: StudyHandle) -> list[FrozenTrial]:
-    complete = [t for t in handle.trials() if t.state == TrialState.COMPLETE and t.value is not None]
-    sign = -1 if handle.spec.direction == "maximize" else 1
-    return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
+def _cards(
+    handle: StudyHandle, summary: Summary, finalists: Finalists | None, opening: Opening | None
+) -> list[tuple[str, str]]:
+    """Return the numbers at the head of the page, each with what it is; the most trustworthy one first."""
+    metric, cards = handle.spec.metric, []
+    if opening is not None and opening.scores is not None and metric in opening.scores:
+        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, trial {opening.trial_number}"))
+    if finalists is not None and finalists.winner is not None:
+        mean = finalists.row(finalists.winner).mean
+        cards.append((f"{mean:.4f}", f"{metric} on {counted(len(finalists.seeds), 'fresh seed')}"))
+    if summary.best is not None:
+        cards.append((f"{summary.best.value:.4f}", f"best {metric} of the search, trial {summary.best.number}"))
+    cards.append((f"{summary.finished} / {handle.budget}", "trials of the budget"))
+    if summary.epochs_saved:
+        saved = format_seconds(summary.seconds_saved)
+        cards.append((saved, f"saved by pruning, {counted(summary.epochs_saved, 'epoch')}"))
+    return cards
 
 
-def _row(handle: StudyHandle, trial: FrozenTrial) -> dict[str, Any]:
-    return {
-        "number": trial.number,
-        "value": "" if trial.value is None else f"{trial.value:.4f}",
-        "epochs": f"{len(trial.intermediate_values)}/{handle.spec.epochs}",
-        "duration": format_seconds(trial.duration.total_seconds()) if trial.duration else "",
-        "params": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
-        "reason": trial.user_attrs.get(REASON, ""),
-        "url": trial.user_attrs.get(RUN_URL),
-    }
+def _states(summary: Summary) -> list[tuple[str, int]]:
+    names = ("complete", "pruned", "infeasible", "failed", "running", "waiting")
+    return [(name, number) for name in names if (number := getattr(summary, name))]
 
 
 def _best(handle: StudyHandle, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
@@ -81,7 +114,11 @@ def _best(handle: StudyHandle, summary: Summary, finalists: Finalists | None) ->
         best, title = handle.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
         return None
-    return {"title": f"{title}, trial {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
+    return {
+        "number": best.number,
+        "title": f"{title}, trial {best.number}",
+        "params": {k: format_value(v) for k, v in best.params.items()},
+    }
 
 
 def _promotion(promotion: Promotion) -> dict[str, str]:

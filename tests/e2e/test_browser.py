@@ -98,11 +98,37 @@ def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search
 def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 1000})
     page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
-    expect(page.locator(".plotly-graph-div .main-svg").first).to_be_visible(timeout=PATIENCE)
-    assert page.locator(".plotly-graph-div").count() == 4
+    expect(page.locator(".figure svg")).to_have_count(3, timeout=PATIENCE)
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
     keep(page, f"report-{width}")
+    best = search.study.best_trial
+    page.locator("#history .dot.best").hover()
+    told = page.locator("#tip")
+    expect(told).to_contain_text(f"trial {best.number} · complete")
+    for name in best.params:
+        expect(told).to_contain_text(name)
+    keep(page, f"report-{width}-pointed-at")
+    page.mouse.move(0, 0)
+    page.emulate_media(color_scheme="dark")
+    keep(page, f"report-{width}-dark")
+    page.emulate_media(color_scheme="light")
+
+
+def test_the_reports_table_sorts_by_pointer_and_by_keyboard(page: Page, cli: Cli, search: Search) -> None:
+    page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
+    values = [trial.value for trial in search.study.trials]
+
+    def column(index: int) -> list[str]:
+        return page.locator(f"#trials tbody tr td:nth-child({index})").all_inner_texts()
+
+    page.get_by_role("button", name="val accuracy").click()
+    assert column(3) == [f"{value:.4f}" for value in sorted(values, reverse=True)]
+    expect(page.locator("#trials th[aria-sort=descending]")).to_have_text("val accuracy")
+    page.locator("#trials").get_by_role("button", name="trial").focus()
+    page.keyboard.press("Enter")
+    assert column(1) == list(map(str, range(12)))
+    expect(page.locator("#trials th[aria-sort]")).to_have_text("trial")
 
 
 def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cli, search: Search) -> None:

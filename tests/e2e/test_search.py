@@ -144,8 +144,9 @@ def test_the_report_stands_alone_and_is_logged(cli: Cli, search: Search) -> None
     cli("report", search.name, "--output", str(path))
     page = path.read_text()
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.https?:", page), "the page loads something from elsewhere"
-    for title in ("Learning curves", "Optimization history", "Parameter importances", "Parallel coordinates", "Top "):
+    for title in ("Learning curves", "Optimization history", "Parameter importances", "Parallel coordinates", "Trials"):
         assert f"<h2>{title}" in page
+    assert len(page) < 100_000, "it is to be mailed"
     assert f"{search.study.best_value:.4f}" in page
     artifacts = {f.path for f in search.client.list_artifacts(search.parent)}
     assert {f"{search.name}.html", "report.html"} <= artifacts
