@@ -21,6 +21,18 @@ class ObjectiveError(Exception):
     """A mistake in an objective or its configuration: one line for the user."""
 
 
+class MetricError(ObjectiveError):
+    """A metric that is none of an objective, or does not fit its outputs.
+
+    Attributes:
+        why: what stands after the metric's name, and which would do.
+    """
+
+    def __init__(self, metric: str, why: str) -> None:
+        super().__init__(f"metric {metric!r} {why}")
+        self.why = why
+
+
 def nearest(name: str, known: list[str]) -> str:
     """The hint after an unknown name: `did you mean 'cosine'?`, or the list of the known names."""
     close = get_close_matches(name, known, n=3, cutoff=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.errors import ObjectiveError, nearest
+from objectives.errors import MetricError, ObjectiveError, nearest
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
     from torch import nn
@@ -90,17 +90,23 @@ class Objective(ABC):
 
         return metrics_for(self.metric, train)
 
+    @property
+    def uses_builtin_metrics(self) -> bool:
+        """Whether `metrics` is not overridden."""
+        return type(self).metrics is Objective.metrics
+
     def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
 
         Raises:
-            ObjectiveError: the built-in sets have no such metric, or it is better the other way round.
+            MetricError: the built-in sets have no such metric.
+            ObjectiveError: it is better the other way round.
         """
         from objectives.training.evaluation.metrics import DIRECTIONS
 
-        if type(self).metrics is Objective.metrics:
+        if self.uses_builtin_metrics:
             if metric not in DIRECTIONS:
-                raise ObjectiveError(f"unknown metric {metric!r}: {nearest(metric, list(DIRECTIONS))}")
+                raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
         self.metric, self.direction = metric, direction

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+from rich.table import Table
 
 _WIDE = 200  # columns, where nobody has set how many there are: a table in a file must not fold
 
@@ -19,9 +23,30 @@ class PlainConsole(Console):
         width = None if terminal or "COLUMNS" in os.environ else _WIDE
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, but for the blanks with which it fills a table's last column."""
+        super().print(*(_Ragged(each) if isinstance(each, Table) else each for each in objects), **options)
+
     def on_broken_pipe(self) -> None:
         """Leave it to the caller: a reader that goes away must not end a search."""
         raise  # noqa: PLE0704 rich calls this while it handles the BrokenPipeError
+
+
+class _Ragged:
+    """A table whose lines end where their text does: a log is not filled with blanks, nor a copied line."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for line in console.render_lines(self._table, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                last = line.pop()
+                yield from line
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
 
 
 def counted(number: int, noun: str) -> str:

@@ -287,6 +287,15 @@ def test_another_users_clone_is_refused_in_one_line(foreign: Clone) -> None:
     assert f"cannot install into {foreign.venv}" in refused.stderr
 
 
+def test_a_python_that_only_its_owner_reaches_is_told_in_one_line(foreign: Clone, tmp_path: Path) -> None:
+    (foreign.venv / "bin").mkdir(parents=True)
+    (foreign.venv / "bin" / "python").symlink_to(tmp_path / "python3")  # as where it is root's pyenv's
+    refused = foreign.run("x", **OTHER_USER)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "is closed to this user: run this as the clone's owner" in refused.stderr
+
+
 def test_an_unprivileged_user_installs_without_a_home(foreign: Clone) -> None:
     for path in [foreign.root, *foreign.root.rglob("*")]:
         os.chown(path, UNPRIVILEGED, UNPRIVILEGED)

@@ -20,7 +20,7 @@ from search.console import command, counted
 from search.errors import SearchError
 from search.finalists.table import newest_set
 from search.sampling.samplers import derive_seed
-from search.spec.spec import FinalistsOf, NoPruning, Random, StudySpec, parse_spec
+from search.spec.spec import FINALISTS, FinalistsOf, NoPruning, Random, StudySpec, parse_spec
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study, name_metric
 from search.study.summary import summarise
@@ -178,7 +178,7 @@ def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: l
 
 
 def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
-    suffix = ".finalists" + (f"-{number}" if number > 1 else "")
+    suffix = FINALISTS + (f"-{number}" if number > 1 else "")
     own = {
         "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
         "n_trials": len(of.trials) * len(of.seeds),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +66,10 @@ class Fleet:
 
     def __init__(self, study: str, options: WorkerOptions, *, workers: int, log_dir: Path, gpus: list[str]) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.slots = [Slot(i, log_dir / f"worker-{i}.log") for i in range(workers)]
+        self._locks = ExitStack()
+        logs = ((index, log_dir / f"worker-{index}.log") for index in itertools.count())
+        free = ((index, log) for index, log in logs if self._take(log))
+        self.slots = [Slot(index, log) for index, log in itertools.islice(free, workers)]
         self._study, self._options = study, options
         self._workers = workers
         self._forking = can_fork()
@@ -72,6 +78,23 @@ class Fleet:
         self._stopping = False
         self._settled = 0
         self._away_until = 0.0
+
+    def _take(self, log: Path) -> bool:
+        """Keep a log for this fleet, unless another one that lives has it: two runs of a study are two fleets."""
+        file = log.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        except OSError:  # a disk that knows no locks
+            pass
+        self._locks.enter_context(file)
+        return True
+
+    def close(self) -> None:
+        """Leave the names of the logs to other fleets."""
+        self._locks.close()
 
     def start(self) -> None:
         """Start every worker."""

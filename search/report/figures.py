@@ -1,4 +1,8 @@
-"""The figures of a study's report."""
+"""What the figures of a study's report show, as plain values: the page's own script draws them.
+
+A plotting library would bring its script along into every page: plotly's is 4.8 MB, and its smaller bundle, which
+PyPI does not have, 1 MB without parallel coordinates. Ours is 16 kB, and its colours are those of the reader's theme.
+"""
 
 from __future__ import annotations
 
@@ -7,120 +11,132 @@ import warnings
 from typing import Any
 
 import optuna
-import plotly.graph_objects as go
-from optuna.trial import TrialState
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.table import Finalists
+from search.finalists.text import SHOWN
+from search.report.trials import state_of
 from search.study.study import StoredStudy
-from search.study.summary import Summary
+from storage.attributes import REASON
 
-_GREY = "rgba(140, 140, 140, 0.45)"
-
-
-def draw(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> list[dict[str, str]]:
-    """Return each figure's title and HTML; plotly's script travels once, inside the first."""
-    opened = study.open()
-    name = f"val {study.spec.metric}"
-    made: list[tuple[str, go.Figure | str]] = [("Learning curves", _learning_curves(study, summary))]
-    enough = "Shown from two complete trials on."
-    if summary.complete >= 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which visualisations are experimental is not the reader's concern
-            made += [
-                (
-                    "Optimization history",
-                    optuna.visualization.plot_optimization_history(opened, target_name=name),
-                ),
-                ("Parameter importances", _importances(opened, name)),
-                ("Parallel coordinates", _parallel_coordinates(opened, name)),
-            ]
-    else:
-        made += [(t, enough) for t in ("Optimization history", "Parameter importances", "Parallel coordinates")]
-    if finalists is not None:
-        made.insert(0, ("Finalists", _finalists(finalists, name)))
-    figures = []
-    script: bool | str = True
-    for title, figure in made:
-        if isinstance(figure, str):
-            figures.append({"title": title, "text": figure, "html": ""})
-            continue
-        figure.update_layout(title=None, template="plotly_white", margin={"t": 30, "l": 60, "r": 30, "b": 50})
-        html = figure.to_html(
-            full_html=False, include_plotlyjs=script, config={"displaylogo": False, "responsive": True}
-        )
-        figures.append({"title": title, "text": "", "html": html})
-        script = False
-    return figures
+_AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
+_POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
 
 
-def _importances(study: optuna.Study, name: str) -> go.Figure | str:
+def figure_data(
+    study: StoredStudy,
+    shown: list[FrozenTrial],
+    names: list[str],
+    *,
+    shares: list[tuple[str, float]] | str,
+    finalists: Finalists | None,
+) -> dict[str, Any]:
+    """Return what the page's script draws, fit for JSON: what is no finite number is None."""
+    stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _POINTS) or 1
+    return {
+        "metric": f"val {study.spec.metric}",
+        "maximize": study.spec.direction == "maximize",
+        "epochs": study.spec.epochs,
+        "names": names,
+        "trials": [
+            {
+                "number": trial.number,
+                "state": state_of(trial),
+                "value": finite(trial.value),
+                "reason": reason,
+                "params": [plain(trial.params[name]) if name in trial.params else None for name in names],
+                "curve": _curve(trial, stride),
+            }
+            for trial, reason in ((t, _why(t)) for t in sorted(shown, key=lambda t: t.number))
+        ],
+        "best": _improvements(study),
+        "axes": _axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
+        "finalists": None if finalists is None else _finalists(finalists),
+    }
+
+
+def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
+    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
+    if sum(t.state == TrialState.COMPLETE for t in study.trials()) < 2:
+        return "Shown from two complete trials on."
     try:
-        return optuna.visualization.plot_param_importances(study, target_name=name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which evaluators are experimental is not the reader's concern
+            return list(optuna.importance.get_param_importances(study.open()).items())
     except (ValueError, RuntimeError) as error:  # too few trials, or no spread in their values
         return f"Not to be told yet: {error}"
 
 
-def _parallel_coordinates(study: optuna.Study, name: str) -> go.Figure:
-    """Return Optuna's plot over the parameters that all trials have; a conditional one would hide half the trials."""
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    common = set.intersection(*(set(t.params) for t in complete))
-    return optuna.visualization.plot_parallel_coordinate(study, params=sorted(common), target_name=name)
+def finite(value: float | None) -> float | None:
+    """Return a number with six digits that count, if it is one."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
-def _learning_curves(study: StoredStudy, summary: Summary) -> go.Figure:
-    """Return the metric by epoch, a line per trial, the pruned ones grey and the best one thick."""
-    best = summary.best
-    figure = go.Figure()
-    for trial in sorted(study.trials(), key=lambda t: t.state == TrialState.COMPLETE):
-        points = [(s, v) for s, v in sorted(trial.intermediate_values.items()) if not math.isnan(v)]
-        if not points:
-            continue
-        complete = trial.state == TrialState.COMPLETE
-        line: dict[str, Any] = {"width": 1.5} if complete else {"width": 1, "color": _GREY}
-        if best is not None and trial.number == best.number:
-            line = {"width": 4, "color": "#d62728"}
-        figure.add_scatter(
-            x=[step + 1 for step, _ in points],
-            y=[value for _, value in points],
-            mode="lines" if len(points) > 1 else "markers",
-            line=line,
-            marker={"color": line.get("color"), "size": 4},
-            name=f"trial {trial.number}" + ("" if complete else f" ({trial.state.name.lower()})"),
-            showlegend=complete,
-        )
-    figure.update_xaxes(title="epoch")
-    figure.update_yaxes(title=f"val {study.spec.metric}")
-    return figure
+def plain(value: Any) -> Any:
+    """Return a parameter's value as JSON has it; what is no finite number by its name."""
+    if isinstance(value, float) and math.isfinite(value):
+        return finite(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _finalists(found: Finalists, name: str) -> go.Figure:
-    """Return each finalist's value in the search beside what it scored on the fresh seeds and their mean."""
-    labels = [f"trial {row.trial}" for row in found.rows]
-    figure = go.Figure()
-    figure.add_scatter(
-        x=[label for label, row in zip(labels, found.rows, strict=True) for v in row.values if v is not None],
-        y=[v for row in found.rows for v in row.values if v is not None],
-        mode="markers",
-        marker={"color": _GREY, "size": 8},
-        name="a fresh seed",
-    )
-    figure.add_scatter(
-        x=labels,
-        y=[row.search_value for row in found.rows],
-        mode="markers",
-        marker={"symbol": "circle-open", "size": 12, "color": "#175cd3", "line": {"width": 2}},
-        name="in the search",
-    )
-    figure.add_scatter(
-        x=labels,
-        y=[row.mean for row in found.rows],
-        mode="markers",
-        marker={
-            "symbol": "diamond",
-            "size": 12,
-            "color": ["#d62728" if row.trial == found.winner else "#1c2330" for row in found.rows],
-        },
-        name="mean of the fresh seeds",
-    )
-    figure.update_yaxes(title=name)
-    return figure
+def _why(trial: FrozenTrial) -> str:
+    reason = str(trial.user_attrs.get(REASON, ""))
+    return "" if trial.state == TrialState.COMPLETE else reason.split("\n", 1)[0][:200]
+
+
+def _curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
+    steps = sorted(trial.intermediate_values.items())
+    return [
+        (step + 1, finite(value))
+        for index, (step, value) in enumerate(steps)
+        if index % stride == 0 or index == len(steps) - 1
+    ]
+
+
+def _improvements(study: StoredStudy) -> list[tuple[int, float]]:
+    """Return the trials that were the best when they came, by number, of all there are."""
+    sign = 1 if study.spec.direction == "maximize" else -1
+    found: list[tuple[int, float]] = []
+    for trial in study.trials():
+        value = finite(trial.value) if trial.state == TrialState.COMPLETE else None
+        if value is not None and (not found or sign * value > sign * found[-1][1]):
+            found.append((trial.number, value))
+    return found
+
+
+def _axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> list[dict[str, Any]]:
+    """Return the axes of the parallel coordinates: of parameters that all complete trials have, and that differ.
+
+    A conditional parameter would leave out the trials that lack it. Of many the most important are taken.
+    """
+    complete = [t for t in shown if t.state == TrialState.COMPLETE and finite(t.value) is not None]
+    axes = []
+    for index, name in enumerate(names):
+        values = [t.params[name] for t in complete if name in t.params]
+        if len(values) == len(complete) and len(set(map(str, values))) > 1:
+            axes.append(_axis(index, name, complete[-1].distributions[name], values))
+    by_importance = {name: rank for rank, name in enumerate(important)}
+    taken = sorted(axes, key=lambda axis: by_importance.get(axis["name"], len(names)))[: _AXES - 1]
+    return [axis for axis in axes if axis in taken]
+
+
+def _axis(index: int, name: str, distribution: object, values: list[Any]) -> dict[str, Any]:
+    axis: dict[str, Any] = {"index": index, "name": name, "log": False, "choices": None}
+    if isinstance(distribution, CategoricalDistribution):
+        return {**axis, "choices": [plain(choice) for choice in distribution.choices if choice in values]}
+    log = isinstance(distribution, FloatDistribution | IntDistribution) and distribution.log
+    return {**axis, "log": log and min(values) > 0}
+
+
+def _finalists(found: Finalists) -> list[dict[str, Any]]:
+    return [
+        {
+            "trial": row.trial,
+            "search": finite(row.search_value),
+            "mean": None if row.mean is None else finite(row.mean),
+            "values": [None if value is None else finite(value) for value in row.values],
+            "verdict": "" if found.pending else SHOWN[found.verdict(row)],
+        }
+        for row in found.rows
+    ]

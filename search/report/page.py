@@ -7,40 +7,54 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
+from search.console import counted
 from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
-from search.report.figures import draw
+from search.report.figures import figure_data, importances
 from search.report.pruned import pruned_by_epoch
+from search.report.trials import parameter_names, shown_trials, state_of, trial_row
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
-from storage.attributes import INFEASIBLE, REASON, RUN_URL, SMOKE
+from storage.attributes import REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
-from storage.records.test_openings import read_opening
+from storage.records.test_openings import Opening, read_opening
 from storage.study_storage.opening import engine_of
 
-_TOP = 10
+_FAILURES = 20  # listed with their reasons; the table of trials has them all
 
 
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
     """Write the report of `study` to `path` and return it."""
     summary, finalists = summarise(study), read_finalists(study)
     opening = read_opening(engine_of(study.storage), study.study_id)
-    environment = Environment(loader=PackageLoader("search.report"), autoescape=True)
+    shown = shown_trials(study)
+    names = parameter_names(shown)
+    without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
+    shares = importances(study)
+    environment = Environment(loader=PackageLoader("search"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
         summary=summary,
+        budget=study.budget,
+        headline=_headline(study, summary, finalists),
+        cards=_cards(study, summary, finalists, opening),
+        states=_states(summary),
         saved=format_seconds(summary.seconds_saved),
         best=_best(study, summary, finalists),
-        figures=draw(study, summary, finalists),
+        figures=figure_data(study, shown, names, shares=shares, finalists=finalists),
+        importances=shares,
         finalists=_finalists(study, finalists) if finalists else None,
         test_set=opening_line(study, opening) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(study),
         promotions=[_promotion(p) for p in promotions_of(engine_of(study.storage), study.study_id)],
-        top=[_row(study, t) for t in _top(study)],
-        unfinished=[_row(study, t) for t in study.trials() if _without_result(t)],
+        names=names,
+        trials=[trial_row(study, t, names) for t in shown],
+        n_trials=len(study.trials()),
+        unfinished=[trial_row(study, t, names) for t in without[-_FAILURES:]],
+        n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE),
@@ -51,26 +65,45 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     return path
 
 
-def _without_result(trial: FrozenTrial) -> bool:
-    return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
+def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> str:
+    """Return what came of the study, in a sentence."""
+    metric, trials = study.spec.metric, counted(summary.finished, "trial")
+    if finalists is not None and finalists.winner is not None:
+        row = finalists.row(finalists.winner)
+        tie = f", in a tie with {counted(len(finalists.tie), 'other')}" if finalists.tie else ""
+        seeds = counted(len(finalists.seeds), "fresh seed")
+        return f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {seeds}, out of {trials}."
+    if summary.best is not None and summary.finished == 1:
+        return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.value:.4f}."
+    if summary.best is not None:
+        return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.value:.4f}."
+    failed = [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+    last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
+    return f"No trial has run to its end yet.{last}"
 
 
-def _top(study: StoredStudy) -> list[FrozenTrial]:
-    complete = [t for t in study.trials() if t.state == TrialState.COMPLETE and t.value is not None]
-    sign = -1 if study.spec.direction == "maximize" else 1
-    return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
+def _cards(
+    study: StoredStudy, summary: Summary, finalists: Finalists | None, opening: Opening | None
+) -> list[tuple[str, str]]:
+    """Return the numbers at the head of the page, each with what it is; the most trustworthy one first."""
+    metric, cards = study.spec.metric, []
+    if opening is not None and opening.scores is not None and metric in opening.scores:
+        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, trial {opening.trial_number}"))
+    if finalists is not None and finalists.winner is not None:
+        mean = finalists.row(finalists.winner).mean
+        cards.append((f"{mean:.4f}", f"{metric} on {counted(len(finalists.seeds), 'fresh seed')}"))
+    if summary.best is not None:
+        cards.append((f"{summary.best.value:.4f}", f"best {metric} of the search, trial {summary.best.number}"))
+    cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
+    if summary.epochs_saved:
+        saved = format_seconds(summary.seconds_saved)
+        cards.append((saved, f"saved by pruning, {counted(summary.epochs_saved, 'epoch')}"))
+    return cards
 
 
-def _row(study: StoredStudy, trial: FrozenTrial) -> dict[str, Any]:
-    return {
-        "number": trial.number,
-        "value": "" if trial.value is None else f"{trial.value:.4f}",
-        "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
-        "duration": format_seconds(trial.duration.total_seconds()) if trial.duration else "",
-        "params": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
-        "reason": trial.user_attrs.get(REASON, ""),
-        "url": trial.user_attrs.get(RUN_URL),
-    }
+def _states(summary: Summary) -> list[tuple[str, int]]:
+    names = ("complete", "pruned", "infeasible", "failed", "running", "waiting")
+    return [(name, number) for name in names if (number := getattr(summary, name))]
 
 
 def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
@@ -80,7 +113,11 @@ def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> 
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
     if best is None:
         return None
-    return {"title": f"{title}, trial {best.number}", "params": {k: format_value(v) for k, v in best.params.items()}}
+    return {
+        "number": best.number,
+        "title": f"{title}, trial {best.number}",
+        "params": {k: format_value(v) for k, v in best.params.items()},
+    }
 
 
 def _promotion(promotion: Promotion) -> dict[str, str]:

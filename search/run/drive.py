@@ -74,7 +74,8 @@ def drive(
     )
     logs = services.home / "logs" / study.spec.name
     fleet = Fleet(study.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
-    console.print(f"worker logs: {logs}")
+    others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
+    console.print(f"worker logs: {logs}{others}")
     engine = engine_of(study.storage)
     wake = threading.Event()
     signals = 0
@@ -113,6 +114,7 @@ def drive(
             view.update(look()[0])
     finally:
         fleet.stop()  # on an error of ours they save what they have
+        fleet.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     return signals > 0, fleet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -129,6 +130,15 @@ PrunerSpec = Annotated[
 
 SAMPLERS = ("tpe", "random", "qmc", "gp")
 PRUNERS = ("median", "percentile", "successive_halving", "hyperband", "threshold", "none")
+
+
+FINALISTS = ".finalists"  # how the names of studies end that hold finalists; of a later set with "-2" and so on
+
+
+def searched_by(name: str) -> str | None:
+    """Return the name of the study whose finalists a study of this name would hold; None if it is no such name."""
+    match = re.fullmatch(rf"(.+){re.escape(FINALISTS)}(-\d+)?", name)
+    return match[1] if match else None
 
 
 class FinalistsOf(_Model):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
 import torch
 
 from objectives import Objective, load_objective
+from objectives.errors import MetricError
 from objectives.loading import objective_reference
 from objectives.training import TrainConfig
+from search.errors import SearchError
 from search.sampling.samplers import derive_seed, make_sampler
 from search.services import Services
 from search.spec.spec import StudySpec
@@ -47,8 +51,20 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
     whole = complete_settings(settings, objective)
-    objective.judge_by(whole["metric"], whole["direction"])
+    with _metric_named(objective, str(whole["metric"])):
+        objective.judge_by(whole["metric"], whole["direction"])
     return settings, objective
+
+
+@contextmanager
+def _metric_named(objective: Objective, metric: str) -> Iterator[None]:
+    """Name the setting that a wrong metric came from, unless it is the objective's own."""
+    try:
+        yield
+    except MetricError as error:
+        if metric == type(objective).metric:
+            raise
+        raise SearchError(f"--metric {metric!r} {error.why}") from None
 
 
 def rehearse(objective: Objective, spec: StudySpec) -> None:
@@ -62,7 +78,8 @@ def rehearse(objective: Objective, spec: StudySpec) -> None:
     from objectives.training.loop.build import build
 
     config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
-    build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+    with _metric_named(objective, spec.metric):
+        build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
 
 
 def suggested(objective: Objective, spec: StudySpec) -> TrainConfig:

@@ -15,7 +15,7 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError, nearest
 from search.sampling.samplers import make_pruner
-from search.spec.spec import StudySpec, differences, parse_spec
+from search.spec.spec import StudySpec, differences, parse_spec, searched_by
 from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import name_lock
 from storage.study_storage import PostgresStorage
@@ -118,6 +118,11 @@ def create_or_join(
     with name_lock(engine_of(storage), wanted.name):
         study_id = _study_id(storage, wanted.name)
         if study_id is None:
+            if (searched := searched_by(wanted.name)) is not None:
+                raise SearchError(
+                    f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
+                    f"{command('finalists', searched)}, or choose another --name"
+                )
             rehearse(objective, wanted)
             direction = optuna.study.StudyDirection[wanted.direction.upper()]
             study_id = storage.create_new_study([direction], wanted.name)

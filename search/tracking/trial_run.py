@@ -86,7 +86,7 @@ class TrialTracking:
             self.journal.append("files")
 
     def publish(self, result: FitResult, files: list[Path]) -> bool:
-        """Write down what the trial made: its files, its best value and, where the spec wants one, its model.
+        """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
 
         It comes before the trial is settled: a worker that dies in between finds the trial at its last checkpoint
         and publishes again, where the reverse order would leave a winner without a model.
@@ -99,10 +99,12 @@ class TrialTracking:
             journal.lost = 0
             for record in result.history:
                 self.log_epoch(record.epoch, record.timestamp, record.metrics)
-        last = result.history[-1]
-        best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
-        best["best_epoch"] = float(result.best_epoch)
-        journal.append("metrics", step=last.epoch, at=last.timestamp, values=best)
+        if result.status == "completed":
+            # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model.
+            last = result.history[-1]
+            best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
+            best["best_epoch"] = float(result.best_epoch)
+            journal.append("metrics", step=last.epoch, at=last.timestamp, values=best)
         self._log_data(result)
         # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
         whole = result.status == "completed" and self._spec.finalists_of is None

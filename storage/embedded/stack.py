@@ -6,16 +6,19 @@ folder keeps two from doing so at once, and `stack.json` there says where things
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from storage.embedded import ports
 from storage.embedded.services import EmbeddedStack, Progress, StackInfo
 from storage.embedded.state import FILE, State, load
-from storage.embedded.web_service import WebService
+from storage.embedded.web_service import START_TIMEOUT, WebService
 from storage.errors import StorageError
 from storage.home import VARIABLE, check_writable, home_dir, private_folder
 
@@ -26,10 +29,13 @@ _LOCK_TIMEOUT = 900.0  # seconds
 
 @dataclass
 class ServiceStatus:
-    """How one service is: "dead" means that it ended, or does not answer, without having been stopped."""
+    """How one service is.
+
+    "starting" means that it does not answer yet, "dead" that it ended, or does not answer, without having been stopped.
+    """
 
     name: str
-    state: Literal["running", "stopped", "dead"]
+    state: Literal["running", "starting", "stopped", "dead"]
     url: str | None
     pid: int | None
     detail: str
@@ -103,7 +109,7 @@ def _postgres_status(stack: EmbeddedStack) -> ServiceStatus:
     if process is None:
         return ServiceStatus("Postgres", "dead", url, None, f"it ended by itself: see {server.log}")
     if not stack.postgres_answers():
-        return ServiceStatus("Postgres", "dead", url, process.pid, f"it does not answer: see {server.log}")
+        return _silent("Postgres", url, process, server.log, starting=_is_young(process))
     return ServiceStatus("Postgres", "running", url, process.pid, f"data in {server.data}")
 
 
@@ -115,8 +121,20 @@ def _web_status(service: WebService) -> ServiceStatus:
     if process is None:
         return ServiceStatus(service.name, "dead", url, None, f"it ended by itself: see {service.log}")
     if not service.answers():
-        return ServiceStatus(service.name, "dead", url, process.pid, f"it does not answer: see {service.log}")
+        starting = _is_young(process) and not service.listens()
+        return _silent(service.name, url, process, service.log, starting=starting)
     return ServiceStatus(service.name, "running", url, process.pid, f"log in {service.log}")
+
+
+def _is_young(process: psutil.Process) -> bool:
+    return time.time() - process.create_time() < START_TIMEOUT
+
+
+def _silent(name: str, url: str | None, process: psutil.Process, log: Path, *, starting: bool) -> ServiceStatus:
+    """Return how a service is that runs and does not answer."""
+    if starting:
+        return ServiceStatus(name, "starting", url, process.pid, f"it does not answer yet: log in {log}")
+    return ServiceStatus(name, "dead", url, process.pid, f"it does not answer: see {log}")
 
 
 def _readable_state(home: Path) -> State | None:

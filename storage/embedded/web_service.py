@@ -16,7 +16,7 @@ from storage.embedded.state import ServiceRecord
 from storage.errors import StorageError
 from storage.urls import redact
 
-_START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
+START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ADOPT_TIMEOUT = 60.0  # after which a process that is there but silent is started anew
 _REQUEST_TIMEOUT = 10.0
 _STOP_TIMEOUT = 10.0
@@ -71,6 +71,10 @@ class WebService:
         finally:
             connection.close()
 
+    def listens(self) -> bool:
+        """Whether it has come as far as taking its port: what is silent after that hangs."""
+        return process.listens(self._all(), self.record.port or 0)
+
     def begin(self, database_port: int, tracking_port: int | None = None) -> None:
         """Adopt the running service, or start it; `finish` waits for it.
 
@@ -90,13 +94,13 @@ class WebService:
         Raises:
             StorageError: It ends, or stays silent.
         """
-        if self._wait(_ADOPT_TIMEOUT if self._is_adopted() else _START_TIMEOUT):
+        if self._wait(_ADOPT_TIMEOUT if self._is_adopted() else START_TIMEOUT):
             return
         for _ in range(2):  # it was adopted and is stuck, or somebody was quicker to take its port
             if self.find() is None and (self.record.port is None or ports.is_free(self.record.port)):
                 break
             self._restart()
-            if self._wait(_START_TIMEOUT):
+            if self._wait(START_TIMEOUT):
                 return
         last = redact(process.tail(self.log))
         state = "does not answer" if self.find() else "ended at its start"
@@ -133,7 +137,7 @@ class WebService:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.find() is not None:
             # Two stacks that start at once may have chosen the same port: the answer could be the other one's.
-            if self.answers() and process.listens(self._all(), self.record.port or 0):
+            if self.answers() and self.listens():
                 return True
             time.sleep(0.05)
         return False

@@ -26,7 +26,7 @@ def promoted(cli: Cli, search: Search) -> str:
 
 
 def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Search, promoted: str) -> None:
-    best = search.study.study.best_trial
+    best = search.study.best_trial
     assert promoted.startswith(f"trial {best.number} of {search.name} is models:/{MODEL}@champion (version 1)\n")
     assert "unconfirmed: no finalists were trained" in promoted
     line = rf"trial {best.number} is {MODEL}@champion \(version 1\), by \S+@\S+ on .*, unconfirmed \(no finalists"
@@ -40,16 +40,16 @@ def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Sear
 def test_it_reproduces_its_value_in_a_process_without_our_code(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("serve-check", f"{MODEL}@champion")
     values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
-    assert abs(float(values["recorded"]) - search.study.study.best_value) < 1e-6
-    assert abs(float(values["as served"]) - search.study.study.best_value) < 1e-6
+    assert abs(float(values["recorded"]) - search.study.best_value) < 1e-6
+    assert abs(float(values["as served"]) - search.study.best_value) < 1e-6
     assert "reproduced, in a process without this project's code" in said
 
 
 def test_a_model_that_is_not_the_trials_is_found_out(cli: Cli, search: Search) -> None:
-    complete = search.study.study.get_trials(states=(TrialState.COMPLETE,))
+    complete = search.study.get_trials(states=(TrialState.COMPLETE,))
     worst = min(complete, key=lambda trial: trial.value)
-    assert worst.value < search.study.study.best_value
-    best_run = search.client.get_run(search.study.study.best_trial.user_attrs["hpsearch:mlflow_run_id"])
+    assert worst.value < search.study.best_value
+    best_run = search.client.get_run(search.study.best_trial.user_attrs["hpsearch:mlflow_run_id"])
     model_id = best_run.outputs.model_outputs[0].model_id
     search.client.create_registered_model("end-to-end-swapped")
     search.client.create_model_version(
@@ -60,32 +60,32 @@ def test_a_model_that_is_not_the_trials_is_found_out(cli: Cli, search: Search) -
     )
     storage = open_storage(cli.stack.storage_url, application_name="test")
     check = serve_check(storage, Tracking(cli.stack.tracking_uri), "end-to-end-swapped/1")
-    assert (check.trial, check.recorded, check.scored) == (worst.number, worst.value, search.study.study.best_value)
+    assert (check.trial, check.recorded, check.scored) == (worst.number, worst.value, search.study.best_value)
     assert check.why.startswith("it is off by ")
 
 
 def test_a_pruned_trial_is_not_promoted(cli: Cli, search: Search) -> None:
-    pruned = search.study.study.get_trials(states=(TrialState.PRUNED,))[0].number
+    pruned = search.study.get_trials(states=(TrialState.PRUNED,))[0].number
     output = cli("promote", search.name, "--trial", str(pruned), code=2)
     assert output.startswith(f"hpsearch: --trial {pruned}: it was pruned (median pruner at epoch"), output
     assert output.count("\n") == 1
 
 
 def test_the_dashboard_shows_the_curves_of_a_trial(cli: Cli, search: Search) -> None:
-    trial = search.study.study.trials[0]
+    trial = search.study.trials[0]
     pages = f"{cli.stack.dashboard_url}"
-    with urllib.request.urlopen(f"{pages}/api/studies/{search.study.study._study_id}", timeout=30) as reply:
+    with urllib.request.urlopen(f"{pages}/api/studies/{search.study._study_id}", timeout=30) as reply:
         listed = {meta["filename"]: meta for meta in json.load(reply)["trials"][0]["artifacts"]}
     assert {"curves.png", "report.md", "config.yaml", "metrics.jsonl"} <= set(listed)
     meta = listed["curves.png"]
-    address = f"{pages}/artifacts/{search.study.study._study_id}/{trial._trial_id}/{meta['artifact_id']}"
+    address = f"{pages}/artifacts/{search.study._study_id}/{trial._trial_id}/{meta['artifact_id']}"
     with urllib.request.urlopen(address, timeout=30) as reply:
         assert reply.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 def test_nothing_of_the_search_goes_that_somebody_needs(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("gc", search.name, "--keep-top", "1", input="n\n")
-    best = search.study.study.best_trial.number
+    best = search.study.best_trial.number
     (models,) = [line for line in said.splitlines() if "beyond the best 1" in line]
     assert str(best) not in re.split(r"[ ,]+", models.partition("beyond the best 1")[2])
     assert "freed" not in said, "it was not agreed to"

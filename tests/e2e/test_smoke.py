@@ -15,7 +15,7 @@ BLIND = "tests.e2e.blind:Blind"
 
 
 def test_a_search_keeps_its_smoke_test(search: Search, cli: Cli) -> None:
-    told = search.study.study.user_attrs["hpsearch:smoke"]
+    told = search.study.user_attrs["hpsearch:smoke"]
     assert re.fullmatch(r"passed: one batch of 32 samples fitted, loss \S+ -> 0\.00\d+", told)
     files = {file.path for file in search.client.list_artifacts(search.parent)}
     assert {"smoke.json", "smoke.png"} <= files

@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
 def test_every_trial_has_the_studys_split_and_a_seed_of_its_own(search: Search) -> None:
     kept = []
-    for trial in search.study.study.trials:
+    for trial in search.study.trials:
         run_id = trial.user_attrs["hpsearch:mlflow_run_id"]
         kept.append(yaml.safe_load(mlflow.artifacts.load_text(f"runs:/{run_id}/config.yaml")))
-    seed = search.study.study.user_attrs["hpsearch:spec"]["seed"]
+    seed = search.study.user_attrs["hpsearch:spec"]["seed"]
     assert {run["split_seed"] for run in kept} == {seed}
     assert {run["split_hash"] for run in kept} == {load_objective("digits").data(seed).hash()}
     assert len({run["seed"] for run in kept}) == len(kept)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError, nearest
+from objectives.errors import MetricError, ObjectiveError, nearest
 
 if TYPE_CHECKING:
     from objectives.training.data.dataset import Dataset
@@ -49,7 +49,7 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     """The usual set of metrics that `metric` belongs to.
 
     Raises:
-        ObjectiveError: `metric` is in none of them: the objective must override `metrics`.
+        MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
     """
     if metric in CLASSIFICATION or metric == "loss":
         floating = train.y.dtype.is_floating_point
@@ -63,8 +63,39 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
         return regression()
     known = [*CLASSIFICATION, *BINARY, *REGRESSION, "loss"]
     if metric in known:
-        raise ObjectiveError(f"metric {metric!r} needs class labels (int64 [n]); override metrics() for other targets")
-    raise ObjectiveError(f"no built-in metric {metric!r}: {nearest(metric, known)}; or override metrics()")
+        raise unfit(metric, train.y)
+    raise MetricError(metric, f"is not built in: {nearest(metric, known)}; or override metrics()")
+
+
+def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
+    """The built-in metrics that can judge a model.
+
+    Args:
+        y: targets, [n] or [n, ...].
+        output: what the model gives for some samples [k, ...]; unless given, only the targets are looked at.
+    """
+    numbers = y.dtype.is_floating_point
+    labels = not numbers and y.ndim == 1
+    size, wanted = None if output is None else output[0].numel(), y[0].numel()
+    # One logit for two classes: accuracy would take it for a class of its own, always the same.
+    enough = output is None or (output.ndim > 1 and output.shape[1] > int(y.max()))
+    two = wanted == 1 and bool(((y == 0) | (y == 1)).all())
+    found: list[str] = []
+    found += CLASSIFICATION if labels and enough else ()
+    found += BINARY if two and size in {None, 1} else ()
+    found += REGRESSION if (size == wanted and (numbers or not two)) or (numbers and size is None) else ()
+    return [*found, "loss"] if labels or size in {None, wanted} else found
+
+
+def unfit(metric: str, y: Tensor, output: Tensor | None = None) -> MetricError:
+    """The error of a built-in metric that is none of those fitting; it names these."""
+    labels = not y.dtype.is_floating_point and y.ndim == 1
+    targets = (
+        f"{int(y.max()) + 1} classes" if labels else f"targets {['n', *y.shape[1:]]} of {y.dtype}".replace("'", "")
+    )
+    outputs = "" if output is None else f"{output[0].numel()} output{'s' * (output[0].numel() != 1)} a sample for "
+    would = ", ".join(fitting(y, output)) or "none that is built in"
+    return MetricError(metric, f"does not fit {outputs}{targets}; metrics that fit: {would}; or override metrics()")
 
 
 def classification(classes: int) -> Metrics:

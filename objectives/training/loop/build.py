@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import ObjectiveError, nearest, users_code
+from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Splits
 from objectives.training.data.feed import build_feed, steps_of
 from objectives.training.evaluation.evaluate import check_loss, summed
-from objectives.training.evaluation.metrics import DIRECTIONS, largest_class
+from objectives.training.evaluation.metrics import DIRECTIONS, fitting, largest_class, unfit
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
 from objectives.training.loop.progress import Progress
@@ -189,18 +189,21 @@ def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
     if objective.direction != better:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
     with users_code(f"{who} on the validation split"):
-        _check_width(run)
+        output = _check_width(run)
+        if objective.uses_builtin_metrics and metric not in fitting(run.splits.train.y, output):
+            raise unfit(metric, run.splits.train.y, output)
         scores = run.validate()
     if metric not in scores:
-        raise ObjectiveError(
-            f"{who}.metric is {metric!r}, which metrics() does not give: {nearest(metric, list(scores))}"
-        )
+        raise MetricError(metric, f"is none that {who}.metrics() gives: {nearest(metric, list(scores))}")
     return scores
 
 
 @torch.inference_mode()
-def _check_width(run: Run) -> None:
-    """Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first."""
+def _check_width(run: Run) -> Tensor:
+    """What the model gives for two samples.
+
+    Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first.
+    """
     labels, training = run.splits.train.y, run.judged.training
     run.judged.eval()
     output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
@@ -216,3 +219,4 @@ def _check_width(run: Run) -> None:
         raise ObjectiveError(
             f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
         )
+    return output

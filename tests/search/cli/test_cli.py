@@ -48,7 +48,7 @@ BAD = [
     (["run", "digits", "--sampler-option", "seed=1"], ["sampler.seed"]),
     (["run", "digits", "--pruner-option", "n_warmup_steps"], ["--pruner-option", "KEY=VALUE"]),
     (["run", "digits", "--pruner", "hyperband", "--pruner-option", "max_resource=auto"], ["max_resource", "'auto'"]),
-    (["run", "digits", "--metric", "accurcy"], ["'accurcy'", "accuracy"]),
+    (["run", "digits", "--metric", "accurcy"], ["--metric 'accurcy'", "accuracy"]),
     (["run", "digits", "--metric", "loss", "--direction", "maximize"], ["direction", "'maximize'", "'minimize'"]),
     (["run", "--spec", "nowhere.toml"], ["--spec", "nowhere.toml", "No such file"]),
     (["run", "digits", "--storage-url", "sqlite:///x.db", "--tracking-uri", "http://127.0.0.1:1"], ["--storage-url"]),
@@ -131,6 +131,16 @@ def test_a_wrong_password_is_told_without_it(refuse, database_url: str) -> None:
 
 def test_a_database_without_tables_names_the_remedy(refuse, empty_database_url: str) -> None:
     assert "hpsearch migrate" in refuse("run", "digits", *services(empty_database_url))
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "fits"),
+    [("digits", "auroc", "accuracy, macro_f1, loss"), ("breast_cancer", "accuracy", "auroc, average_precision, loss")],
+)
+def test_a_metric_that_does_not_fit_names_those_that_do(refuse, database_url: str, objective, metric, fits) -> None:
+    message = refuse("run", objective, "--metric", metric, *services(database_url))
+    assert f"--metric '{metric}' does not fit" in message
+    assert f"metrics that fit: {fits}; or" in message
 
 
 def test_a_dead_tracking_server_is_told(refuse, database_url: str) -> None:

@@ -21,7 +21,9 @@ def test_verbs_know_finalists(study: StoredStudy, say: Say) -> None:
     assert "open the test set of 's'" in say("open-test", "s.finalists", code=2)
     assert "hpsearch finalists s" in say("start", "s.finalists")
     assert f"trials=[1, 3], seeds={chosen.spec.finalists_of.seeds}" in say("show", "s.finalists")  # type: ignore[union-attr]
-    assert "finalists: 0 of 4 trained" in say("show", "s")
+    shown = say("show", "s")
+    assert "finalists: 0 of 4 trained" in shown
+    assert all(line == line.rstrip() for line in shown.splitlines()), "short cells are not filled with blanks"
     train(chosen, lambda trial, _seed: 0.8 + trial / 100)
     assert "winner: trial 3, val accuracy 0.8300 on 2 fresh seeds" in say("show", "s")
 
@@ -53,6 +55,13 @@ def test_a_spec_file_makes_no_finalists(say: Say, tmp_path) -> None:
     path = tmp_path / "spec.toml"
     path.write_text('objective = "digits"\n[finalists_of]\nstudy = "s"\n')
     assert "finalists_of cannot be set" in say("run", "--spec", str(path), code=2)
+
+
+def test_no_search_takes_the_place_of_finalists(say: Say, study: StoredStudy) -> None:
+    away = ("--tracking-uri", "http://127.0.0.1:1", "--workers", "0")
+    said = say("run", "digits", "--name", "s.finalists-2", *away, code=2)
+    assert "--name 's.finalists-2' is kept for the finalists of 's'" in said
+    assert len(study.storage.get_all_studies()) == 1
 
 
 def test_the_test_set_wants_a_winner(study: StoredStudy, say: Say) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +23,13 @@ ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """One worker, which aborts as soon as it is started."""
     monkeypatch.setattr(fleets, "_LONGEST_PAUSE", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
     monkeypatch.setattr(fleets, "_executed", lambda *_: subprocess.Popen(ABORTING))
-    return Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with closing(Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])) as made:
+        yield made
 
 
 def test_an_objective_that_kills_its_process_is_given_up_before_the_budget_is_burnt(fleet: Fleet) -> None:
@@ -44,6 +47,22 @@ def test_a_trial_with_a_result_forgives_the_deaths_before_it(fleet: Fleet) -> No
         with_result = min(len(fleet.slots[0].pids) // 2, 3)  # one after every second start, three in all
         time.sleep(0.01)
     assert len(fleet.slots[0].pids) > MAX_DEATHS
+
+
+def test_two_runs_of_one_study_write_logs_of_their_own(fleet: Fleet, tmp_path: Path) -> None:
+    def names(made: Fleet) -> list[str]:
+        return [slot.log.name for slot in made.slots]
+
+    def another() -> Fleet:
+        return Fleet("study", workers=2, environment={}, log_dir=tmp_path, gpus=[])
+
+    assert names(fleet) == ["worker-0.log"]
+    with closing(another()) as second:
+        assert names(second) == ["worker-1.log", "worker-2.log"]
+        fleet.close()
+        with closing(another()) as third:
+            assert names(third) == ["worker-0.log", "worker-3.log"]
+            assert [slot.index for slot in third.slots] == [0, 3]
 
 
 def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:

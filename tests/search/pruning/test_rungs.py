@@ -65,7 +65,7 @@ def test_a_whole_search_is_pruned_as_by_optuna(database_url: str, pruner, direct
                 epochs[len(epochs)] = 0
     assert 0 < pruned < 16
     assert len(brackets - {None}) == (4 if pruner is HYPERBAND else 0)
-    assert [t.system_attrs for t in search.study.study.trials] == [t.system_attrs for t in search.twin.trials]
+    assert [t.system_attrs for t in search.study.trials] == [t.system_attrs for t in search.twin.trials]
 
 
 def test_the_reason_names_the_rung_its_cut_off_and_how_many_were_there(database_url: str) -> None:
@@ -108,7 +108,7 @@ def test_other_studies_and_other_attributes_are_no_peers(database_url: str) -> N
     search.storage.set_trial_system_attr(other.ask()._trial_id, rung_key(0), 99.0)
     search.storage.set_trial_system_attr(search.ask()[0]._trial_id, "completed_rung_00", 99.0)
     assert search.report(search.ask(), 1, float("-inf")).peers == 0
-    assert read_rung(engine_of(search.storage), search.study.study._study_id, 0) == [(1, float("-inf"))]
+    assert read_rung(engine_of(search.storage), search.study._study_id, 0) == [(1, float("-inf"))]
 
 
 def test_a_rung_costs_one_query_and_an_epoch_between_rungs_none(database_url: str) -> None:

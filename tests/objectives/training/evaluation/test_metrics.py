@@ -5,9 +5,10 @@ from sklearn import metrics as reference
 from torch import nn
 
 from objectives import ObjectiveError
+from objectives.errors import MetricError
 from objectives.training import Dataset, evaluate
 from objectives.training.evaluation.evaluate import check_loss
-from objectives.training.evaluation.metrics import binary, classification, metrics_for, regression
+from objectives.training.evaluation.metrics import binary, classification, fitting, metrics_for, regression
 
 
 def _over_batches(metrics, output, target, size=7):
@@ -69,10 +70,22 @@ def test_the_set_follows_from_the_metric():
     labels, numbers = _labels([0, 1, 2]), _labels([0.5, 1.0, 2.0])
     assert set(metrics_for("macro_f1", labels)) == {"accuracy", "macro_f1"}
     assert set(_over_batches(metrics_for("loss", numbers), torch.ones(3), torch.rand(3))) == {"rmse", "mae", "r2"}
-    with pytest.raises(ObjectiveError, match="no built-in metric 'acuracy': did you mean 'accuracy'"):
+    with pytest.raises(ObjectiveError, match="metric 'acuracy' is not built in: did you mean 'accuracy'"):
         metrics_for("acuracy", labels)
-    with pytest.raises(ObjectiveError, match="metric 'accuracy' needs class labels"):
+    wrong = r"'accuracy' does not fit targets \[n\] of torch.float32; metrics that fit: rmse, mae, r2, loss"
+    with pytest.raises(MetricError, match=wrong):
         metrics_for("accuracy", numbers)
+
+
+def test_what_fits_follows_from_targets_and_outputs():
+    labels, two, numbers = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]), torch.rand(3)
+    assert fitting(labels, torch.zeros(2, 3)) == ["accuracy", "macro_f1", "loss"]
+    assert fitting(two, torch.zeros(2, 2)) == ["accuracy", "macro_f1", "loss"]
+    assert fitting(two, torch.zeros(2, 1)) == ["auroc", "average_precision", "loss"]
+    assert fitting(two.float(), torch.zeros(2)) == ["auroc", "average_precision", "rmse", "mae", "r2", "loss"]
+    assert fitting(numbers, torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"]
+    assert fitting(torch.tensor([3, 7, 5]), torch.zeros(2, 1)) == ["rmse", "mae", "r2", "loss"], "counts"
+    assert fitting(numbers, torch.zeros(2, 3)) == []
 
 
 class _Score(nn.Module):

@@ -1,0 +1,67 @@
+"""The trials of a study's report: which are shown, in what order, and what a row of the table says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from search.study.study import StoredStudy
+from search.study.summary import format_seconds, format_value
+from storage.attributes import INFEASIBLE, REASON, RUN_URL
+
+SHOWN = 500  # trials at most: a page of thousands opens slowly, and nobody reads them
+
+_STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+}
+
+
+def state_of(trial: FrozenTrial) -> str:
+    """Return a trial's state in the words of the page."""
+    return "infeasible" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
+
+
+def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
+    """Return the trials that the page shows, complete ones first and the best of them first, then the latest."""
+    sign = -1 if study.spec.direction == "maximize" else 1
+
+    def place(trial: FrozenTrial) -> tuple[bool, float, int]:
+        value = trial.value
+        if trial.state != TrialState.COMPLETE or value is None or not math.isfinite(value):
+            return True, 0.0, -trial.number
+        return False, sign * value, trial.number
+
+    return sorted(study.trials(), key=place)[:SHOWN]
+
+
+def parameter_names(trials: list[FrozenTrial]) -> list[str]:
+    """Return the names of all parameters, those that the first trial has first."""
+    return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
+
+
+def trial_row(study: StoredStudy, trial: FrozenTrial, names: list[str]) -> dict[str, Any]:
+    """Return a row of the table: what is shown, and beside it what it is sorted by."""
+    seconds = trial.duration.total_seconds() if trial.duration else None
+    return {
+        "number": trial.number,
+        "state": state_of(trial),
+        "value": "" if trial.value is None else f"{trial.value:.4f}",
+        "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
+        "duration": "" if seconds is None else format_seconds(seconds),
+        "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
+        "listed": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
+        "reason": str(trial.user_attrs.get(REASON, "")),
+        "url": trial.user_attrs.get(RUN_URL),
+        "by": {
+            "value": trial.value,
+            "epochs": len(trial.intermediate_values),
+            "duration": seconds,
+            "params": [trial.params.get(name, "") for name in names],
+        },
+    }
