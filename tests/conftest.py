@@ -1,19 +1,27 @@
-"""Real services for every test: a Postgres with one database per test, and one full stack for the whole run."""
+"""Real services for every test: a Postgres with one database per test, and one full stack for the whole run.
+
+`--quick` leaves out what takes a process, a stack or a whole search; `--soak` adds what only repeats and enlarges.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg2
 import pytest
+from filelock import FileLock
+from hypothesis import settings
 from psycopg2 import sql
 
 from storage.database.migrate import migrate
@@ -23,10 +31,19 @@ from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.urls import build
+from tests.faults.harness import Zygote
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+
+# A suite in the background of a script, or under nohup, is started with signals ignored, and what it starts would be
+# too. It goes on ignoring them, by a function; children begin with the system's defaults, as those of a terminal do.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take from us how our children ended
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 # Stops the services of a home folder and removes it when its input closes: at the end of the tests, or when they were
 # killed, for the services would outlive them.
@@ -55,6 +72,57 @@ def guarded_home() -> Iterator[Path]:
     assert guard.returncode == 0
 
 
+# The homes of the services that all processes of a run share: each starts what it needs first and nobody else has.
+_SHARED = pytest.StashKey[tuple[Path, Path]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For the inner loop, and for CI."""
+    parser.addoption("--quick", action="store_true", help="only tests of a moment: no stack, no search, no processes")
+    parser.addoption("--soak", action="store_true", help="the soaks too: what repeats and enlarges other tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples are made up, and keep the shared services until the whole run ends."""
+    settings.register_profile("hpsearch", deadline=None, max_examples=600 if config.getoption("--soak") else 100)
+    settings.load_profile("hpsearch")
+    if given := getattr(config, "workerinput", {}).get("shared"):
+        config.stash[_SHARED] = (Path(given[0]), Path(given[1]))
+        return
+    homes = ExitStack()
+    config.add_cleanup(homes.close)
+    config.stash[_SHARED] = (homes.enter_context(guarded_home()), homes.enter_context(guarded_home()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist where they are."""
+    node.workerinput["shared"] = [str(home) for home in node.config.stash[_SHARED]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not asked for."""
+    left_out = [item for item in items if not _is_wanted(config, item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
+    if not config.getoption("--soak") and item.get_closest_marker("soak"):
+        return False
+    return not config.getoption("--quick") or _is_quick(item)
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return not _SLOW.intersection(getattr(item, "fixturenames", ())) and not any(
+        item.get_closest_marker(name) for name in ("slow", "e2e", "faults")
+    )
+
+
+_SLOW = {"stack", "own_stack", "guarded_homes", "fresh_home", "postgres_server"}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_of_the_user() -> Iterator[None]:
     """Keep the tests away from the services, the studies and the data of whoever runs them."""
@@ -67,8 +135,14 @@ def _no_settings_of_the_user() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def stack(_no_settings_of_the_user: None) -> Iterator[embedded.StackInfo]:
+def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedded.StackInfo:
     """The whole embedded stack, shared by all tests: leave no study behind that another test could trip over."""
+    return embedded.up(pytestconfig.stash[_SHARED][0])
+
+
+@pytest.fixture(scope="session")
+def own_stack(_no_settings_of_the_user: None) -> Iterator[embedded.StackInfo]:
+    """Another stack, for the tests that break its services: all in one group of pytest-xdist, one after another."""
     with guarded_home() as home:
         yield embedded.up(home)
 
@@ -105,9 +179,14 @@ class PostgresServer:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(_no_settings_of_the_user: None) -> Iterator[PostgresServer]:
-    """A Postgres without the rest of the stack: it is there in two seconds."""
-    with guarded_home() as home:
+def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
+    """A Postgres without the rest of the stack, shared by all tests: it is there in two seconds."""
+    home = pytestconfig.stash[_SHARED][1]
+    with FileLock(home.with_suffix(".lock")):
+        known = home / "server.json"
+        if known.exists():
+            port, admin = json.loads(known.read_text())
+            return PostgresServer(port, admin, _databases(admin))
         (home / "logs").mkdir(parents=True)
         home.chmod(0o755)
         embedded_server = Server(make_folder(home), home / "logs" / "postgres.log")
@@ -116,11 +195,23 @@ def postgres_server(_no_settings_of_the_user: None) -> Iterator[PostgresServer]:
             user=SUPERUSER, password=embedded_server.password, host="127.0.0.1", port=port, database="postgres"
         )
         admin += "?sslmode=disable"
-        databases = create_databases(admin, owner_password=OWNER, worker_password=WORKER, mlflow_password="mlflow")
-        server = PostgresServer(port, admin, databases)
+        server = PostgresServer(port, admin, _databases(admin))
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
-        yield server
+        known.write_text(json.dumps([port, admin]))
+        return server
+
+
+def _databases(admin: str) -> Databases:
+    return create_databases(admin, owner_password=OWNER, worker_password=WORKER, mlflow_password="mlflow")
+
+
+@pytest.fixture(scope="session")
+def zygote(_no_settings_of_the_user: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that has all libraries loaded, and forks commands."""
+    made = Zygote(tmp_path_factory.mktemp("zygote") / "log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

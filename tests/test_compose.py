@@ -24,6 +24,7 @@ import pytest
 
 from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_server import Server
+from tests.faults.harness import Command, Zygote
 
 ROOT = Path(__file__).parent.parent
 TOOLS = Path(sys.executable).parent
@@ -124,6 +125,7 @@ class Machine:
     server: Server
     services: dict[str, Any]
     ports: dict[int, int]  # of the file -> free ones here
+    zygote: Zygote
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def local(self, text: str) -> str:
@@ -162,7 +164,9 @@ class Machine:
 
     def finish(self, name: str) -> str:
         """Run a one-shot service to its end and return what it said."""
-        code = self.start(name).wait(timeout=240)
+        log, command = self.folder / f"{name}.log", list(map(self.local, self.services[name]["command"]))
+        pid = self.zygote.start(command, self.environment(name), log, puppet=False, cwd=self.folder, alone=True)
+        code = Command(self.zygote, pid, log).wait()
         assert code == 0, self.log(name)
         return self.log(name)
 
@@ -171,15 +175,15 @@ class Machine:
         process = self.start(name)
         kind, *command = map(self.local, self.services[name]["healthcheck"]["test"])
         assert kind == "CMD"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while subprocess.run(command, env=self.environment(name), capture_output=True, check=False).returncode:
             assert process.poll() is None, self.log(name)
             assert time.monotonic() < deadline, self.log(name)
-            time.sleep(0.2)
+            time.sleep(1.0)  # each look is an interpreter's start
 
     def connect(self, role: str, password: str, database: str) -> Any:
         return psycopg2.connect(
-            host="127.0.0.1", port=self.ports[5432], user=role, password=password, dbname=database, connect_timeout=10
+            host="127.0.0.1", port=self.ports[5432], user=role, password=password, dbname=database, connect_timeout=300
         )
 
 
@@ -189,28 +193,28 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def machine(fresh_home: Path, tmp_path: Path) -> Iterator[Machine]:
+def machine(fresh_home: Path, tmp_path: Path, zygote: Zygote) -> Iterator[Machine]:
     fresh_home.mkdir(mode=0o755)
     server = Server(make_folder(fresh_home), fresh_home / "postgres.log")
     ports = {5432: server.start(None), 5000: free_port(), 8080: free_port()}
     secrets = dict(line.split("=", 1) for line in tool("hpsearch", "secrets").stdout.splitlines())
     assert set(secrets) == {"POSTGRES_PASSWORD", *PASSWORDS}
     settings = {**secrets, "POSTGRES_PASSWORD": server.password, "HPSEARCH_TRIALS": "2"}
-    machine = Machine(tmp_path, server, compose(**settings)["services"], ports)
+    machine = Machine(tmp_path, server, compose(**settings)["services"], ports, zygote)
     try:
         yield machine
     finally:
         for process in machine.running:
             process.terminate()
         for process in machine.running:
-            process.wait(timeout=60)
+            process.wait()
         server.stop()
 
 
 def status(url: str, host: str) -> int:
     request = urllib.request.Request(url, headers={"Host": host})
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -247,7 +251,7 @@ def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
     assert status(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", "evil.example:5000") == 403
     assert list((machine.folder / "artifacts").rglob("best.pt")), "no checkpoint went through the server"
     studies = f"http://127.0.0.1:{machine.ports[8080]}/api/studies"
-    with urllib.request.urlopen(studies, timeout=30) as response:
+    with urllib.request.urlopen(studies, timeout=300) as response:
         assert [study["study_name"] for study in json.load(response)["study_summaries"]] == ["digits"]
     secrets = [machine.server.password, *(machine.services["migrate"]["environment"][name] for name in PASSWORDS)]
     for name in OURS:

@@ -7,22 +7,25 @@ import pytest
 
 from storage.embedded.stack import StackInfo
 from tests.e2e.support import EPOCHS, Cli, Search
+from tests.faults.harness import Zygote
 
 
 @pytest.fixture(scope="session")
-def cli(stack: StackInfo, tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    return Cli(stack, tmp_path_factory.mktemp("cwd"))
+def cli(stack: StackInfo, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    return Cli(stack, tmp_path_factory.mktemp("cwd"), zygote)
 
 
 @pytest.fixture(scope="session")
 def search(cli: Cli) -> Search:
     """12 trials of digits by 3 workers on the embedded stack."""
     name = "end.to.end"  # with what MLflow does not want in the name of a model
-    output = cli(
+    process = cli.start_anew(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
         *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),
         *("--pruner-option", "n_warmup_steps=1"),
     )
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
     study = cli.study(name)
     mlflow.set_tracking_uri(cli.stack.tracking_uri)
     client = mlflow.MlflowClient(cli.stack.tracking_uri)

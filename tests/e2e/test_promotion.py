@@ -74,12 +74,12 @@ def test_a_pruned_trial_is_not_promoted(cli: Cli, search: Search) -> None:
 def test_the_dashboard_shows_the_curves_of_a_trial(cli: Cli, search: Search) -> None:
     trial = search.study.trials[0]
     pages = f"{cli.stack.dashboard_url}"
-    with urllib.request.urlopen(f"{pages}/api/studies/{search.study._study_id}", timeout=30) as reply:
+    with urllib.request.urlopen(f"{pages}/api/studies/{search.study._study_id}", timeout=300) as reply:
         listed = {meta["filename"]: meta for meta in json.load(reply)["trials"][0]["artifacts"]}
     assert {"curves.png", "report.md", "config.yaml", "metrics.jsonl"} <= set(listed)
     meta = listed["curves.png"]
     address = f"{pages}/artifacts/{search.study._study_id}/{trial._trial_id}/{meta['artifact_id']}"
-    with urllib.request.urlopen(address, timeout=30) as reply:
+    with urllib.request.urlopen(address, timeout=300) as reply:
         assert reply.read(8) == b"\x89PNG\r\n\x1a\n"
 
 

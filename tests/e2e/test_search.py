@@ -111,7 +111,7 @@ def test_the_summary_names_the_winner_and_its_addresses_answer(search: Search) -
     urls = re.findall(r"http://\S+", search.output)
     assert len(urls) == 3
     for url in urls:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=300) as reply:
             assert reply.status == 200
 
 

@@ -13,7 +13,7 @@ from search.cli import _run
 from tests.e2e.support import Cli
 from tests.e2e.test_interruptions import BROKEN, GATED, start, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
 
 Say = Callable[..., str]
 

@@ -14,13 +14,6 @@ from tests.faults.harness import Arena, Zygote
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
-def zygote(_no_settings_of_the_user: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    made = Zygote(tmp_path_factory.mktemp("zygote") / "log")
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
     """A study to be, on a database of its own and the MLflow of all tests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,8 +21,8 @@ from tests.faults.orders import Order, write
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVE = str(Path(__file__).with_name("scripted.py"))
-PATIENCE = 90.0
-LEASE = 2.0  # seconds: long enough for a busy machine, short enough to wait for
+PATIENCE = 600.0  # seconds; what a machine with much other work may need for a few steps
+LEASE = 4.0  # seconds: long enough for a busy machine, short enough to wait for
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -31,8 +32,49 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
+@dataclass
+class Command:
+    """A command that was forked; of a `subprocess.Popen` it has what tests use."""
+
+    zygote: Zygote
+    pid: int
+    log: Path
+
+    def poll(self) -> int | None:
+        return self.zygote.exit_code(self.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def lines(self, number: int) -> list[str]:
+        """Wait until it has printed so many lines, or ended, and return all that it printed."""
+        while (ended := self.poll() is not None) is False and self.log.read_text().count("\n") < number:
+            time.sleep(0.005)
+        found = self.log.read_text().splitlines()
+        assert len(found) >= number, (ended, found)
+        return found
+
+    def communicate(self) -> tuple[str, None]:
+        """Wait for its end, and return what it printed, on both streams."""
+        self.wait()
+        return self.log.read_text(), None
+
+
 class Zygote:
-    """Forks workers; see :mod:`tests.faults.zygote`."""
+    """Forks commands; see :mod:`tests.faults.zygote`."""
 
     def __init__(self, log: Path) -> None:
         environment = {
@@ -40,7 +82,6 @@ class Zygote:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true",
-            "HPSEARCH_LEASE": str(LEASE),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.zygote"],
@@ -52,6 +93,39 @@ class Zygote:
             text=True,
         )
         self._log = log
+        self._codes: dict[int, int] = {}
+        self._numbers = itertools.count()
+
+    def start(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        log: Path,
+        *,
+        puppet: bool = True,
+        cwd: Path = ROOT,
+        input: Path | None = None,  # noqa: A002 as subprocess names it
+        alone: bool = False,
+    ) -> int:
+        """Fork a command and return its process id."""
+        more = {"alone": alone} if input is None else {"alone": alone, "input": str(input)}
+        pid = int(self.ask(start=arguments, environment=environment, log=str(log), puppet=puppet, cwd=str(cwd), **more))
+        self._codes.pop(pid, None)
+        return pid
+
+    def command(self, arguments: list[str], *, cwd: Path = ROOT) -> Command:
+        """Start a command of the product's."""
+        log = self._log.with_name(f"{next(self._numbers)}.log")
+        return Command(self, self.start(arguments, {}, log, puppet=False, cwd=cwd), log)
+
+    def python(self, program: str, *arguments: str | Path) -> Command:
+        """Start a program as `python -c` does, where torch and all else is loaded already."""
+        return self.command(["-c", program, *map(str, arguments)])
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a command ended; None while it runs."""
+        self._codes |= {int(ended): code for ended, code in self.ask(reap=True).items()}
+        return self._codes.get(pid)
 
     def ask(self, **told: Any) -> Any:
         assert self._process.stdin is not None
@@ -64,8 +138,8 @@ class Zygote:
 
     def undisturbed(self, n_trials: int, path: Path) -> list[list[float]]:
         """Return the values of the first trials of any study, an epoch each, trained alone and without a service."""
-        self.ask(start=["undisturbed", str(n_trials), str(path)], environment={}, log=str(self._log))
-        wait_for(lambda: self.ask(reap=True), "the undisturbed runs")
+        pid = self.start(["undisturbed", str(n_trials), str(path)], {}, self._log)
+        wait_for(lambda: self.exit_code(pid) is not None, "the undisturbed runs")
         return [[float.fromhex(value) for value in trial] for trial in json.loads(path.read_text())]
 
     def close(self) -> None:
@@ -95,7 +169,7 @@ class Arena:
     """One study and its workers.
 
     Attributes:
-        cheap: leave out plots and exported models, which cost a trial most.
+        cheap: leave out exported models, which cost a trial most.
     """
 
     zygote: Zygote
@@ -126,13 +200,14 @@ class Arena:
     def environment(self, **more: str) -> dict[str, str]:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
         cheap = {"CHEAP": "1"} if self.cheap else {}
-        return {**urls, **cheap, "HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders), **more}
+        where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
+        return {**urls, **cheap, **where, "HPSEARCH_LEASE": str(LEASE), **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:
         """Start a worker, or another command."""
         log = self.folder / f"{len(self.workers):03d}.log"
         start = list(arguments or ("worker", "--study", self.name))
-        pid = self.zygote.ask(start=start, environment=self.environment(**environment), log=str(log))
+        pid = self.zygote.start(start, self.environment(**environment), log)
         self.workers.append(Worker(pid, log))
         return self.workers[-1]
 
@@ -145,10 +220,9 @@ class Arena:
 
     def reap(self) -> None:
         """Look which workers have ended."""
-        for pid, code in self.zygote.ask(reap=True).items():
-            for worker in self.workers:
-                if worker.pid == int(pid) and not worker.ended:
-                    worker.exit_code = code
+        for worker in self.workers:
+            if not worker.ended:
+                worker.exit_code = self.zygote.exit_code(worker.pid)
 
     def work(
         self,
@@ -167,7 +241,7 @@ class Arena:
             more: environment of the workers.
         """
         running = [self.start(**more) for _ in range(slots)]
-        deadline = time.monotonic() + PATIENCE * 4
+        deadline = time.monotonic() + PATIENCE
         while running:
             assert time.monotonic() < deadline, self.tell("the study does not end")
             self.reap()

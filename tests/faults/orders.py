@@ -162,7 +162,7 @@ ACTIONS: dict[str, Callable[[Path], Any]] = {
     "raise": _raise,
     "exit": lambda _: sys.exit(3),
     "allocate": _allocate,
-    "sleep": lambda _: time.sleep(3.0),
+    "sleep": lambda _: time.sleep(1.5 * float(os.environ["HPSEARCH_LEASE"])),
     "hang": functools.partial(_await, "open"),
     "hang until mended": functools.partial(_await, "mended"),
     "fill the disk": _fill_disk,

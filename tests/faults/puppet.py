@@ -57,8 +57,7 @@ SENDING = {
 
 def main(arguments: list[str]) -> int:
     """Wrap the steps, and run the command line."""
-    if os.environ.get("CHEAP"):
-        spare()
+    spare(models=bool(os.environ.get("CHEAP")))
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
@@ -163,10 +162,13 @@ def shift_clock(offset: float) -> None:
                     setattr(module, name, Shifted)
 
 
-def spare() -> None:
-    """Leave out what costs a trial most and is nothing that a fault could harm: its plots and its exported model."""
+def spare(*, models: bool) -> None:
+    """Leave out what costs most and is nothing that a fault could harm: plots, the smoke test, and exported models."""
     from objectives.training.reports import run_dir
+    from search.run import search
     from search.tracking.trial_run import TrialTracking
 
     run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
-    TrialTracking._log_model = lambda *_: None  # type: ignore[method-assign]
+    search.smoke_test = lambda *_: None
+    if models:
+        TrialTracking._log_model = lambda *_: None  # type: ignore[method-assign]

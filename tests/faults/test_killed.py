@@ -82,14 +82,21 @@ def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[li
 
 
 def test_the_sender_is_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
-    """In the middle of what it sends: nothing is missing in MLflow or there twice, and each trial has one model."""
-    orders = [Order(point, "kill", trial=number, attempt=0, when=when) for number, (point, when) in enumerate(SENDING)]
+    """In the middle of what it sends: nothing is missing in MLflow or there twice, and each trial has one model.
+
+    Of each trial the sender is killed three times: early, again where the next one goes on, and at its end.
+    """
+    n_trials = len(SENDING) // 3
+    orders = [
+        Order(point, "kill", trial=number % n_trials, attempt=0, when=when)
+        for number, (point, when) in enumerate(SENDING)
+    ]
     arena.cheap = False
-    arena.create(len(orders), orders, retries=len(orders))
+    arena.create(n_trials, orders, retries=len(orders))
     arena.work(2)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
     assert not missed, f"nobody was killed at {missed}"
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(len(orders)), len(orders))
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
     assert_tracked(arena.tracking_uri, arena.name, trials, models=True)
 

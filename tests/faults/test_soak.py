@@ -1,4 +1,4 @@
-"""A small storm in every run of the tests; the large ones are made by hand with soak.py."""
+"""A small storm in every run of CI; the large ones are made by hand with soak.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, wire
 from tests.faults.soak import soak
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
 def test_a_fleet_in_a_storm_loses_nothing(

@@ -21,7 +21,7 @@ Undisturbed = Callable[[int], list[list[float]]]
 
 
 class Server:
-    """The MLflow server of all tests, which is killed and started again."""
+    """An MLflow server that is killed and started again."""
 
     def __init__(self, stack: embedded.StackInfo) -> None:
         self.home, self.uri = stack.home, stack.tracking_uri
@@ -38,8 +38,10 @@ class Server:
 
 
 @pytest.fixture
-def server(stack: embedded.StackInfo) -> Iterator[Server]:
-    found = Server(stack)
+def server(own_stack: embedded.StackInfo, arena: Arena) -> Iterator[Server]:
+    """The server of the arena."""
+    found = Server(embedded.up(own_stack.home))
+    arena.tracking_uri = found.uri
     yield found
     found.start()
 
@@ -47,9 +49,9 @@ def server(stack: embedded.StackInfo) -> Iterator[Server]:
 def test_the_server_is_killed_for_the_middle_half_of_a_search(
     arena: Arena, server: Server, undisturbed: Undisturbed
 ) -> None:
-    """20 trials on 3 workers: every metric of every epoch is there once, and each trial has its model."""
+    """Every metric of every epoch is there once, and each trial has its model."""
     arena.cheap = False
-    arena.create(20, [])
+    arena.create(6, [])
 
     def trained() -> int:
         return sum(event["epoch"] == EPOCHS - 1 for event in arena.events("reported"))
@@ -58,18 +60,18 @@ def test_the_server_is_killed_for_the_middle_half_of_a_search(
 
     def meanwhile(_: object) -> None:
         nonlocal phase
-        if phase == "before" and trained() >= 5:
+        if phase == "before" and trained() >= 2:
             server.kill()
             phase = "away"
-        elif phase == "away" and trained() >= 15:
+        elif phase == "away" and trained() >= 4:
             server.start()
             phase = "back"
 
-    arena.work(3, meanwhile=meanwhile)
+    arena.work(2, meanwhile=meanwhile)
     assert phase == "back"
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(20), 20)
-    assert [t.outcomes for t in trials] == [["complete"]] * 20, "no trial felt it"
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
+    assert [t.outcomes for t in trials] == [["complete"]] * 6, "no trial felt it"
     assert_tracked(server.uri, arena.name, trials, models=True)
 
 
@@ -141,13 +143,13 @@ def test_workers_that_start_at_once_have_one_parent(arena: Arena, undisturbed: U
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
         line.cut()
-        arena.create(8, [Order("claim", "hang", trial=number, when="after") for number in range(8)])
+        arena.create(4, [Order("claim", "hang", trial=number, when="after") for number in range(4)])
         line.mend()
-        workers = [arena.start() for _ in range(8)]
-        wait_for(lambda: all(arena.obeyed(n) for n in range(8)), "eight workers to have a trial")
+        workers = [arena.start() for _ in range(4)]
+        wait_for(lambda: all(arena.obeyed(n) for n in range(4)), "four workers to have a trial")
         (arena.orders / "open").touch()
         wait_for(lambda: arena.reap() or all(w.ended for w in workers), "the workers to leave")
-    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert_tracked(direct, arena.name, trials)
 
 

@@ -11,6 +11,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from search.cli import main
@@ -19,6 +20,10 @@ from search.fleet.fleet import MAX_DEATHS, Fleet
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
 from search.worker.join import WorkerOptions
 
+# Of those who fork, one process of pytest-xdist loads what workers need.
+pytestmark = pytest.mark.xdist_group("forked")
+
+MANY = 1000  # workers: each is to have one thread
 ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 
 
@@ -74,7 +79,7 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
     """Its environment, its output, its session, its exit code; the next takes no interpreter's start."""
-    load_ahead(3)
+    load_ahead(MANY)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
     process = ForkedProcess(partial(main, ["worker", "--study", "s", "--lease", "0"]), environment, log)
@@ -88,7 +93,7 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
 def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -> None:
-    load_ahead(3)
+    load_ahead(MANY)
     arguments = [
         "train",
         "breast_cancer",
@@ -140,17 +145,12 @@ def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
     fleet.wait()
 
 
-_THREADS = """
-import search.fleet.preload, threading
-from pathlib import Path
-names = [Path(f"/proc/self/task/{t.name}/comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
-print(*[name for name in names if name != "jemalloc_bg_thd"], *threading.enumerate()[1:])
-"""
-
-
 @pytest.mark.skipif(not can_fork(), reason="workers are not forked here: no Linux, or there is an accelerator")
-def test_what_workers_are_forked_from_has_one_thread() -> None:
+def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
     """But for a memory allocator's (pyarrow's jemalloc), which takes care of forks itself."""
-    alone = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", _THREADS], env=alone, capture_output=True, text=True, check=True)
-    assert len(done.stdout.split()) == 1, done.stdout
+    load_ahead(MANY)
+    forked = ForkedProcess(["--help"], dict(os.environ), tmp_path / "log")  # it answers when all is loaded
+    assert ended(forked) == 0
+    (server,) = [one for one in psutil.Process().children() if "search.fleet.preload" in "".join(one.cmdline())]
+    names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{server.pid}/task").iterdir()]
+    assert len([name for name in names if name != "jemalloc_bg_thd"]) == 1, names

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import optuna
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -20,8 +20,6 @@ from search.sampling.samplers import make_pruner
 from search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12
-MANY = settings(max_examples=300, deadline=None)
-
 # Few distinct numbers make ties, at the cut-off and elsewhere.
 values = st.one_of(
     st.integers(-2, 3).map(float),
@@ -118,13 +116,11 @@ def check_against_finished(pruner: dict[str, object], direction: str, history, c
 
 
 @given(st.one_of(medians, percentiles), directions, st.lists(curves, max_size=6), curves)
-@settings(max_examples=600, deadline=None)
 def test_median_and_percentile(pruner, direction, history, curve) -> None:
     check_against_finished(pruner, direction, history, curve)
 
 
 @given(thresholds, directions, curves)
-@MANY
 def test_threshold(options, direction, curve) -> None:
     names = ("n_warmup_steps", "interval_steps", "lower", "upper")
     check_against_finished({"name": "threshold", **dict(zip(names, options, strict=True))}, direction, [], curve)
@@ -183,7 +179,6 @@ class _InMemory:
     st.sampled_from(["in turn", "together"]),
     st.booleans(),
 )
-@MANY
 def test_successive_halving_and_hyperband(pruner, direction, history, order, heeded) -> None:
     """Trials run one after another or side by side; their verdicts are heeded, or they go on all the same."""
     spec = spec_of(pruner, direction)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from storage.checkpoints.store import Checkpoints
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.claims import Claim, Claims
+from tests.faults.harness import Zygote
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 
@@ -328,10 +327,10 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_is_called_so_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_is_called_so_and_leaves_the_old_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
     """Torch itself speaks of an unexpected position."""
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "x.pt"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "File too large 10 ['x.pt']"
+    said, _ = zygote.python(FULL, tmp_path / "x.pt").communicate()
+    assert said.strip() == "File too large 10 ['x.pt']"
 
 
 def test_best_is_what_a_promotion_needs(folder_study: Study) -> None:

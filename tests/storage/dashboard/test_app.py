@@ -14,7 +14,7 @@ from storage.study_storage import PostgresStorage
 
 
 def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **headers: str) -> int:
-    connection = http.client.HTTPConnection(stack.dashboard_url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(stack.dashboard_url.removeprefix("http://"), timeout=300)
     try:
         connection.request(method, path, headers=headers)
         return connection.getresponse().status

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -16,8 +15,17 @@ from storage.database.migrate import migrate
 from storage.database.roles import WORKER
 from storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES
 from storage.errors import StorageError
+from tests.faults.harness import Zygote
 
-_MIGRATE = "import sys; from storage.database.migrate import migrate; sys.stdin.readline(); migrate(sys.argv[1])"
+_MIGRATE = """
+import sys, time
+from pathlib import Path
+from storage.database.migrate import migrate
+print("ready", flush=True)
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+migrate(sys.argv[1])
+"""
 
 
 def _worker_url(url: str) -> str:
@@ -43,22 +51,13 @@ def test_an_empty_database_is_ready_for_workers(empty_database_url: str) -> None
     _use(worker)
 
 
-def test_eight_processes_at_once(empty_database_url: str) -> None:
-    starters = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MIGRATE, empty_database_url],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(8)
-    ]
-    for starter in starters:  # each has imported everything and waits
-        assert starter.stdin
-        starter.stdin.write("\n")
-        starter.stdin.flush()
-    errors = [starter.communicate()[1] for starter in starters]
-    assert [starter.returncode for starter in starters] == [0] * 8, errors
+def test_four_processes_at_once(zygote: Zygote, empty_database_url: str, tmp_path: Path) -> None:
+    starters = [zygote.python(_MIGRATE, empty_database_url, tmp_path / "go") for _ in range(4)]
+    for starter in starters:
+        starter.lines(1)
+    (tmp_path / "go").touch()
+    said = [starter.communicate()[0] for starter in starters]
+    assert [starter.returncode for starter in starters] == [0] * 4, said
     check_database(_worker_url(empty_database_url))
     engine = sa.create_engine(empty_database_url)
     with engine.connect() as connection:

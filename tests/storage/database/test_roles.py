@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +14,18 @@ from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.errors import StorageError
 from storage.urls import build
+from tests.faults.harness import Zygote
 
 _PASSWORDS = {"owner_password": "o-secret", "worker_password": "w-secret", "mlflow_password": "m-secret"}
-_CREATE = (
-    "import sys; from storage.database.roles import create_databases; sys.stdin.readline();"
-    f"create_databases(sys.argv[1], **{_PASSWORDS!r})"
-)
+_CREATE = f"""
+import sys, time
+from pathlib import Path
+from storage.database.roles import create_databases
+print("ready", flush=True)
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+create_databases(sys.argv[1], **{_PASSWORDS!r})
+"""
 
 
 @pytest.fixture
@@ -58,14 +62,14 @@ def _execute(url: str, *statements: str) -> None:
         connection.close()
 
 
-def test_six_processes_at_once_then_again(server: Server) -> None:
+def test_four_processes_at_once_then_again(server: Server, zygote: Zygote, tmp_path: Path) -> None:
     admin = _admin(server)
-    starters = [
-        subprocess.Popen([sys.executable, "-c", _CREATE, admin], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-        for _ in range(6)
-    ]
-    errors = [starter.communicate(b"\n")[1] for starter in starters]
-    assert [starter.returncode for starter in starters] == [0] * 6, errors
+    starters = [zygote.python(_CREATE, admin, tmp_path / "go") for _ in range(4)]
+    for starter in starters:
+        starter.lines(1)
+    (tmp_path / "go").touch()
+    said = [starter.communicate()[0] for starter in starters]
+    assert [starter.returncode for starter in starters] == [0] * 4, said
 
     urls = create_databases(admin, **_PASSWORDS)
     migrate(urls.owner_url)

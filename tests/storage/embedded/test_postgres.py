@@ -55,7 +55,7 @@ def _kill(server: Server) -> None:
     running = server.running()
     assert running is not None
     running.kill()
-    assert process.wait([running], timeout=30)
+    assert process.wait([running], timeout=300)
 
 
 def test_it_starts_stops_and_keeps_its_port_and_its_data(server: Server) -> None:

@@ -39,6 +39,10 @@ print(up(Path(sys.argv[1]), progress=lambda line: print(line, flush=True)).track
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
 
 
+# Each test of `home` finds it as the one before left it.
+pytestmark = pytest.mark.xdist_group("stack")
+
+
 @pytest.fixture(scope="module")
 def home(guarded_homes: Any) -> Iterator[Path]:
     """A home with spaces and a long path, whose stack each test finds in whatever state the last one left it."""
@@ -64,7 +68,7 @@ def _kill(home: Path, name: str) -> None:
     assert pid is not None
     victim = psutil.Process(pid)
     victim.kill()
-    assert process.wait([victim], timeout=30)
+    assert process.wait([victim], timeout=300)
 
 
 def _processes(home: Path) -> list[psutil.Process]:
@@ -80,7 +84,7 @@ def _processes(home: Path) -> list[psutil.Process]:
 
 
 def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=300) as response:
         body: bytes = response.read()
         return body
 
@@ -149,19 +153,19 @@ def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
     assert stack.storage_url != stack.owner_url
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", ["Postgres", "Optuna dashboard"])  # MLflow: where it cannot start, below
 def test_a_service_killed_with_sigkill_is_started_again(home: Path, name: str) -> None:
     stack = up(home)
     before = _pids(home)
     _kill(home, name)
     assert info(home) is None
     assert _states(home)[name] == "dead"
-    if name == "MLflow":  # the one that takes its time
-        begun = EmbeddedStack(home, load(home) or State())
-        begun.mlflow.begin(begun.state.postgres.port or 0)
-        assert _states(home)[name] == "starting"
-    assert up(home) == stack  # at the same addresses
-    after = _pids(home)
+    _is_started_again(stack, name, before)
+
+
+def _is_started_again(stack: StackInfo, name: str, before: dict[str, int | None]) -> None:
+    assert up(stack.home) == stack  # at the same addresses
+    after = _pids(stack.home)
     assert after.pop(name) != before.pop(name)
     assert after == before  # the others were adopted
     _works(stack)
@@ -181,51 +185,24 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
     _works(stack)
 
 
-def test_ids_that_others_have_now_are_left_alone(home: Path) -> None:
-    up(home)
-    for name in _NAMES:
-        _kill(home, name)
-    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        state = json.loads((home / "stack.json").read_text())
-        for name in ("postgres", "mlflow", "dashboard"):
-            state[name]["process"]["pid"] = bystander.pid
-        (home / "stack.json").write_text(json.dumps(state))
-        pid_file = home / "postgres" / "data" / "postmaster.pid"
-        lines = pid_file.read_text().splitlines()
-        pid_file.write_text("\n".join([str(bystander.pid), *lines[1:]]) + "\n")
-
-        assert _states(home) == dict.fromkeys(_NAMES, "dead")
-        down(home)
-        assert bystander.poll() is None
-        _works(up(home))
-        assert bystander.poll() is None
-        assert bystander.pid not in _pids(home).values()
-    finally:
-        bystander.communicate(b"\n")
-
-
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}'])
-def test_a_lost_or_broken_state_file_costs_nothing(home: Path, content: str | None) -> None:
-    first = content is None
-    if first:
-        study = optuna.create_study(study_name="kept", storage=up(home).storage_url)
-        study.add_trial(optuna.trial.create_trial(value=0.5))
-    (home / "stack.json").unlink(missing_ok=True)
-    if content is not None:
-        (home / "stack.json").write_text(content)
-    assert info(home) is None
-    assert _states(home)["MLflow"] == "stopped"
-    if not first:  # the rest is the same for every content, and starting MLflow takes its time
-        return
+def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
+    study = optuna.create_study(study_name="kept", storage=up(home).storage_url)
+    study.add_trial(optuna.trial.create_trial(value=0.5))
+    for content in ("", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None):
+        (home / "stack.json").unlink(missing_ok=True)
+        if content is not None:
+            (home / "stack.json").write_text(content)
+        assert info(home) is None
+        assert _states(home)["MLflow"] == "stopped"
     stack = up(home)
     _works(stack)
     assert optuna.load_study(study_name="kept", storage=stack.storage_url).best_value == 0.5
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
 
 
-def test_a_service_that_cannot_start_says_why(home: Path) -> None:
-    port = up(home).storage_url.rsplit(":", 1)[1].split("/")[0]
+def test_a_service_that_cannot_start_says_why_and_is_started_again_when_it_can(home: Path) -> None:
+    stack, before = up(home), _pids(home)
+    port = stack.storage_url.rsplit(":", 1)[1].split("/")[0]
     password = (home / "postgres" / "password").read_text()
     connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
     with connection, connection.cursor() as cursor:
@@ -242,23 +219,39 @@ def test_a_service_that_cannot_start_says_why(home: Path) -> None:
         with connection, connection.cursor() as cursor:
             cursor.execute("UPDATE alembic_version SET version_num = %s", (revision,))
         connection.close()
-    _works(up(home))
+    begun = EmbeddedStack(home, load(home) or State())
+    begun.mlflow.begin(begun.state.postgres.port or 0)
+    assert _states(home)["MLflow"] == "starting"  # it takes its time
+    _is_started_again(stack, "MLflow", before)
 
 
-def test_down_stops_everything_and_the_ports_are_kept_if_free(home: Path) -> None:
+def test_ids_that_others_have_now_are_left_alone_and_ports_are_kept_if_free(home: Path) -> None:
     stack = up(home)
-    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
-    assert _processes(home) == []
-    assert down(home) == []
-    assert _states(home) == dict.fromkeys(_NAMES, "stopped")
-    assert info(home) is None
+    for name in _NAMES:
+        _kill(home, name)
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        state = json.loads((home / "stack.json").read_text())
+        for name in ("postgres", "mlflow", "dashboard"):
+            state[name]["process"]["pid"] = bystander.pid
+        (home / "stack.json").write_text(json.dumps(state))
+        pid_file = home / "postgres" / "data" / "postmaster.pid"
+        lines = pid_file.read_text().splitlines()
+        pid_file.write_text("\n".join([str(bystander.pid), *lines[1:]]) + "\n")
 
-    taken = int(stack.dashboard_url.rsplit(":", 1)[1])
-    with socket.create_server(("127.0.0.1", taken)):
-        again = up(home)
+        assert _states(home) == dict.fromkeys(_NAMES, "dead")
+        down(home)
+        assert bystander.poll() is None
+        taken = int(stack.dashboard_url.rsplit(":", 1)[1])
+        with socket.create_server(("127.0.0.1", taken)):
+            again = up(home)
         assert again.dashboard_url != stack.dashboard_url
         assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url)
         _works(again)
+        assert bystander.poll() is None
+        assert bystander.pid not in _pids(home).values()
+    finally:
+        bystander.communicate(b"\n")
 
 
 def test_down_finds_what_a_lost_state_file_knew(home: Path) -> None:
@@ -268,7 +261,7 @@ def test_down_finds_what_a_lost_state_file_knew(home: Path) -> None:
     assert _processes(home) == []
 
 
-def test_starters_killed_at_every_step_then_four_at_once(fresh_home: Path) -> None:
+def test_starters_killed_at_every_step_then_four_at_once_and_down(fresh_home: Path) -> None:
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
         (starter,) = _starters(fresh_home, 1)
         assert starter.stdout
@@ -288,6 +281,12 @@ def test_starters_killed_at_every_step_then_four_at_once(fresh_home: Path) -> No
     stack = info(fresh_home)
     assert stack
     _works(stack)
+
+    assert [line.split(" (")[0] for line in down(fresh_home)] == _NAMES[::-1]
+    assert _processes(fresh_home) == []
+    assert down(fresh_home) == []
+    assert _states(fresh_home) == dict.fromkeys(_NAMES, "stopped")
+    assert info(fresh_home) is None
 
 
 def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:

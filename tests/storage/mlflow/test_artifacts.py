@@ -47,22 +47,22 @@ def test_the_dashboard_shows_what_the_run_has(stack: StackInfo, tracking: Tracki
     assert [meta.filename for meta in get_all_artifact_meta(trial, storage=storage)] == ["curves.png", "report.md"]
 
     here = f"{stack.dashboard_url}/artifacts/{study._study_id}/{trial._trial_id}"
-    with urllib.request.urlopen(f"{stack.dashboard_url}/api/studies/{study._study_id}", timeout=30) as reply:
+    with urllib.request.urlopen(f"{stack.dashboard_url}/api/studies/{study._study_id}", timeout=300) as reply:
         listed = json.load(reply)["trials"][0]["artifacts"]
     shown = {}
     for meta in listed:
-        with urllib.request.urlopen(f"{here}/{meta['artifact_id']}", timeout=30) as reply:
+        with urllib.request.urlopen(f"{here}/{meta['artifact_id']}", timeout=300) as reply:
             shown[meta["filename"]] = (reply.headers["Content-Type"], reply.read())
     assert shown == {
         "curves.png": ("image/png", b"\x89PNG"),
         "report.md": ("text/plain; charset=utf-8", b"# report"),
     }
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"{here}/{artifact_id_of(run_id, 'train.log')}", timeout=30)
+        urllib.request.urlopen(f"{here}/{artifact_id_of(run_id, 'train.log')}", timeout=300)
     assert refused.value.code == 404, "only what the trial lists is given out"
 
     request = urllib.request.Request(f"{stack.dashboard_url}/api/studies/{study._study_id}", method="DELETE")
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=300) as reply:
         assert reply.status == 204, "artifacts that cannot be removed do not keep a study from being deleted"
     assert {f.path for f in tracking.client.list_artifacts(run_id)} == {"curves.png", "report.md"}
 
@@ -74,7 +74,7 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
     page = f"{stack.dashboard_url}/api/studies/{study._study_id}"
 
     def listed() -> list[str]:
-        with urllib.request.urlopen(page, timeout=30) as reply:
+        with urllib.request.urlopen(page, timeout=300) as reply:
             return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
 
     assert listed() == []

@@ -322,7 +322,7 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
     sender = Sender(post.box, post.shipper)
     with RunBook(post.storage.engine).opening(post.trial_id):
         sender.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while post.box.has("0001"):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -145,12 +145,15 @@ def test_the_fence_holds_against_a_takeover_at_the_same_moment(
             while not _somebody_waits(other):
                 assert not write.done()
         with pytest.raises(ClaimLostError):
-            write.result(timeout=30)
+            write.result(timeout=300)
     assert other.read_trial(owned).intermediate_values == {}
 
 
 def _somebody_waits(storage: PostgresStorage) -> bool:
-    query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'test' AND wait_event_type = 'Lock'"
+    query = (
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name = 'test' AND wait_event_type = 'Lock'"
+    )
     with storage.engine.connect() as connection:
         return bool(connection.execute(sa.text(query)).scalar())
 

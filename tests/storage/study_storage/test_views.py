@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -260,7 +258,10 @@ def test_optimize_with_both_storages_on_one_study(ours: Callable[[], PostgresSto
 
 
 def test_the_dashboard_and_the_command_line_read_a_live_study(
-    ours: Callable[[], PostgresStorage], database_url: str
+    ours: Callable[[], PostgresStorage],
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     storage = ours()
     study = optuna.create_study(storage=storage, study_name="live", direction="maximize")
@@ -269,9 +270,9 @@ def test_the_dashboard_and_the_command_line_read_a_live_study(
     trial.report(0.5, 0)
 
     def cli(*arguments: str) -> Any:
-        code = "import sys; from optuna.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, *arguments, "--storage", database_url, "-f", "json"]
-        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        monkeypatch.setattr("sys.argv", ["optuna", *arguments, "--storage", database_url, "-f", "json"])
+        assert optuna.cli.main() == 0
+        return json.loads(capsys.readouterr().out)
 
     assert [s["name"] for s in cli("studies")] == ["live"]
     assert [t["state"] for t in cli("trials", "--study-name", "live")] == ["COMPLETE"] * 3 + ["RUNNING"]

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 import optuna
+import pytest
 import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
@@ -35,8 +36,8 @@ def spawn(url: str, study_id: int) -> subprocess.Popen[str]:
 def test_many_processes_one_of_them_killed_run_exactly_the_budget(
     storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
 ) -> None:
-    budget(storage, study_id, n_trials=200, retries=5)
-    workers = [spawn(database_url, study_id) for _ in range(5)]
+    budget(storage, study_id, n_trials=100, retries=5)
+    workers = [spawn(database_url, study_id) for _ in range(4)]
     for worker in workers:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "ready\n"
@@ -53,8 +54,8 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
     finisher = spawn(database_url, study_id)
     finisher.communicate("go\n")
     trials = storage.get_all_trials(study_id)
-    assert Counter(t.state for t in trials) == {TrialState.COMPLETE: 200}
-    assert [t.number for t in trials] == list(range(200))
+    assert Counter(t.state for t in trials) == {TrialState.COMPLETE: 100}
+    assert [t.number for t in trials] == list(range(100))
     assert workers[0].returncode == -signal.SIGKILL
     assert all(attempt <= 2 for attempt, _ in outcomes(engine))
     overlapping = """
@@ -79,10 +80,15 @@ for line in sys.stdin:
 """
 
 
-def test_eight_workers_run_exactly_the_budget_fifty_times_in_a_row(storage: BaseStorage, database_url: str) -> None:
+@pytest.mark.parametrize(
+    ("n_workers", "searches", "n_trials"), [(4, 12, 5), pytest.param(8, 50, 20, marks=pytest.mark.soak)]
+)
+def test_workers_run_exactly_the_budget_many_times_in_a_row(
+    storage: BaseStorage, database_url: str, n_workers: int, searches: int, n_trials: int
+) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", EIGHT_PROGRAM, database_url]
-    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(8)]
+    workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(n_workers)]
 
     def replies() -> list[str]:
         return [worker.stdout.readline().strip() for worker in workers if worker.stdout]
@@ -94,13 +100,13 @@ def test_eight_workers_run_exactly_the_budget_fifty_times_in_a_row(storage: Base
             worker.stdin.flush()
         return sum(map(int, replies()))
 
-    assert replies() == ["ready"] * 8
-    for time_ in range(50):
+    assert replies() == ["ready"] * n_workers
+    for time_ in range(searches):
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], f"s{time_}")
-        budget(storage, study_id, n_trials=20)
-        assert search(study_id) == 20
+        budget(storage, study_id, n_trials=n_trials)
+        assert search(study_id) == n_trials
         assert search(study_id) == 0, "started again"
         trials = storage.get_all_trials(study_id)
-        assert [(t.number, t.state) for t in trials] == [(n, TrialState.COMPLETE) for n in range(20)]
+        assert [(t.number, t.state) for t in trials] == [(n, TrialState.COMPLETE) for n in range(n_trials)]
     for worker in workers:
         worker.communicate()

@@ -1,6 +1,6 @@
 """A process of its own for test_kill: trains a configuration, again and again, killed at each epoch and resumed.
 
-Each run is a child of this process, forked after torch was imported, so that eighteen of them start in no time.
+Each run is a child of this process, forked after torch was imported, so that all of them start in no time.
 """
 
 import importlib
@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -137,7 +135,3 @@ def main(name, folder):
         same.append(found.read_text() == undisturbed.read_text())
     epochs = len(json.loads(undisturbed.read_text())["history"])
     print(json.dumps({"ends": ends, "same": same, "epochs": epochs}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

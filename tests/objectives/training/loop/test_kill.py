@@ -1,11 +1,7 @@
 """A real process, killed after each of its epochs and resumed by another, comes to the same bits: eighteen times."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,21 +10,13 @@ from objectives.training.config import OPTIMIZERS, SCHEDULES
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS
 from tests.objectives.training.support import same_result
 
-ROOT = Path(__file__).parents[4]
-
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_killed_at_every_epoch_and_resumed(tmp_path, name):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.objectives.training.loop.killed_runs", name, str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_killed_at_every_epoch_and_resumed(zygote, tmp_path, name):
+    run = "import sys; from pathlib import Path; from tests.objectives.training.loop.killed_runs import main; "
+    said, _ = (done := zygote.python(run + "main(sys.argv[1], Path(sys.argv[2]))", name, tmp_path)).communicate()
+    assert done.returncode == 0, said
+    found = json.loads(said.splitlines()[-1])
     assert found == {"ends": [-signal.SIGKILL] * EPOCHS, "same": [True] * EPOCHS, "epochs": EPOCHS}
 
 

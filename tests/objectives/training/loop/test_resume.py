@@ -1,9 +1,6 @@
 """A run that is killed and resumed is the run that was never killed, to the last bit."""
 
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,25 +96,18 @@ def test_ended_at_any_epoch_and_resumed(tmp_path, undisturbed, name, epoch, poin
 KILLED = """
 import sys, signal, os, torch
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 from tests.objectives.training.loop.test_resume import CONFIGS, Dying, _trainer
 torch.set_num_threads(1)
-run_dir, name, epoch, point = sys.argv[2:]
+run_dir, name, epoch, point = sys.argv[1:]
 session = Dying(Path(run_dir), int(epoch), point, lambda: os.kill(os.getpid(), signal.SIGKILL))
 _trainer(CONFIGS[name], session=session).fit()
 """
 
 
 @pytest.mark.parametrize(("epoch", "point"), [(1, "unreported"), (2, "unsaved")])
-def test_killed_by_the_system_and_resumed_by_another_process(tmp_path, undisturbed, epoch, point):
-    root = str(Path(__file__).parents[4])
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, root, str(tmp_path), "cnn", str(epoch), point],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, undisturbed, epoch, point):
+    said, _ = (done := zygote.python(KILLED, tmp_path, "cnn", str(epoch), point)).communicate()
+    assert done.returncode == -signal.SIGKILL, said
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
 
 

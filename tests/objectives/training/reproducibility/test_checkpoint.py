@@ -1,8 +1,6 @@
 import os
 import pickle
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,11 +118,11 @@ while True:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 5, 9])
-def test_a_kill_in_the_middle_of_writing_leaves_a_whole_state(tmp_path, writes):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    last = [int(process.stdout.readline()) for _ in range(writes + 1)][-1]
+def test_a_kill_in_the_middle_of_writing_leaves_a_whole_state(zygote, tmp_path, writes):
+    process = zygote.python(WRITER, tmp_path)
+    ready, *numbers = process.lines(writes + 2)
+    assert ready == "ready"
+    last = int(numbers[writes])
     process.kill()
     process.wait()
     session = LocalSession(tmp_path)

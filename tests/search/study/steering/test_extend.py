@@ -75,7 +75,9 @@ def locked_study(url: str, waiter: threading.Thread) -> Iterator[psycopg2.extens
         with connection, connection.cursor() as cursor:
             cursor.execute("SELECT 1 FROM studies FOR UPDATE")
             waiter.start()
-            while not rows(url, "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+            while not rows(
+                url, "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            ):
                 time.sleep(0.005)
             yield cursor
     finally:
