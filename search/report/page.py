@@ -18,7 +18,6 @@ from search.study.summary import Summary, format_seconds, format_value, study_pa
 from storage.attributes import INFEASIBLE, REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of
 
 _TOP = 10
 
@@ -26,7 +25,7 @@ _TOP = 10
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
     """Write the report of `study` to `path` and return it."""
     summary, finalists = summarise(study), read_finalists(study)
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     environment = Environment(loader=PackageLoader("search.report"), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
@@ -38,8 +37,8 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         test_set=opening_line(study, opening) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(study),
-        promotions=[_promotion(p) for p in promotions_of(engine_of(study.storage), study.study_id)],
-        top=[_row(study, t) for t in _top(study)],
+        promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
+        top=[_row(study, t) for t in study.best_trials()[:_TOP]],
         unfinished=[_row(study, t) for t in study.trials() if _without_result(t)],
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
@@ -53,12 +52,6 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
 
 def _without_result(trial: FrozenTrial) -> bool:
     return trial.state == TrialState.FAIL or bool(trial.user_attrs.get(INFEASIBLE))
-
-
-def _top(study: StoredStudy) -> list[FrozenTrial]:
-    complete = [t for t in study.trials() if t.state == TrialState.COMPLETE and t.value is not None]
-    sign = -1 if study.spec.direction == "maximize" else 1
-    return sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number))[:_TOP]
 
 
 def _row(study: StoredStudy, trial: FrozenTrial) -> dict[str, Any]:
