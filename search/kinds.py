@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -84,9 +81,3 @@ def refusal(setting: str, first: Mapping[str, Any]) -> str:
     message = str(first["msg"]).removeprefix("Input should be ")
     message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{setting} is {first['input']!r}: it must be {message}"
-
-
-def load_modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
-    """Import every module of a package, and return them by name: a file that is put there needs no other edit."""
-    names = sorted(found.name for found in pkgutil.iter_modules(path))
-    return {name: importlib.import_module(f"{package}.{name}") for name in names}

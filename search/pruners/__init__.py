@@ -2,10 +2,10 @@
 
 The verdicts are those of Optuna's pruners of the same names.
 
-Imports: kinds.
+Imports: discovery, kinds.
 """
 
-from search.kinds import load_modules
+from search.discovery import load_modules
 from search.pruners.base import PrunerSpec
 
 load_modules(__name__, __path__)

@@ -1,9 +1,9 @@
 """Samplers: a file for each, with its options and how it is built; one that is put here is found.
 
-Imports: kinds.
+Imports: discovery, kinds.
 """
 
-from search.kinds import load_modules
+from search.discovery import load_modules
 from search.samplers.base import SamplerSpec
 
 load_modules(__name__, __path__)
