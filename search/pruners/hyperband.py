@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Hyperband(PrunerSpec):
-    """Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
+    """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
 
     name: Literal["hyperband"] = "hyperband"
     min_resource: int = Field(default=1, ge=1)

@@ -1,4 +1,4 @@
-"""Asynchronous successive halving."""
+"""Successive halving without brackets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SuccessiveHalving(PrunerSpec):
-    """Optuna's ``SuccessiveHalvingPruner``."""
+    """Asynchronous successive halving (Li et al. 2020), Optuna's ``SuccessiveHalvingPruner``."""
 
     name: Literal["successive_halving"] = "successive_halving"
     min_resource: int = Field(default=1, ge=1)

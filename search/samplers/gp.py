@@ -1,4 +1,4 @@
-"""Gaussian-process Bayesian optimisation."""
+"""Search by a Gaussian process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GP(SamplerSpec):
-    """Optuna's ``GPSampler``."""
+    """Gaussian-process Bayesian optimisation, Optuna's ``GPSampler``."""
 
     name: Literal["gp"] = "gp"
     n_startup_trials: int = Field(default=10, ge=0)

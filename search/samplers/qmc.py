@@ -1,4 +1,4 @@
-"""Quasi-Monte Carlo search: one sequence for the whole study."""
+"""Search along a sequence that fills the space: one for the whole study."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class QMC(SamplerSpec):
-    """Optuna's ``QMCSampler``."""
+    """Quasi-Monte Carlo search, Optuna's ``QMCSampler``."""
 
     name: Literal["qmc"] = "qmc"
     qmc_type: Literal["sobol", "halton"] = "sobol"

@@ -1,4 +1,4 @@
-"""Independent random search."""
+"""Search at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Random(SamplerSpec):
-    """Optuna's ``RandomSampler``."""
+    """Independent random search, Optuna's ``RandomSampler``."""
 
     name: Literal["random"] = "random"
 

@@ -1,4 +1,4 @@
-"""Tree-structured Parzen estimator (Bergstra et al. 2011)."""
+"""Search by the densities of good and of bad trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TPE(SamplerSpec):
-    """Optuna's ``TPESampler``."""
+    """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``."""
 
     name: Literal["tpe"] = "tpe"
     n_startup_trials: int = Field(default=10, ge=0)

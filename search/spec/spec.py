@@ -15,12 +15,9 @@ from search.samplers.tpe import TPE
 
 SPEC_VERSION: Literal[1] = 1
 
-# The flag of each field: messages speak of what the user types.
-FLAGS = {
-    "n_trials": "--trials",
-    "objective": "OBJECTIVE",
-    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout", "models")},
-}
+# What a user types for a setting is the flag of its name, but for these; messages speak of it.
+FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -52,23 +49,36 @@ class FinalistsOf(Options):
 
 
 class StudySpec(Options):
-    """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags."""
+    """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags.
+
+    A field is all that a setting is: `run` has a flag for it, whose help is the field's description.
+    """
 
     version: Literal[1] = SPEC_VERSION
-    name: str = Field(pattern=NAME_PATTERN, max_length=100)
-    objective: str = Field(min_length=1)
-    metric: str = Field(min_length=1)
-    direction: Literal["maximize", "minimize"]
-    n_trials: int = Field(ge=1, le=1_000_000)
-    epochs: int = Field(ge=1, le=1_000_000)
+    name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
+    objective: str = Field(min_length=1, description="digits, breast_cancer, package.module:Class or my_file.py.")
+    metric: str = Field(min_length=1, description="Validation metric to optimise")
+    direction: Literal["maximize", "minimize"] = Field(description="maximize or minimize")
+    n_trials: int = Field(ge=1, le=1_000_000, description="Budget: how many trials the study runs")
+    epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    retries: int = Field(default=2, ge=0, le=1000)
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
+    retries: int = Field(
+        default=2, ge=0, le=1000, description="How many attempts at a trial may come to nothing before it fails"
+    )
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = Field(default=["lost"])
-    timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
-    models: Literal["complete", "all", "none"] = "complete"  # which trials leave a registrable model
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        strict=False,
+        allow_inf_nan=False,
+        description="Seconds after which no new trial is started",
+    )
+    models: Literal["complete", "all", "none"] = Field(
+        default="complete", description="Which trials leave a registrable model: complete, all or none"
+    )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 
     @property
@@ -80,6 +90,12 @@ class StudySpec(Options):
     def _complete_pruner(self) -> Self:
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
         return self
+
+
+def typed(setting: str) -> str:
+    """Return what a user types for a setting: its flag, the argument's name, or its key in a spec file."""
+    is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
+    return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
 
 
 def parse_spec(values: dict[str, Any]) -> StudySpec:
@@ -110,7 +126,7 @@ def _first_line(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     where = ".".join(map(str, first["loc"]))
-    setting, value = FLAGS.get(where, where), first["input"]
+    setting, value = typed(where), first["input"]
     if first["type"] == "missing":
         return f"{setting} is not set: give it in the spec file or as a flag"
     if where == "name":

@@ -1,21 +1,26 @@
-"""A sampler and a pruner of somebody else's: a class each, and all that speaks of kinds knows them."""
+"""A sampler, a pruner, a setting of somebody else's: a class, a class, a field, and all that speaks of them knows."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import optuna
 import pytest
+import typer
 from optuna.trial import create_trial
 from pydantic import Field
+from typer.testing import CliRunner
 
+from search.cli.settings import takes_settings
 from search.errors import SearchError
 from search.pruners import PrunerSpec
 from search.pruners.decision import Case, Decision, Peers
 from search.pruning import Judge
 from search.samplers import SamplerSpec
 from search.sampling.samplers import make_sampler
-from search.spec.spec import parse_spec
+from search.spec import spec as specs
+from search.spec.spec import StudySpec, parse_spec
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.spec.test_spec import BASE
 
@@ -93,3 +98,27 @@ def test_a_name_is_given_once() -> None:
 
         class Twin(SamplerSpec):
             name: Literal["tpe"] = "tpe"
+
+
+def test_a_setting_from_outside_is_one_field_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flag, the help, the check and the message come from the field."""
+
+    class More(StudySpec):
+        toy_sparkle: int = Field(default=3, ge=1, description="How much it glitters")
+
+    monkeypatch.setattr(specs, "StudySpec", More)
+    seen: list[dict[str, Any]] = []
+
+    def toy(settings: dict[str, Any]) -> int:
+        seen.append(settings)
+        return 0
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(takes_settings(toy))
+    said = CliRunner().invoke(app, ["--help"]).output
+    assert re.search(r"--toy-sparkle +<int> +How much it glitters +\[default: \(3\)\]", said), said
+    assert CliRunner().invoke(app, ["digits", "--toy-sparkle", "5"]).exit_code == 0
+    assert seen == [{"objective": "digits", "toy_sparkle": 5}]
+    assert specs.parse_spec({**BASE, **seen[0]}).model_dump()["toy_sparkle"] == 5
+    with pytest.raises(SearchError, match=r"^--toy-sparkle is 0: it must be at least 1$"):
+        specs.parse_spec({**BASE, "toy_sparkle": 0})
