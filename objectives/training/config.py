@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import numbers
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Self, get_args, get_origin
+
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from objectives.errors import ObjectiveError, nearest
 
@@ -24,128 +28,183 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 
+NAMES = {
+    "optimizer": OPTIMIZERS,
+    "base_optimizer": BASES,
+    "schedule": SCHEDULES,
+    "warmup": WARMUPS,
+    "precision": PRECISIONS,
+    "matmul_precision": MATMUL_PRECISIONS,
+}
 
-@dataclass(frozen=True)
+
+def about(text: str, **bounds: Any) -> Any:
+    """What a setting does, and the bounds of its value: `gt`, `ge`, `lt`, `le`."""
+    return Field(description=text, **bounds)
+
+
+def one_of(names: tuple[str, ...], text: str = "") -> Any:
+    """What a setting does that is a name."""
+    return about(f"one of {', '.join(names)}" + (f": {text}" if text else ""))
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class TrainConfig:
     """How one run trains. Every field has a default; a search space sets those that it searches.
 
-    Attributes:
-        optimizer: a name in `OPTIMIZERS`.
-        base_optimizer: what "lookahead" and "sam" are wrapped around.
-        lr: the peak learning rate.
-        weight_decay: decoupled where the optimizer decouples it; never on biases and norm layers.
-        layer_decay: each layer below the last learns this much slower than the one above it; 1 is no difference.
-        momentum: of SGD, RMSprop, Muon and LARS.
-        nesterov: Nesterov's momentum, of SGD and LARS.
-        beta1, beta2: of the Adam family, Lion and LAMB.
-        lookahead_steps: of "lookahead": steps between two moves of its slow weights.
-        lookahead_alpha: of "lookahead": what share of the way to the fast weights they move.
-        sam_rho: how far SAM looks for the worst loss around the weights.
-        batch_size: samples in one micro-batch.
-        accumulate: micro-batches in one optimizer step; the loss is averaged over all their samples.
-        drop_last: leave out the short last micro-batch of an epoch, unless it is the only one.
-        num_workers: processes that load and augment batches; 0 loads in this one; None keeps the data on the device.
-        schedule: a name in `SCHEDULES`.
-        warmup: "linear" or "cosine", the shape of the climb.
-        warmup_fraction: share of all optimizer steps over which the rate climbs.
-        warmup_steps: their number, in place of the share; None goes by the share.
-        min_lr_fraction: the rate at the end of a decaying schedule, as a share of the peak.
-        decay_factor: what "step" and "plateau" multiply the rate by.
-        decay_epochs: of "step": epochs between two falls; None is a third of the run.
-        plateau_patience: of "plateau": epochs without improvement before the rate falls.
-        cycles: of "cosine_restarts": how many.
-        power: of "polynomial".
-        clip_grad_norm: largest norm of the gradient of one step; None leaves it alone.
-        clip_grad_value: largest value in the gradient; None leaves it alone.
-        label_smoothing: of the default loss.
-        ema_decay: average the weights over steps with this decay, and judge the average; None does not.
-        swa_fraction: average the weights at the ends of the last epochs, this share of the run, evenly, and judge the
-            average (SWA); None does not.
-        patience: epochs without improvement after which the run ends; None leaves stopping to the pruner.
-        precision: "fp32", "bf16" or "fp16" (with loss scaling), by autocast.
-        matmul_precision: of fp32 matrix products: "highest", or "high" or "medium" where the device is faster so.
-        deterministic: only deterministic kernels; torch raises where an operation has none.
-        compile: compile the model by torch.compile; where that fails the run goes on without, and says so.
-        channels_last: keep images [n, c, h, w] channels last in memory, which convolutions on GPUs prefer.
-        activation_checkpointing: recompute the layers' activations in the backward pass: less memory, more time.
-        eval_batch_size: rows in one batch of an evaluation; None is four times `batch_size`.
-        log_every: optimizer steps between two records of loss and gradient norms by layer; None keeps none.
-        validate_every: optimizer steps between two validations within an epoch, for large data; None is each epoch.
-        model: hyperparameters of the model: JSON values, by names that the objective chooses.
+    What each does is in its description, which `hpsearch objective show` prints. A value that is not valid raises an
+    ObjectiveError that names the setting, the value and what it must be.
     """
 
-    optimizer: str = "adamw"
-    base_optimizer: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    layer_decay: float = 1.0
-    momentum: float = 0.9
-    nesterov: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.999
-    lookahead_steps: int = 5
-    lookahead_alpha: float = 0.5
-    sam_rho: float = 0.05
-    batch_size: int = 64
-    accumulate: int = 1
-    drop_last: bool = True
-    num_workers: int | None = None
-    schedule: str = "cosine"
-    warmup: str = "linear"
-    warmup_fraction: float = 0.05
-    warmup_steps: int | None = None
-    min_lr_fraction: float = 0.0
-    decay_factor: float = 0.1
-    decay_epochs: int | None = None
-    plateau_patience: int = 3
-    cycles: int = 3
-    power: float = 1.0
-    clip_grad_norm: float | None = 1.0
-    clip_grad_value: float | None = None
-    label_smoothing: float = 0.0
-    ema_decay: float | None = None
-    swa_fraction: float | None = None
-    patience: int | None = None
-    precision: str = "fp32"
-    matmul_precision: str = "high"
-    deterministic: bool = True
-    compile: bool = False
-    channels_last: bool = False
-    activation_checkpointing: bool = False
-    eval_batch_size: int | None = None
-    log_every: int | None = 50
-    validate_every: int | None = None
-    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
+    base_optimizer: Annotated[str, one_of(BASES, "what lookahead and sam are wrapped around")] = "adamw"
+    lr: Annotated[float, about("the peak learning rate", gt=0)] = 1e-3
+    weight_decay: Annotated[
+        float, about("decoupled where the optimizer decouples it; never on biases and norm layers", ge=0)
+    ] = 0.01
+    layer_decay: Annotated[
+        float,
+        about(
+            "each layer below the last learns this much slower than the one above it; 1 is no difference", gt=0, le=1
+        ),
+    ] = 1.0
+    momentum: Annotated[float, about("of SGD, RMSprop, Muon and LARS", ge=0, lt=1)] = 0.9
+    nesterov: Annotated[bool, about("Nesterov's momentum, of SGD and LARS")] = False
+    beta1: Annotated[float, about("of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, about("of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.999
+    lookahead_steps: Annotated[int, about('of "lookahead": steps between two moves of its slow weights', ge=1)] = 5
+    lookahead_alpha: Annotated[
+        float, about('of "lookahead": what share of the way to the fast weights they move', gt=0, le=1)
+    ] = 0.5
+    sam_rho: Annotated[float, about("how far SAM looks for the worst loss around the weights", gt=0)] = 0.05
+    batch_size: Annotated[int, about("samples in one micro-batch", ge=1)] = 64
+    accumulate: Annotated[
+        int, about("micro-batches in one optimizer step; the loss is averaged over all their samples", ge=1)
+    ] = 1
+    drop_last: Annotated[bool, about("leave out the short last micro-batch of an epoch, unless it is the only one")] = (
+        True
+    )
+    num_workers: Annotated[
+        int | None,
+        about("processes that load and augment batches; 0 loads in this one; None keeps the data on the device", ge=0),
+    ] = None
+    schedule: Annotated[str, one_of(SCHEDULES)] = "cosine"
+    warmup: Annotated[str, one_of(WARMUPS, "the shape of the climb")] = "linear"
+    warmup_fraction: Annotated[float, about("share of all optimizer steps over which the rate climbs", ge=0, lt=1)] = (
+        0.05
+    )
+    warmup_steps: Annotated[int | None, about("their number, in place of the share; None goes by the share", ge=0)] = (
+        None
+    )
+    min_lr_fraction: Annotated[
+        float, about("the rate at the end of a decaying schedule, as a share of the peak", ge=0, le=1)
+    ] = 0.0
+    decay_factor: Annotated[float, about('what "step" and "plateau" multiply the rate by', gt=0, lt=1)] = 0.1
+    decay_epochs: Annotated[
+        int | None, about('of "step": epochs between two falls; None is a third of the run', ge=1)
+    ] = None
+    plateau_patience: Annotated[int, about('of "plateau": epochs without improvement before the rate falls', ge=0)] = 3
+    cycles: Annotated[int, about('of "cosine_restarts": how many', ge=1)] = 3
+    power: Annotated[float, about('of "polynomial"', gt=0)] = 1.0
+    clip_grad_norm: Annotated[
+        float | None, about("largest norm of the gradient of one step; None leaves it alone", gt=0)
+    ] = 1.0
+    clip_grad_value: Annotated[float | None, about("largest value in the gradient; None leaves it alone", gt=0)] = None
+    label_smoothing: Annotated[float, about("of the default loss", ge=0, lt=1)] = 0.0
+    ema_decay: Annotated[
+        float | None,
+        about("average the weights over steps with this decay, and judge the average; None does not", ge=0, lt=1),
+    ] = None
+    swa_fraction: Annotated[
+        float | None,
+        about(
+            "average the weights at the ends of the last epochs, this share of the run, evenly, and judge that (SWA)",
+            gt=0,
+            le=1,
+        ),
+    ] = None
+    patience: Annotated[
+        int | None,
+        about("epochs without improvement after which the run ends; None leaves stopping to the pruner", ge=1),
+    ] = None
+    precision: Annotated[str, one_of(PRECISIONS, "by autocast; fp16 with loss scaling")] = "fp32"
+    matmul_precision: Annotated[str, one_of(MATMUL_PRECISIONS, "of fp32 matrix products; not all devices gain")] = (
+        "high"
+    )
+    deterministic: Annotated[bool, about("only deterministic kernels; torch raises where an operation has none")] = True
+    compile: Annotated[
+        bool, about("compile the model by torch.compile; where that fails the run goes on without, and says so")
+    ] = False
+    channels_last: Annotated[
+        bool, about("keep images [n, c, h, w] channels last in memory, which convolutions on GPUs prefer")
+    ] = False
+    activation_checkpointing: Annotated[
+        bool, about("recompute the layers' activations in the backward pass: less memory, more time")
+    ] = False
+    eval_batch_size: Annotated[
+        int | None, about("rows in one batch of an evaluation; None is four times `batch_size`", ge=1)
+    ] = None
+    log_every: Annotated[
+        int | None,
+        about("optimizer steps between two records of loss and gradient norms by layer; None keeps none", ge=1),
+    ] = 50
+    validate_every: Annotated[
+        int | None,
+        about("optimizer steps between two validations within an epoch, for large data; None is each epoch", ge=1),
+    ] = None
+    model: Annotated[
+        dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")
+    ] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            object.__setattr__(self, item.name, _typed(item.name, str(item.type), getattr(self, item.name)))
-        self._check_names()
-        self._check_ranges()
-        self._check_pairs()
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_line(cls, values: Any, validate: Callable[[Any], Self]) -> Self:
+        try:
+            return validate(values)
+        except ValidationError as error:
+            raise ObjectiveError(_complaint(error)) from None
 
-    def _check_names(self) -> None:
-        for what, known in NAMES.items():
-            name = getattr(self, what)
-            if name not in known:
-                raise ObjectiveError(f"unknown {what} {name!r}: {nearest(name, list(known))}")
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_number(cls, value: Any) -> Any:
+        """Makes numpy's scalars plain."""
+        if isinstance(value, (bool, int, float)) or not isinstance(value, numbers.Real):
+            return value
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
 
-    def _check_ranges(self) -> None:
-        for must, (holds, names) in _RANGES.items():
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    raise ObjectiveError(f"{name} must be {must}, not {value!r}")
+    @field_validator("model", mode="before")
+    @classmethod
+    def _kept_by_json(cls, value: Any) -> Any:
+        """Copies the model's settings, which are refused unless JSON keeps them as they are."""
+        if not isinstance(value, Mapping):
+            return value
+        copied = copy.deepcopy(dict(value))
+        try:
+            same = json.loads(json.dumps(copied, allow_nan=False)) == copied
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ObjectiveError(f"model must hold plain JSON values (numbers, words, lists, None), not {value!r}")
+        return copied
 
-    def _check_pairs(self) -> None:
-        takers = ("sgd", "lars")
+    @field_validator(*NAMES)
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        known = NAMES[str(info.field_name)]
+        if name not in known:
+            raise ObjectiveError(f"unknown {info.field_name} {name!r}: {nearest(name, list(known))}")
+        return name
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
         used = self.base_optimizer if self.optimizer in ("lookahead", "sam") else self.optimizer
-        if self.nesterov and not (used in takers and self.momentum > 0):
+        if self.nesterov and not (used in ("sgd", "lars") and self.momentum > 0):
             raise ObjectiveError("nesterov=True needs optimizer='sgd' or 'lars' and a momentum above 0")
         if self.clip_grad_value is not None and self.clip_grad_norm is not None:
             raise ObjectiveError("clip_grad_value needs clip_grad_norm=None: a gradient is clipped one way")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction exclude each other: set one of them to None")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -158,68 +217,49 @@ class TrainConfig:
         Raises:
             ObjectiveError: an unknown field (with the nearest name) or a value that is not valid.
         """
-        known = [item.name for item in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ObjectiveError(f"unknown training setting {name!r}: {nearest(name, known)}")
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
 
-NAMES = {
-    "optimizer": OPTIMIZERS,
-    "base_optimizer": BASES,
-    "schedule": SCHEDULES,
-    "warmup": WARMUPS,
-    "precision": PRECISIONS,
-    "matmul_precision": MATMUL_PRECISIONS,
-}
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "above 0": (lambda value: value > 0, "lr sam_rho power clip_grad_norm clip_grad_value"),
-    "at least 0": (lambda value: value >= 0, "weight_decay warmup_steps num_workers plateau_patience"),
-    "at least 1": (
-        lambda value: value >= 1,
-        "batch_size accumulate patience eval_batch_size lookahead_steps decay_epochs cycles log_every validate_every",
-    ),
-    "in [0, 1)": (lambda value: 0 <= value < 1, "momentum beta1 beta2 warmup_fraction label_smoothing ema_decay"),
-    "in (0, 1)": (lambda value: 0 < value < 1, "decay_factor"),
-    "in (0, 1]": (lambda value: 0 < value <= 1, "layer_decay lookahead_alpha swa_fraction"),
-    "in [0, 1]": (lambda value: 0 <= value <= 1, "min_lr_fraction"),
-}
+FIELDS: dict[str, FieldInfo] = vars(TrainConfig)["__pydantic_fields__"]
+
+_TYPES = {float: "a number", int: "a whole number", bool: "True or False", str: "a name", dict: "a dictionary"}
 
 
-def _typed(name: str, annotation: str, value: Any) -> Any:
-    """`value` as the field's type, with numpy's scalars made plain."""
-    kind, _, optional = annotation.partition(" | ")
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or kind == "bool":  # a bool is an int to Python
-        if isinstance(value, bool) and kind == "bool":
-            return value
-    elif kind == "str" and isinstance(value, str):
-        return value
-    elif kind == "int" and isinstance(value, numbers.Integral):
-        return int(value)
-    elif kind == "float" and isinstance(value, numbers.Real):
-        if math.isfinite(value):
-            return float(value)
-        raise ObjectiveError(f"{name} must be a finite number, not {value!r}")
-    elif kind.startswith("dict") and isinstance(value, Mapping):
-        return _plain(name, value)
-    raise ObjectiveError(f"{name} must be {_article(kind)}{' or None' if optional else ''}, not {value!r}")
+def _complaint(error: ValidationError) -> str:
+    """Pydantic's first complaint as a line that names the setting, what it must be and its value."""
+    first = error.errors(include_url=False)[0]
+    name, value, kind = str(first["loc"][0]), first["input"], first["type"]
+    if name not in FIELDS:
+        return f"unknown training setting {name!r}: {nearest(name, list(FIELDS))}"
+    if kind == "finite_number":
+        must = "a finite number"
+    elif kind in {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+        must = _range(FIELDS[name])
+    else:
+        plain, optional = _type_of(FIELDS[name])
+        must = _TYPES[plain] + (" or None" if optional else "")
+    return f"{name} must be {must}, not {value!r}"
 
 
-def _article(kind: str) -> str:
-    words = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "a name"}
-    return words.get(kind, "a dictionary")
+def _type_of(field: FieldInfo) -> tuple[type, bool]:
+    """The plain type of a setting, and whether it may be None."""
+    annotation: Any = field.annotation
+    kinds = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return get_origin(kinds[0]) or kinds[0], types.NoneType in kinds
 
 
-def _plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `value`, refused unless JSON keeps it as it is."""
-    copied = copy.deepcopy(dict(value))
-    try:
-        same = json.loads(json.dumps(copied, allow_nan=False)) == copied
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise ObjectiveError(f"{name} must hold plain JSON values (numbers, words, lists, None), not {value!r}")
-    return copied
+def type_name(field: FieldInfo) -> str:
+    """The type of a setting for a person: `int | None`."""
+    plain, optional = _type_of(field)
+    return f"{plain.__name__}{' | None' if optional else ''}"
+
+
+def _range(field: FieldInfo) -> str:
+    """The bounds of a number: `above 0`, `at least 1`, `in [0, 1)`."""
+    bounds: dict[str, float] = {
+        name: value for item in field.metadata for name, value in dataclasses.asdict(item).items()
+    }
+    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
+    if high is None:
+        return f"{'above' if 'gt' in bounds else 'at least'} {low}"
+    return f"in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"

@@ -7,33 +7,7 @@ import sys
 
 import typer
 
-from search.cli import (
-    delete,
-    extend,
-    finalists,
-    gc,
-    init,
-    lr_range,
-    migrate,
-    objective,
-    open_test,
-    promote,
-    report,
-    retry,
-    run,
-    secrets,
-    serve,
-    serve_check,
-    show,
-    smoke,
-    stack,
-    start,
-    stop,
-    studies,
-    sync,
-    train,
-    worker,
-)
+from search.discovery import load_modules
 from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
 
 app = typer.Typer(
@@ -45,16 +19,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-VERBS = (
-    *(run, worker, studies, show, report, delete, init),
-    *(stop, start, extend, retry, sync),
-    *(finalists, open_test),
-    *(promote, serve_check, gc),
-    *(train, smoke, lr_range, objective),
-    *(stack, migrate, serve, secrets),
+# The order of --help; a verb that is not here comes after these.
+ORDER = (
+    *("run", "worker", "studies", "show", "report", "delete", "init"),
+    *("stop", "start", "extend", "retry", "sync"),
+    *("finalists", "open_test"),
+    *("promote", "serve_check", "gc"),
+    *("train", "smoke", "lr_range", "objective"),
+    *("stack", "migrate", "serve", "secrets"),
 )
-for module in VERBS:
-    module.register(app)
+
+
+def add_verbs(app: typer.Typer) -> None:
+    """Add every module of this package that has a `register` to a command line."""
+    found = load_modules(__name__, __path__)
+    for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+        if register := getattr(found[name], "register", None):
+            register(app)
+
+
+add_verbs(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

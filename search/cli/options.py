@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,46 +42,6 @@ CheckpointUrl = Annotated[
         show_envvar=True,
         help="Folder or fsspec URL (s3://BUCKET/PREFIX) where all machines find the checkpoints; the study keeps it.",
     ),
-]
-Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the study  [default: the objective's name]")]
-Trials = Annotated[
-    int | None,
-    typer.Option("--trials", help="Budget: how many trials the study runs  [default: the objective's]"),
-]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="Epochs of a full trial  [default: the objective's]")]
-Metric = Annotated[
-    str | None, typer.Option("--metric", help="Validation metric to optimise  [default: the objective's]")
-]
-Direction = Annotated[str | None, typer.Option("--direction", help="maximize or minimize  [default: the objective's]")]
-Sampler = Annotated[str | None, typer.Option("--sampler", help="tpe, random, qmc or gp  [default: tpe]")]
-SamplerOption = Annotated[
-    list[str] | None,
-    typer.Option("--sampler-option", metavar="KEY=VALUE", help="Option of the sampler; may be given again."),
-]
-Pruner = Annotated[
-    str | None,
-    typer.Option(
-        "--pruner",
-        help="median, percentile, successive_halving, hyperband, threshold or none  [default: median]",
-    ),
-]
-PrunerOption = Annotated[
-    list[str] | None,
-    typer.Option("--pruner-option", metavar="KEY=VALUE", help="Option of the pruner; may be given again."),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the data split and of every trial  [default: 0]")]
-Retries = Annotated[
-    int | None,
-    typer.Option("--retries", help="How many attempts at a trial may come to nothing before it fails  [default: 2]"),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option("--timeout", help="Seconds after which no new trial is started  [default: none]"),
-]
-Models = Annotated[
-    str | None,
-    typer.Option("--models", help="Which trials leave a registrable model: complete, all or none  [default: complete]"),
 ]
 TrackingRequired = Annotated[
     bool,

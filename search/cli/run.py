@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from search.cli import options as o
 from search.cli.loading import loading
+from search.cli.settings import takes_settings
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the app."""
-    app.command()(run)
+    app.command()(takes_settings(run))
 
 
 def run(
-    objective: Annotated[
-        str | None,
-        typer.Argument(metavar="[OBJECTIVE]", help="digits, breast_cancer, package.module:Class or my_file.py."),
-    ] = None,
+    settings: dict[str, Any],
     *,
-    spec: o.Spec = None,
-    name: o.Name = None,
-    trials: o.Trials = None,
     workers: Annotated[
         int,
         typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
-    epochs: o.Epochs = None,
-    metric: o.Metric = None,
-    direction: o.Direction = None,
-    sampler: o.Sampler = None,
-    sampler_option: o.SamplerOption = None,
-    pruner: o.Pruner = None,
-    pruner_option: o.PrunerOption = None,
-    seed: o.Seed = None,
-    retries: o.Retries = None,
-    timeout: o.Timeout = None,
-    models: o.Models = None,
     lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
@@ -48,13 +32,8 @@ def run(
     home: o.Home = None,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
-    from search.cli.settings import check_settings, gather_settings
+    from search.cli.settings import check_settings
 
-    settings = gather_settings(
-        spec, objective=objective, name=name, n_trials=trials, epochs=epochs, metric=metric, direction=direction,
-        sampler=sampler, sampler_option=sampler_option, pruner=pruner, pruner_option=pruner_option,
-        seed=seed, retries=retries, timeout=timeout, models=models,
-    )  # fmt: skip
     check_settings(settings)
     from search.fleet.forking import load_ahead
     from search.services import check_pair

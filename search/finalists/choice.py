@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from search.study.ranking import best_first
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -41,9 +43,8 @@ def choose(values: Mapping[int, Sequence[float]], *, maximize: bool) -> Choice:
         values: of each finalist, by its number: one for each seed, in the same order.
         maximize: whether higher is better.
     """
-    sign = -1.0 if maximize else 1.0
     means = {finalist: statistics.fmean(row) for finalist, row in values.items()}
-    ranked = sorted(means, key=lambda finalist: (sign * means[finalist], finalist))
+    ranked = best_first(means, maximize=maximize)
     if not ranked:
         return Choice(None, (), None)
     error, best = _error(list(values.values())), means[ranked[0]]

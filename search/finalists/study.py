@@ -19,8 +19,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.console import command, counted
 from search.errors import SearchError
 from search.finalists.table import newest_set
+from search.pruners.none import NoPruning
+from search.samplers.random import Random
 from search.sampling.samplers import derive_seed
-from search.spec.spec import FINALISTS, FinalistsOf, NoPruning, Random, StudySpec, parse_spec
+from search.spec.spec import FINALISTS, FinalistsOf, StudySpec, parse_spec
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study, name_metric
 from search.study.summary import summarise
@@ -39,7 +41,6 @@ from storage.attributes import (
     TRAINING_SEED,
 )
 from storage.database.locks import name_lock
-from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
@@ -64,7 +65,7 @@ def create_or_join(
     Raises:
         SearchError: the search is not over, no trial of it is complete, or the set has another top or other seeds.
     """
-    with name_lock(engine_of(study.storage), study.spec.name):
+    with name_lock(study.engine, study.spec.name):
         chosen = None if new_set else newest_set(study)
         if chosen is not None:
             _require_agreement(study, chosen, top=top, seeds=seeds)
@@ -84,13 +85,9 @@ def best_configurations(study: StoredStudy, top: int, *, removed: bool = False) 
         top: how many.
         removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
     """
-    complete = [
-        t for t in study.trials() if t.state == TrialState.COMPLETE and t.value is not None and math.isfinite(t.value)
-    ]
-    sign = -1 if study.spec.direction == "maximize" else 1
     chosen: list[FrozenTrial] = []
-    for trial in sorted(complete, key=lambda t: (sign * (t.value or 0.0), t.number)):
-        if REMOVED in trial.user_attrs and not removed:
+    for trial in study.best_trials():
+        if not math.isfinite(trial.value or 0.0) or (REMOVED in trial.user_attrs and not removed):
             continue
         if len(chosen) < top and all(trial.params != other.params for other in chosen):
             chosen.append(trial)
@@ -105,7 +102,7 @@ def passed_over(study: StoredStudy, top: int) -> list[int]:
 def fresh_seeds(study: StoredStudy, count: int) -> list[int]:
     """Return seeds that no trial of the search and no earlier set was trained on, derived from the study's seed."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
-    for name in finalist_studies(engine_of(study.storage), study.study_id):
+    for name in finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
         taken.update(of.seeds if of is not None else [])
     fresh: list[int] = []

@@ -14,7 +14,6 @@ from search.errors import SearchError
 from search.finalists.choice import choose
 from search.study.study import StoredStudy, load_study
 from storage.attributes import INFEASIBLE
-from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 
 
@@ -82,7 +81,7 @@ class Finalists:
 
 def finalist_sets(study: StoredStudy) -> Iterator[StoredStudy]:
     """Yield the studies that hold finalists of a study, the one made last first."""
-    for name in reversed(finalist_studies(engine_of(study.storage), study.study_id)):
+    for name in reversed(finalist_studies(study.engine, study.study_id)):
         with suppress(SearchError):  # it was deleted just now
             yield load_study(study.storage, name)
 
@@ -119,7 +118,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
-    choice = choose({} if pending else whole, maximize=study.spec.direction == "maximize")
+    choice = choose({} if pending else whole, maximize=study.spec.maximize)
     return Finalists(choice.winner, choice.tie, tuple(of.seeds), rows, chosen.spec.name, pending, choice.error)
 
 

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from search.console import counted
 from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
+from search.study.ranking import best_first
 from search.study.study import StoredStudy
 from storage.records.test_openings import Opening, read_opening
-from storage.study_storage.opening import engine_of
 
 SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
 
@@ -21,7 +21,7 @@ def confirmation_lines(study: StoredStudy) -> list[str]:
     lines = [] if counting is None else finalist_lines(study, counting)
     if counting is not None and newest is not None and newest.spec.name != counting.study:
         lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(study, tabulate(study, newest))[0]}")
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     return lines if opening is None else [*lines, opening_line(study, opening)]
 
 
@@ -29,14 +29,13 @@ def optimism(study: StoredStudy, row: FinalistRow) -> float | None:
     """Return by how much the search's value of a finalist is better than its mean on fresh seeds."""
     if row.mean is None:
         return None
-    return row.search_value - row.mean if study.spec.direction == "maximize" else row.mean - row.search_value
+    return row.search_value - row.mean if study.spec.maximize else row.mean - row.search_value
 
 
 def ranked(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
     """Return the rows by their means, the best one first; those that lack a value come last, in the search's order."""
-    sign = -1 if study.spec.direction == "maximize" else 1
-    whole = [row for row in found.rows if row.whole]
-    whole.sort(key=lambda row: (sign * (row.mean or 0.0), row.trial))
+    means = {row.trial: row.mean for row in found.rows if row.whole and row.mean is not None}
+    whole = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
     return whole + [row for row in found.rows if not row.whole]
 
 

@@ -16,7 +16,6 @@ from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
 from storage.mlflow.health import one_line
 from storage.records.test_openings import Opening, read_opening
-from storage.study_storage.opening import engine_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -76,7 +75,7 @@ class Evidence:
 def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient) -> Evidence:
     """Return what is known of a trial now; what MLflow does not give is left out."""
     finalists = read_finalists(study)
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
     environment = ran.get("environment") or {}
@@ -112,7 +111,7 @@ def why_unconfirmed(study: StoredStudy, trial: int) -> str:
     if (of := study.spec.finalists_of) is not None:
         return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
     finalists = read_finalists(study)
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     if finalists is None:
         return "no finalists were trained"
     if finalists.winner is None:

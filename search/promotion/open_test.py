@@ -31,7 +31,6 @@ from storage.attributes import REMOVED, RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import one_line
 from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
-from storage.study_storage.opening import engine_of
 
 _SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
 
@@ -59,7 +58,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             is not complete.
         AlreadyOpenError: it was opened, for another trial or with scores.
     """
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     if opening is not None:
         if opening.scores is not None or trial not in {None, opening.trial_number}:
             raise AlreadyOpenError(opening)
@@ -120,14 +119,14 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
         path = _fetch(study, candidate.trial, tracking, Path(folder))
         restored = _restore(study, candidate.trial, path)
         opening = open_test_set(
-            engine_of(study.storage),
+            study.engine,
             study.study_id,
             trial_number=candidate.trial.number,
             model_sha256=_sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
         )
-    return write_scores(engine_of(study.storage), study.study_id, opening, restored.test())
+    return write_scores(study.engine, study.study_id, opening, restored.test())
 
 
 def _sha256(path: Path) -> str:

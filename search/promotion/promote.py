@@ -29,7 +29,6 @@ from storage.mlflow.registry import (
     previous_alias,
 )
 from storage.records.promotions import Promotion, TrialOfRun, record_promotion
-from storage.study_storage.opening import engine_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def promote(
         why = textwrap.shorten(str(known or "it was not exported, or was removed since"), 160, placeholder=" ...")
         raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
     evidence = gather_evidence(study, chosen, tracking.client)
-    with registry_lock(engine_of(study.storage)) as connection:
+    with registry_lock(study.engine) as connection:
         held = registry.version_by_alias(name, alias)
         tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
@@ -138,7 +137,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
     if not changed:
         return
     registry = Registry(tracking.client)
-    with registry_lock(engine_of(study.storage)) as connection:
+    with registry_lock(study.engine) as connection:
         for promotion in changed:
             version = registry.version_by_alias(promotion.model_name, promotion.alias)
             if version is None or version.number != promotion.version:

@@ -1,9 +1,9 @@
-"""Pruning: the verdicts of Optuna's pruners, from what a study has finished, each with the reason a person can read.
+"""Pruning: a study's pruner asked about a trial, with what the storage knows of the others.
 
-Imports: spec.
+Imports: pruners, spec.
 """
 
-from search.pruning.decision import Decision
+from search.pruners.decision import Decision
 from search.pruning.judge import Judge
 
 __all__ = ["Decision", "Judge"]

@@ -13,7 +13,6 @@ from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import is_away, one_line
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     counting = counting_set(study)
     if counting is not None and not counting[1].pending:
         _tell_finalists(study, *counting, runs, tracking)
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     if opening is not None and opening.scores is not None and opening.trial_number in runs:
         _annotate(
             tracking,
@@ -79,7 +78,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
 def _others(study: StoredStudy, found: Finalists) -> set[int]:
     """Return the trials that are finalists of other sets only."""
     numbers: set[int] = set()
-    for name in finalist_studies(engine_of(study.storage), study.study_id):
+    for name in finalist_studies(study.engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of
         numbers.update(of.trials if of is not None else [])
     return numbers - {row.trial for row in found.rows}

@@ -20,7 +20,6 @@ from search.study.summary import Summary, format_seconds, format_value, study_pa
 from storage.attributes import REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
 from storage.records.test_openings import Opening, read_opening
-from storage.study_storage.opening import engine_of
 
 _FAILURES = 20  # listed with their reasons; the table of trials has them all
 
@@ -28,12 +27,13 @@ _FAILURES = 20  # listed with their reasons; the table of trials has them all
 def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -> Path:
     """Write the report of `study` to `path` and return it."""
     summary, finalists = summarise(study), read_finalists(study)
-    opening = read_opening(engine_of(study.storage), study.study_id)
+    opening = read_opening(study.engine, study.study_id)
     shown = shown_trials(study)
     names = parameter_names(shown)
     without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
     shares = importances(study)
-    environment = Environment(loader=PackageLoader("search"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = PackageLoader("search.report")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,
         summary=summary,
@@ -49,7 +49,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         test_set=opening_line(study, opening) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(study),
-        promotions=[_promotion(p) for p in promotions_of(engine_of(study.storage), study.study_id)],
+        promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
         names=names,
         trials=[trial_row(study, t, names) for t in shown],
         n_trials=len(study.trials()),

@@ -6,12 +6,11 @@ import datetime
 
 from search.study.study import StoredStudy
 from storage.records.promotions import Promotion, promotions_of
-from storage.study_storage.opening import engine_of
 
 
 def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
     """Return the promotions of a study, or of one of its trials, whose aliases still name the version."""
-    found = promotions_of(engine_of(study.storage), study.study_id)
+    found = promotions_of(study.engine, study.study_id)
     return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]
 
 

@@ -8,13 +8,11 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from search.pruning.judge import halving_of
 from search.report.promotions import promotion_lines
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, TRACKING
-from storage.study_storage.opening import engine_of
 from storage.study_storage.rungs import rung_key
 from storage.trials.attempts import Attempt, last_attempts, read_attempts
 
@@ -34,14 +32,14 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     for name, value in _facts(study, trial):
         console.print(f"{name:>9}  {value}")
     _print_section(console, "parameters", _parameters(trial))
-    _print_section(console, "attempts", _attempts(read_attempts(engine_of(study.storage), trial._trial_id)))
+    _print_section(console, "attempts", _attempts(read_attempts(study.engine, trial._trial_id)))
     _print_section(console, "epochs", _epochs(study, trial))
 
 
 def why_waiting(study: StoredStudy) -> dict[int, str]:
     """Return why trials wait, by their numbers: what became of the last attempt at each."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
-    last = last_attempts(engine_of(study.storage), [trial._trial_id for trial in waiting]) if waiting else {}
+    last = last_attempts(study.engine, [trial._trial_id for trial in waiting]) if waiting else {}
     return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
 
 
@@ -122,7 +120,7 @@ def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
 
 def _rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
     """Return the rungs that the trial noted a value at, each with its epoch from 0."""
-    halving = halving_of(study.spec, trial.number)
+    halving = study.spec.pruner.halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
     while halving is not None and rung_key(len(rungs)) in trial.system_attrs:
         rungs[len(rungs)] = halving.epoch_of(len(rungs))

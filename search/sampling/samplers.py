@@ -1,4 +1,4 @@
-"""From the spec's sampler and pruner to Optuna's, the same in every process."""
+"""The sampler of one trial, and the seeds of everything, derived from the study's: the same in every process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import warnings
 
 import optuna
 
-from search.spec.spec import PrunerSpec, SamplerSpec, StudySpec
+from search.samplers import SamplerSpec
+from search.spec.spec import StudySpec
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -32,46 +33,7 @@ def make_sampler(
     number does not, and makes these points a function of the study alone. A QMC sequence is one for the study.
     `again` counts the suggestions for this trial that were not taken.
     """
-    options = spec.model_dump(exclude={"name"})
     seed = derive_seed(study_seed, "sampler", trial_number, *([again] if again else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        match spec.name:
-            case "tpe":
-                return optuna.samplers.TPESampler(seed=seed, **options)
-            case "random":
-                return optuna.samplers.RandomSampler(seed=seed)
-            case "gp":
-                return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
-            case "qmc":
-                return optuna.samplers.QMCSampler(
-                    seed=derive_seed(study_seed, "qmc"),
-                    independent_sampler=optuna.samplers.RandomSampler(seed=seed),
-                    warn_independent_sampling=False,
-                    **options,
-                )
-
-
-def make_pruner(spec: PrunerSpec) -> optuna.pruners.BasePruner:
-    """Return Optuna's pruner with every resource an integer from the spec.
-
-    A sampler asks it for a trial's bracket; the verdicts are :class:`search.pruning.Judge`'s.
-    """
-    options = spec.model_dump(exclude={"name"})
-    match spec.name:
-        case "median":
-            return optuna.pruners.MedianPruner(**options)
-        case "percentile":
-            return optuna.pruners.PercentilePruner(**options)
-        case "successive_halving":
-            return optuna.pruners.SuccessiveHalvingPruner(**options)
-        case "hyperband":
-            pruner = optuna.pruners.HyperbandPruner(**options)
-            # It makes its brackets at its first verdict, which is ours to give: without them the sampler would not
-            # tell one bracket's trials from another's.
-            pruner._try_initialization(study=None)  # type: ignore[arg-type]
-            return pruner
-        case "threshold":
-            return optuna.pruners.ThresholdPruner(**options)
-        case "none":
-            return optuna.pruners.NopPruner()
+        return spec.build(seed=seed, common_seed=derive_seed(study_seed, "qmc"))

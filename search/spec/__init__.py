@@ -1,4 +1,4 @@
 """The spec of a study: every setting, validated, from flags or a file.
 
-Imports: errors.
+Imports: errors, kinds, samplers, pruners.
 """

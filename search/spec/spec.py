@@ -5,131 +5,22 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from search.errors import SearchError, nearest
+from search.kinds import Options, refusal
+from search.pruners import PrunerSpec
+from search.pruners.percentile import Median
+from search.samplers import SamplerSpec
+from search.samplers.tpe import TPE
 
 SPEC_VERSION: Literal[1] = 1
 
-# The flag of each field: messages speak of what the user types.
-FLAGS = {
-    "n_trials": "--trials",
-    "objective": "OBJECTIVE",
-    **{key: f"--{key}" for key in ("name", "metric", "direction", "epochs", "seed", "retries", "timeout", "models")},
-}
+# What a user types for a setting is the flag of its name, but for these; messages speak of it.
+FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TPE(_Model):
-    """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``."""
-
-    name: Literal["tpe"] = "tpe"
-    n_startup_trials: int = Field(default=10, ge=0)
-    n_ei_candidates: int = Field(default=24, ge=1)
-    multivariate: bool = True
-    group: bool = True
-    constant_liar: bool = True
-
-
-class Random(_Model):
-    """Independent random search, Optuna's ``RandomSampler``."""
-
-    name: Literal["random"] = "random"
-
-
-class QMC(_Model):
-    """Quasi-Monte Carlo search, Optuna's ``QMCSampler``."""
-
-    name: Literal["qmc"] = "qmc"
-    qmc_type: Literal["sobol", "halton"] = "sobol"
-    scramble: bool = True
-
-
-class GP(_Model):
-    """Gaussian-process Bayesian optimisation, Optuna's ``GPSampler``."""
-
-    name: Literal["gp"] = "gp"
-    n_startup_trials: int = Field(default=10, ge=0)
-    deterministic_objective: bool = False
-
-
-class Median(_Model):
-    """Prune what is worse than the median of the finished trials at the same epoch, Optuna's ``MedianPruner``."""
-
-    name: Literal["median"] = "median"
-    n_startup_trials: int = Field(default=5, ge=0)
-    n_warmup_steps: int = Field(default=2, ge=0)
-    interval_steps: int = Field(default=1, ge=1)
-    n_min_trials: int = Field(default=1, ge=1)
-
-
-class Percentile(_Model):
-    """Keep the best `percentile` percent at each epoch, Optuna's ``PercentilePruner``."""
-
-    name: Literal["percentile"] = "percentile"
-    percentile: float = Field(default=25.0, ge=0.0, le=100.0, strict=False)
-    n_startup_trials: int = Field(default=5, ge=0)
-    n_warmup_steps: int = Field(default=2, ge=0)
-    interval_steps: int = Field(default=1, ge=1)
-    n_min_trials: int = Field(default=1, ge=1)
-
-
-class SuccessiveHalving(_Model):
-    """Asynchronous successive halving (Li et al. 2020), Optuna's ``SuccessiveHalvingPruner``."""
-
-    name: Literal["successive_halving"] = "successive_halving"
-    min_resource: int = Field(default=1, ge=1)
-    reduction_factor: int = Field(default=4, ge=2)
-    min_early_stopping_rate: int = Field(default=0, ge=0)
-    bootstrap_count: int = Field(default=0, ge=0)
-
-
-class Hyperband(_Model):
-    """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
-
-    name: Literal["hyperband"] = "hyperband"
-    min_resource: int = Field(default=1, ge=1)
-    max_resource: int | None = Field(default=None, ge=1)
-    reduction_factor: int = Field(default=3, ge=2)
-    bootstrap_count: int = Field(default=0, ge=0)
-
-
-class Threshold(_Model):
-    """Prune at an absolute bound, Optuna's ``ThresholdPruner``."""
-
-    name: Literal["threshold"] = "threshold"
-    lower: float | None = Field(default=None, strict=False, allow_inf_nan=False)
-    upper: float | None = Field(default=None, strict=False, allow_inf_nan=False)
-    n_warmup_steps: int = Field(default=0, ge=0)
-    interval_steps: int = Field(default=1, ge=1)
-
-    @model_validator(mode="after")
-    def _bounded(self) -> Self:
-        if self.lower is None and self.upper is None:
-            raise ValueError("give lower or upper")
-        if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
-        return self
-
-
-class NoPruning(_Model):
-    """Every trial runs all its epochs, Optuna's ``NopPruner``."""
-
-    name: Literal["none"] = "none"
-
-
-SamplerSpec = Annotated[TPE | Random | QMC | GP, Field(discriminator="name")]
-PrunerSpec = Annotated[
-    Median | Percentile | SuccessiveHalving | Hyperband | Threshold | NoPruning, Field(discriminator="name")
-]
-
-SAMPLERS = ("tpe", "random", "qmc", "gp")
-PRUNERS = ("median", "percentile", "successive_halving", "hyperband", "threshold", "none")
 
 
 FINALISTS = ".finalists"  # how the names of studies end that hold finalists; of a later set with "-2" and so on
@@ -141,7 +32,7 @@ def searched_by(name: str) -> str | None:
     return match[1] if match else None
 
 
-class FinalistsOf(_Model):
+class FinalistsOf(Options):
     """Makes a study the finalists of another: each of its best trials, trained anew on each of some fresh seeds.
 
     Attributes:
@@ -167,48 +58,54 @@ class FinalistsOf(_Model):
         return self.trials[finalist], self.seeds[seed]
 
 
-class StudySpec(_Model):
-    """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags."""
+class StudySpec(Options):
+    """One search. Sampler, pruner, seed, budget and metric come from here, never from a worker's flags.
+
+    A field is all that a setting is: `run` has a flag for it, whose help is the field's description.
+    """
 
     version: Literal[1] = SPEC_VERSION
-    name: str = Field(pattern=NAME_PATTERN, max_length=100)
-    objective: str = Field(min_length=1)
-    metric: str = Field(min_length=1)
-    direction: Literal["maximize", "minimize"]
-    n_trials: int = Field(ge=1, le=1_000_000)
-    epochs: int = Field(ge=1, le=1_000_000)
-    sampler: SamplerSpec = TPE()
-    pruner: PrunerSpec = Median()
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    retries: int = Field(default=2, ge=0, le=1000)
+    name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
+    objective: str = Field(min_length=1, description="digits, breast_cancer, package.module:Class or my_file.py.")
+    metric: str = Field(min_length=1, description="Validation metric to optimise")
+    direction: Literal["maximize", "minimize"] = Field(description="maximize or minimize")
+    n_trials: int = Field(ge=1, le=1_000_000, description="Budget: how many trials the study runs")
+    epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
+    sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
+    pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
+    retries: int = Field(
+        default=2, ge=0, le=1000, description="How many attempts at a trial may come to nothing before it fails"
+    )
     # Not the non-finite loss: a resume is exact, and diverges again.
-    retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
-    timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
-    models: Literal["complete", "all", "none"] = "complete"  # which trials leave a registrable model
+    retry_on: list[Literal["lost", "error", "memory"]] = Field(default=["lost"])
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        strict=False,
+        allow_inf_nan=False,
+        description="Seconds after which no new trial is started",
+    )
+    models: Literal["complete", "all", "none"] = Field(
+        default="complete", description="Which trials leave a registrable model: complete, all or none"
+    )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_hyperband(cls, data: Any) -> Any:
-        """Write Hyperband's `max_resource` down: left open, each process would derive its own."""
-        pruner = data.get("pruner") if isinstance(data, dict) else None
-        if isinstance(pruner, dict) and pruner.get("name") == "hyperband" and pruner.get("max_resource") is None:
-            return {**data, "pruner": {**pruner, "max_resource": data.get("epochs")}}
-        return data
+    @property
+    def maximize(self) -> bool:
+        """Whether a higher value of the metric is better."""
+        return self.direction == "maximize"
 
     @model_validator(mode="after")
-    def _resources_fit(self) -> Self:
-        if isinstance(self.pruner, SuccessiveHalving | Hyperband) and self.pruner.min_resource > self.epochs:
-            raise ValueError(
-                f"pruner.min_resource {self.pruner.min_resource} is more than epochs {self.epochs}: "
-                "no trial would ever reach it; lower it"
-            )
-        if isinstance(self.pruner, Hyperband) and (self.pruner.max_resource or self.epochs) < self.pruner.min_resource:
-            raise ValueError(
-                f"pruner.max_resource {self.pruner.max_resource} is less than pruner.min_resource "
-                f"{self.pruner.min_resource}: give the epochs of a full trial, or leave it out"
-            )
+    def _complete_pruner(self) -> Self:
+        self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
         return self
+
+
+def typed(setting: str) -> str:
+    """Return what a user types for a setting: its flag, the argument's name, or its key in a spec file."""
+    is_flag = setting in StudySpec.model_fields and setting not in IN_FILES_ONLY
+    return FLAGS.get(setting, f"--{setting.replace('_', '-')}") if is_flag else setting
 
 
 def parse_spec(values: dict[str, Any]) -> StudySpec:
@@ -236,52 +133,21 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
 def _first_line(error: ValidationError) -> str:
     """Turn pydantic's first complaint into one line that names the setting and its value."""
     first = error.errors(include_url=False)[0]
-    # A tagged union puts the tag ('tpe') into the path: it is not a part of the setting's name.
-    path = [str(p) for p in first["loc"] if p not in {*SAMPLERS, *PRUNERS}]
-    where = ".".join(path)
-    if not where:
-        return str(first["msg"]).removeprefix("Value error, ")
-    setting = FLAGS.get(where, where)
-    kind = first["type"]
-    if kind == "missing":
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    where = ".".join(map(str, first["loc"]))
+    setting, value = typed(where), first["input"]
+    if first["type"] == "missing":
         return f"{setting} is not set: give it in the spec file or as a flag"
-    if kind == "extra_forbidden":
-        model = {"sampler": SAMPLER_MODELS, "pruner": PRUNER_MODELS}.get(path[0], {}).get(_tag(first["loc"]))
-        options = set(model.model_fields) - {"name"} if model else set()
-        return f"{setting}: no such option" + (nearest(path[-1], options) if options else "; it takes none")
-    value = first["input"]
-    if kind.startswith("union_tag"):
-        names = SAMPLERS if path[0] == "sampler" else PRUNERS
-        given = value.get("name") if isinstance(value, dict) else value
-        return f"{path[0]}: unknown {path[0]} {given!r}{nearest(str(given), names)}"
     if where == "name":
         return (
             f"--name {value!r} cannot name a study: use up to 100 letters, digits, '.', '_' and '-', "
             "a letter or digit first"
         )
-    if kind.startswith("model_"):
-        return f"{where} is {value!r}: give its name, or a table with its name and options"
     if where.startswith("retry_on"):
-        setting, kinds = "retry_on", ", ".join(repr(k) for k in ("lost", "error", "memory"))
-        return f'{setting}: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return f"{setting} is {value!r}: it must be {message}"
-
-
-def _tag(loc: tuple[int | str, ...]) -> str:
-    return str(loc[1]) if len(loc) > 1 else ""
-
-
-SAMPLER_MODELS: dict[str, type[_Model]] = {"tpe": TPE, "random": Random, "qmc": QMC, "gp": GP}
-PRUNER_MODELS: dict[str, type[_Model]] = {
-    "median": Median,
-    "percentile": Percentile,
-    "successive_halving": SuccessiveHalving,
-    "hyperband": Hyperband,
-    "threshold": Threshold,
-    "none": NoPruning,
-}
+        kinds = ", ".join(repr(k) for k in ("lost", "error", "memory"))
+        return f'retry_on: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
+    return refusal(setting, first)
 
 
 def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

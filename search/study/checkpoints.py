@@ -14,7 +14,6 @@ from storage.checkpoints.pointers import drop_pointers, ended
 from storage.checkpoints.store import Checkpoints
 from storage.database.retry import retrying
 from storage.errors import CheckpointStoreError
-from storage.study_storage.opening import engine_of
 from storage.urls import redact
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCh
         StorageError: the URL cannot be used.
     """
     given = url or study.attrs.get(CHECKPOINT_URL) or str(home / "checkpoints")
-    return StudyCheckpoints(Checkpoints(given), engine_of(study.storage), study.study_id, folder=study.folder)
+    return StudyCheckpoints(Checkpoints(given), study.engine, study.study_id, folder=study.folder)
 
 
 def note_checkpoints(study: StoredStudy, url: str) -> None:

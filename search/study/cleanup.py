@@ -27,7 +27,6 @@ from storage.mlflow.disk_usage import RunStorage
 from storage.mlflow.registry import Registry
 from storage.mlflow.run_links import RunBook
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 
 KEEP_TOP = 5
@@ -94,7 +93,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
     if study.spec.finalists_of is not None or RUN_ID not in study.attrs:
         return []  # what was trained to confirm a choice stays with it
     storage, registry = RunStorage(tracking), Registry(tracking.client)
-    surplus = [trial for trial in _ranked(study)[keep_top:] if RUN_ID in trial.user_attrs]
+    surplus = [trial for trial in study.best_trials()[keep_top:] if RUN_ID in trial.user_attrs]
     runs = storage.untouched(str(study.attrs[RUN_ID])) if surplus else {}
     needed = _needed_trials(study)
     candidates = {
@@ -109,10 +108,10 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
         return []
 
     def remove() -> int:
-        book = RunBook(engine_of(study.storage))
+        book = RunBook(study.engine)
         # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
         # Those are chosen under the same lock, and not from what is marked.
-        with name_lock(engine_of(study.storage), study.spec.name):
+        with name_lock(study.engine, study.spec.name):
             needed = _needed_trials(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
@@ -134,16 +133,9 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
     return [Garbage(study.spec.name, what, numbers, size, "MLflow", remove)]
 
 
-def _ranked(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that have run to their end, the best one first."""
-    sign = -1.0 if study.spec.direction == "maximize" else 1.0
-    done = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
-    return sorted(done, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
-
-
 def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
-    engine = engine_of(study.storage)
+    engine = study.engine
     needed: set[int] = set()
     for name in finalist_studies(engine, study.study_id):
         of = load_study(study.storage, name).spec.finalists_of

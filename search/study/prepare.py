@@ -21,7 +21,7 @@ from search.services import Services
 from search.spec.spec import StudySpec
 from search.study.study import StoredStudy, complete_settings, create_or_join
 from storage.attributes import STARTED_AT, TRACKING_URI
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import open_storage
 from storage.trials.claims import running_now
 
 
@@ -36,7 +36,7 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     study, created = create_or_join(storage, settings, objective, rehearse=rehearse)
     tracking = services.open_tracking()
     study.set_attr(TRACKING_URI, tracking.uri)
-    if STARTED_AT not in study.attrs or not running_now(engine_of(storage), study.study_id):
+    if STARTED_AT not in study.attrs or not running_now(storage.engine, study.study_id):
         study.set_attr(STARTED_AT, time.time())
     return study, created
 

@@ -16,7 +16,6 @@ from search.errors import SearchError
 from search.spec.spec import parse_spec
 from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, REASON, STOPPED
-from storage.study_storage.opening import engine_of
 from storage.trials.budget import change_spec
 from storage.trials.claims import running_now
 from storage.trials.reopening import reopen_trial
@@ -44,7 +43,7 @@ def start_study(study: StoredStudy) -> str | None:
 
 def running_trials(study: StoredStudy) -> int:
     """Return how many trials are run by a worker that seems alive."""
-    return running_now(engine_of(study.storage), study.study_id)
+    return running_now(study.engine, study.study_id)
 
 
 def whoami() -> str:
@@ -95,7 +94,7 @@ def extend_study(study: StoredStudy, trials: str) -> Extended:
         changed.append(Extended(before, after, started))
         return parse_spec({**spec, "n_trials": after}).model_dump()
 
-    change_spec(engine_of(study.storage), study.study_id, change)
+    change_spec(study.engine, study.study_id, change)
     return changed[-1]
 
 
@@ -114,9 +113,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    reopened, epoch = reopen_trial(
-        engine_of(study.storage), trial._trial_id, infeasible=INFEASIBLE, from_start=from_start
-    )
+    reopened, epoch = reopen_trial(study.engine, trial._trial_id, infeasible=INFEASIBLE, from_start=from_start)
     if not reopened:
         why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")

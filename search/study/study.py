@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial, TrialState
 
 from objectives import Objective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError, nearest
-from search.sampling.samplers import make_pruner
 from search.spec.spec import StudySpec, differences, parse_spec, searched_by
+from search.study.ranking import rank_trials
 from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import name_lock
 from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import engine_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class StoredStudy:
     spec: StudySpec
     storage: PostgresStorage
     study_id: int
+
+    @property
+    def engine(self) -> sa.Engine:
+        """The database that the study is kept in."""
+        return self.storage.engine
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -72,12 +78,16 @@ class StoredStudy:
             study_name=self.spec.name,
             storage=self.storage,
             sampler=optuna.samplers.RandomSampler(),
-            pruner=make_pruner(self.spec.pruner),
+            pruner=self.spec.pruner.build(),
         )
 
-    def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """Return all trials, without the deep copy that `study.trials` makes."""
-        return self.storage.get_all_trials(self.study_id, deepcopy=False)
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return all trials, or those in the given states, without the deep copy that `study.trials` makes."""
+        return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
+
+    def best_trials(self) -> list[FrozenTrial]:
+        """Return the trials that have run to their end, the best one first; of equal values the earliest."""
+        return rank_trials(self.trials(TrialState.COMPLETE), maximize=self.spec.maximize)
 
 
 def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def create_or_join(
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
     wanted = parse_spec(complete_settings(settings, objective))
-    with name_lock(engine_of(storage), wanted.name):
+    with name_lock(storage.engine, wanted.name):
         study_id = _study_id(storage, wanted.name)
         if study_id is None:
             if (searched := searched_by(wanted.name)) is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.study.ranking import rank_trials
 from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, TRACKING
 
@@ -38,9 +39,6 @@ def summarise(study: StoredStudy) -> Summary:
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    sign = 1 if study.spec.direction == "maximize" else -1
-    # Of equal values the earliest trial is the best, as in Optuna.
-    best = max(by_state[TrialState.COMPLETE], key=lambda t: (sign * _value(t), -t.number), default=None)
     saved_epochs, saved_seconds = 0, 0.0
     for trial in pruned:
         done = len(trial.intermediate_values)
@@ -55,17 +53,12 @@ def summarise(study: StoredStudy) -> Summary:
         failed=len(by_state[TrialState.FAIL]),
         running=len(by_state[TrialState.RUNNING]),
         waiting=len(by_state[TrialState.WAITING]),
-        best=best,
+        best=next(iter(rank_trials(trials, maximize=study.spec.maximize)), None),
         epochs_run=sum(len(t.intermediate_values) for t in trials),
         epochs_saved=saved_epochs,
         untracked=sum(TRACKING in t.user_attrs for t in trials),
         seconds_saved=saved_seconds,
     )
-
-
-def _value(trial: FrozenTrial) -> float:
-    assert trial.value is not None
-    return trial.value
 
 
 def format_value(value: object) -> str:

@@ -8,7 +8,6 @@ from search.study.study import StoredStudy, parent_of
 from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from storage.database.locks import still_held, study_lock
 from storage.mlflow.client import Tracking
-from storage.study_storage.opening import engine_of
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
@@ -41,7 +40,7 @@ def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
         for key in (RUN_ID, RUN_URL, TRACKING_URI):
             study.set_attr(key, parent.attrs[key])
         return run_id
-    with study_lock(engine_of(study.storage), study.study_id) as connection:
+    with study_lock(study.engine, study.study_id) as connection:
         run_id = tracking.study_run(
             spec.name,
             study.study_id,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import random
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from objectives.training.config import NAMES, TrainConfig
+from objectives.training.config import FIELDS, TrainConfig, type_name
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -26,25 +23,10 @@ class Setting(NamedTuple):
 
 def settings(config: TrainConfig) -> list[Setting]:
     """All fields of a configuration, in their order, with the class's own words."""
-    helps = _helps(inspect.getdoc(TrainConfig) or "")
-    helps |= {name: f"one of {', '.join(known)}" for name, known in NAMES.items() if name in helps}
     return [
-        Setting(item.name, str(item.type).partition("[")[0], getattr(config, item.name), helps.get(item.name, ""))
-        for item in dataclasses.fields(config)
+        Setting(name, type_name(field), getattr(config, name), field.description or "")
+        for name, field in FIELDS.items()
     ]
-
-
-def _helps(doc: str) -> dict[str, str]:
-    """The `Attributes` block of a docstring, by name; names that share a line share their words."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in doc.partition("Attributes:\n")[2].splitlines():
-        if head := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
-            names = head[1].split(", ")
-            found.update(dict.fromkeys(names, head[2]))
-        else:
-            found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    return found
 
 
 def search_space(objective: Objective, draws: int = 64) -> dict[str, str]:

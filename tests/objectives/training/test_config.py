@@ -1,11 +1,16 @@
 import dataclasses
 import json
+from typing import Annotated
 
 import numpy as np
+import pydantic.dataclasses
 import pytest
+from pydantic import Field
 
 from objectives import ObjectiveError
 from objectives.training import TrainConfig
+from objectives.training import config as config_module
+from objectives.training.reports import describe
 
 
 def test_a_round_trip_through_json_keeps_every_field():
@@ -42,7 +47,7 @@ def test_the_model_settings_are_a_copy():
         ({"optimizer": "adam_w"}, "unknown optimizer 'adam_w': did you mean 'adamw' or 'adam'"),
         ({"schedule": "cosin"}, "unknown schedule 'cosin': did you mean 'cosine'?"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
-        ({"lr": 0}, "lr must be above 0, not 0.0"),
+        ({"lr": 0}, "lr must be above 0, not 0$"),
         ({"lr": float("nan")}, "lr must be a finite number, not nan"),
         ({"lr": "0.1"}, "lr must be a number, not '0.1'"),
         ({"lr": None}, "lr must be a number, not None"),
@@ -84,6 +89,34 @@ def test_a_bad_value_is_refused_in_one_line(values, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_setting_is_refused_with_the_nearest_name():
+@pytest.mark.parametrize("made", [TrainConfig.from_dict, lambda values: TrainConfig(**values)])
+def test_an_unknown_setting_is_refused_with_the_nearest_name(made):
     with pytest.raises(ObjectiveError, match="unknown training setting 'batchsize': did you mean 'batch_size'"):
-        TrainConfig.from_dict({"batchsize": 8})
+        made({"batchsize": 8})
+
+
+def test_a_changed_copy_is_validated_and_itself_does_not_change():
+    config = TrainConfig(lr=0.3)
+    assert dataclasses.replace(config, patience=4) == TrainConfig(lr=0.3, patience=4)
+    with pytest.raises(ObjectiveError, match="lr must be above 0, not -1"):
+        dataclasses.replace(config, lr=-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.lr = 0.1
+
+
+def test_a_setting_from_outside_is_one_field_which_is_checked_and_described(monkeypatch):
+    """Type, range, default and words stand in one place; messages and `objective show` read them there."""
+
+    @pydantic.dataclasses.dataclass(frozen=True)
+    class More(TrainConfig):
+        sparkle: Annotated[float | None, Field(ge=0, lt=1, description="how much it glitters")] = None
+
+    monkeypatch.setattr(config_module, "FIELDS", vars(More)["__pydantic_fields__"])
+    monkeypatch.setattr(describe, "FIELDS", vars(More)["__pydantic_fields__"])
+    with pytest.raises(ObjectiveError, match=r"^sparkle must be in \[0, 1\), not 1$"):
+        More(sparkle=1)
+    with pytest.raises(ObjectiveError, match=r"^sparkle must be a number or None, not 'much'$"):
+        More(sparkle="much")
+    shown = describe.settings(More(sparkle=0.5))[-1]
+    assert shown == ("sparkle", "float | None", 0.5, "how much it glitters")
+    assert all(setting.help for setting in describe.settings(More()))

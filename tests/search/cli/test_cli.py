@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+import search.cli
 from search.cli import _run
 from search.cli.confirm import confirm
 from search.cli.secrets import NAMES
@@ -201,3 +204,21 @@ def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPat
         confirm("remove it?")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert confirm("remove it?")
+
+
+def test_a_verb_from_outside_is_found_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the package is all that a verb is: --help and the command line know it, and those there before."""
+    (tmp_path / "toy_verb.py").write_text(
+        "import typer\n"
+        "def register(app):\n    app.command()(toy_verb)\n"
+        "def toy_verb(name: str):\n    '''Greet somebody.'''\n    typer.echo(f'hello {name}')\n"
+    )
+    (tmp_path / "toy_helper.py").write_text("hello = 1\n")
+    monkeypatch.setattr(search.cli, "__path__", [*search.cli.__path__, str(tmp_path)])
+    app = typer.Typer(rich_markup_mode=None)
+    search.cli.add_verbs(app)
+    assert CliRunner().invoke(app, ["toy-verb", "Ada"]).output == "hello Ada\n"
+    listed = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    before = typer.main.get_command(search.cli.app).commands  # type: ignore[attr-defined]
+    assert sorted(listed) == sorted([*before, "toy-verb"])
+    assert [verb for verb in listed if verb != "toy-verb"] == list(before), "in the order that it has without"

@@ -10,6 +10,7 @@ import pytest
 from optuna.trial import create_trial
 
 from search.pruning import Decision, Judge
+from search.pruning.judge import StoredPeers
 from search.spec.spec import StudySpec, parse_spec
 
 
@@ -117,5 +118,5 @@ def test_pruning_starts_with_the_trial_that_completes_the_start_up() -> None:
     ids=lambda pruner: pruner["name"],
 )
 def test_nothing_is_read_at_an_epoch_at_which_nobody_is_judged(pruner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Judge, "_finished", lambda self: pytest.fail("it read the finished trials"))
+    monkeypatch.setattr(StoredPeers, "finished", lambda self: pytest.fail("it read the finished trials"))
     assert not decide(spec_of(**pruner), FINISHED, [0.1, 0.1, 0.1]).prune

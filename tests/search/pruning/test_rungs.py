@@ -10,9 +10,8 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from search.pruning import Decision, Judge
-from search.sampling.samplers import make_pruner
 from search.spec.spec import StudySpec
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import open_storage
 from storage.study_storage.rungs import read_rung, rung_key
 from tests.search.pruning.test_reasons import spec_of
 
@@ -26,7 +25,7 @@ class Search:
     def __init__(self, url: str, spec: StudySpec) -> None:
         self.storage = open_storage(url, application_name="test")
         self.study = optuna.create_study(study_name=spec.name, direction=spec.direction, storage=self.storage)
-        self.twin = optuna.create_study(study_name=spec.name, direction=spec.direction, pruner=make_pruner(spec.pruner))
+        self.twin = optuna.create_study(study_name=spec.name, direction=spec.direction, pruner=spec.pruner.build())
         self.judge = Judge(spec, self.storage, self.study._study_id)
 
     def ask(self) -> tuple[optuna.Trial, optuna.Trial]:
@@ -108,16 +107,14 @@ def test_other_studies_and_other_attributes_are_no_peers(database_url: str) -> N
     search.storage.set_trial_system_attr(other.ask()._trial_id, rung_key(0), 99.0)
     search.storage.set_trial_system_attr(search.ask()[0]._trial_id, "completed_rung_00", 99.0)
     assert search.report(search.ask(), 1, float("-inf")).peers == 0
-    assert read_rung(engine_of(search.storage), search.study._study_id, 0) == [(1, float("-inf"))]
+    assert read_rung(search.storage.engine, search.study._study_id, 0) == [(1, float("-inf"))]
 
 
 def test_a_rung_costs_one_query_and_an_epoch_between_rungs_none(database_url: str) -> None:
     search = Search(database_url, spec_of(**HALVING))
     trial = search.ask()[0]
     statements: list[str] = []
-    sa.event.listen(
-        engine_of(search.storage), "before_cursor_execute", lambda *arguments: statements.append(arguments[2])
-    )
+    sa.event.listen(search.storage.engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
 
     def cost(step: int) -> tuple[int, int]:
         """Return how many queries for rungs, and how many other statements, a verdict needs."""

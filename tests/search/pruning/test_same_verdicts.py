@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.pruning import Decision, Judge
-from search.pruning.decision import Case
-from search.pruning.judge import _StoredRungs, halving_of
-from search.sampling.samplers import make_pruner
+from search.pruning.judge import StoredPeers
 from search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12
@@ -82,7 +80,7 @@ def spec_of(pruner: dict[str, object], direction: str) -> StudySpec:
 
 
 def study_of(spec: StudySpec, history: list[dict[int, float]]) -> optuna.Study:
-    study = optuna.create_study(study_name="s", direction=spec.direction, pruner=make_pruner(spec.pruner))
+    study = optuna.create_study(study_name="s", direction=spec.direction, pruner=spec.pruner.build())
     for curve in history:
         study.add_trial(create_trial(value=0.0, intermediate_values=curve))
     return study
@@ -143,32 +141,22 @@ class JudgeInMemory(Judge):
         self.noted: dict[str, float] = {}
         return super().__call__(trial)
 
-    def _halving(self, case: Case, trial: FrozenTrial) -> Decision:
-        halving = halving_of(self._spec, trial.number)
-        if halving is None:
-            return case.on()
-        return halving.judge(case, _InMemory(self, trial, self._is_peer(halving.bracket)))
+    def _peers(self, trial: FrozenTrial) -> StoredPeers:
+        return _InMemory(self._storage, self._study_id, trial, 0.0, self.noted)
 
 
-@dataclass
-class _InMemory:
-    judge: JudgeInMemory
-    trial: FrozenTrial
-    is_peer: object
-
-    def reached(self) -> int:
-        return _StoredRungs.reached(self)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class _InMemory(StoredPeers):
+    noted: dict[str, float]
 
     def note(self, rung: int, value: float) -> None:
-        self.judge.noted[f"completed_rung_{rung}"] = value
+        self.noted[f"completed_rung_{rung}"] = value
 
-    def others(self, rung: int) -> list[float]:
+    def at_rung(self, rung: int) -> list[tuple[int, float]]:
         key = f"completed_rung_{rung}"
-        trials = self.judge._storage.get_all_trials(self.judge._study_id)
+        trials = self.storage.get_all_trials(self.study_id)
         return [
-            t.system_attrs[key]
-            for t in trials
-            if key in t.system_attrs and t.number != self.trial.number and self.is_peer(t.number)
+            (t.number, t.system_attrs[key]) for t in trials if key in t.system_attrs and t.number != self.trial.number
         ]
 
 

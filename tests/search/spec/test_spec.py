@@ -8,9 +8,11 @@ import optuna
 import pytest
 
 from search.errors import SearchError
-from search.pruning.brackets import bracket_of, shares
-from search.sampling.samplers import derive_seed, make_pruner, make_sampler
-from search.spec.spec import PRUNERS, SAMPLERS, StudySpec, differences, parse_spec
+from search.pruners import PrunerSpec
+from search.pruners.hyperband import bracket_of, shares
+from search.samplers import SamplerSpec
+from search.sampling.samplers import derive_seed, make_sampler
+from search.spec.spec import StudySpec, differences, parse_spec
 
 BASE: dict[str, Any] = {
     "name": "night",
@@ -91,7 +93,7 @@ def test_hyperband_writes_its_largest_resource_down() -> None:
     assert spec.model_dump()["pruner"]["max_resource"] == 12
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", SamplerSpec.kinds)
 def test_every_sampler_suggests(name: str) -> None:
     spec = parse_spec({**BASE, "sampler": {"name": name}})
 
@@ -110,11 +112,11 @@ def test_every_sampler_suggests(name: str) -> None:
     assert first_values(1) != first_values(2)
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", PrunerSpec.kinds)
 def test_every_pruner_is_made(name: str) -> None:
     extra = {"lower": 0.1} if name == "threshold" else {}
     spec = parse_spec({**BASE, "pruner": {"name": name, **extra}})
-    assert isinstance(make_pruner(spec.pruner), optuna.pruners.BasePruner)
+    assert isinstance(spec.pruner.build(), optuna.pruners.BasePruner)
 
 
 def test_derived_seeds_differ_and_stay() -> None:
@@ -134,7 +136,7 @@ def test_differences_name_each_setting() -> None:
 
 def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
     """It is to learn from the trials of its own bracket alone, and our judge leaves Optuna's pruner unused."""
-    pruner = make_pruner(parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner)
+    pruner = parse_spec({**BASE, "pruner": {"name": "hyperband"}}).pruner.build()
     study = optuna.create_study(study_name="night", pruner=pruner)
     for _ in range(30):
         study.tell(study.ask(), 0.0)

@@ -8,7 +8,7 @@ from torch import nn
 from objectives import ObjectiveError
 from objectives.training import Standardize, TrainConfig
 from objectives.training.config import BASES, OPTIMIZERS
-from objectives.training.optimizers.optimizer import build_optimizer, parameter_groups
+from objectives.training.optimizers.optimizer import FACTORIES, build_optimizer, parameter_groups
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.reproducibility import checkpoint
 
@@ -85,6 +85,10 @@ def _task():
 def _net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_the_names_are_those_of_what_is_built():
+    assert set(FACTORIES) == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

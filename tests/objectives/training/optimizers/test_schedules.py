@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from objectives import ObjectiveError
 from objectives.training import TrainConfig, Trainer
 from objectives.training.config import SCHEDULES
-from objectives.training.optimizers.schedules import build_schedule, check_length
+from objectives.training.optimizers.schedules import _DECAYS, build_schedule, check_length
 
 STEPS = 40
 
@@ -50,6 +50,10 @@ def test_cosine_climbs_then_falls_along_the_formula():
     fall = [0.1 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 32))) for step in range(32)]
     assert rates[8:] == pytest.approx(fall)
     assert rates[-10:] == sorted(set(rates[-10:]), reverse=True), "no floor flattens the tail"
+
+
+def test_the_names_are_those_of_what_is_built():
+    assert {*_DECAYS, "one_cycle", "plateau"} == set(SCHEDULES), "these two are built apart"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

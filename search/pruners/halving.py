@@ -7,53 +7,41 @@ from 0, notes its value there and goes on if it is among the best ``1 / reductio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from search.pruning.decision import Case, Decision, Grounds
-
-
-class Rungs(Protocol):
-    """The values at the rungs of a study; those of one bracket, where there are brackets."""
-
-    def reached(self) -> int:
-        """Return how many rungs the trial has noted a value at."""
-        ...
-
-    def note(self, rung: int, value: float) -> None:
-        """Note the trial's value at a rung."""
-        ...
-
-    def others(self, rung: int) -> list[float]:
-        """Return the values of all other trials, in whatever state, at a rung."""
-        ...
+from search.pruners.decision import Case, Decision, Grounds, Peers
 
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving with its options, in one bracket of Hyperband or without any."""
+    """Successive halving with its options, in one bracket of Hyperband or without any.
+
+    `is_peer` says of a trial's number whether it is in the same bracket.
+    """
 
     min_resource: int
     reduction_factor: int
     min_early_stopping_rate: int
     bootstrap_count: int
     bracket: int | None = None
+    is_peer: Callable[[int], bool] = lambda _: True
 
     def epoch_of(self, rung: int) -> int:
         """Return the epoch, from 0, at which a rung is reached."""
         epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
         return epochs
 
-    def judge(self, case: Case, rungs: Rungs) -> Decision:
+    def judge(self, case: Case, peers: Peers) -> Decision:
         """Take the trial through the rungs that its last epoch reaches.
 
         A trial judged again at the same epoch, because its worker died in between, goes through the same rungs again.
         (Optuna's pruner would let it pass.)
         """
-        rung = min(rungs.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
+        rung = min(peers.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
         decision = case.on(bracket=self.bracket)
         while case.step >= self.epoch_of(rung):
-            decision = self._at(rung, case, rungs)
+            decision = self._at(rung, case, peers)
             if decision.prune:
                 break
             rung += 1
@@ -66,13 +54,13 @@ class Halving:
             rung += 1
         return rung
 
-    def _at(self, rung: int, case: Case, rungs: Rungs) -> Decision:
+    def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
         value = case.last
         if math.isnan(value):
             return case.prune(f"{case.metric} is not a number", value=value, rung=rung, bracket=self.bracket)
         # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
-        rungs.note(rung, value)
-        others = rungs.others(rung)
+        peers.note(rung, value)
+        others = [other for number, other in peers.at_rung(rung) if self.is_peer(number)]
         values = sorted([*others, value], reverse=case.maximize)
         # The first of a rung go on, unless better ones are there: none is held back to wait for others.
         promoted = max(1, len(values) // self.reduction_factor)
@@ -87,3 +75,11 @@ class Halving:
             reach = f"best {promoted} of {len(values)} trials at {there} reach"
             return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
         return case.on(**grounds)
+
+
+def require_reachable(min_resource: int, epochs: int) -> None:
+    """Refuse a first rung that no trial would ever reach."""
+    if min_resource > epochs:
+        raise ValueError(
+            f"pruner.min_resource {min_resource} is more than epochs {epochs}: no trial would ever reach it; lower it"
+        )

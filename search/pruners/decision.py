@@ -1,11 +1,14 @@
-"""What a pruner decided about a trial, and on what grounds."""
+"""What a pruner is asked, what it may look at, and what it decided on what grounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Case:
 
     Attributes:
         pruner: the pruner's name in the spec.
+        study: the study's name.
+        number: the trial's.
         metric: the metric's name.
         maximize: whether higher is better.
         epochs: how many epochs a full trial has.
@@ -64,6 +69,8 @@ class Case:
     """
 
     pruner: str
+    study: str
+    number: int
     metric: str
     maximize: bool
     epochs: int
@@ -96,6 +103,26 @@ class Case:
         """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
         what = f"best {self.metric}" if best else self.metric
         return f"{what} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
+
+
+class Peers(Protocol):
+    """What a pruner may ask of the study while it judges one trial; each answer may be a query."""
+
+    def finished(self) -> Sequence[FrozenTrial]:
+        """Return the COMPLETE trials."""
+        ...
+
+    def reached(self) -> int:
+        """Return how many rungs the trial has noted a value at."""
+        ...
+
+    def note(self, rung: int, value: float) -> None:
+        """Note the trial's value at a rung."""
+        ...
+
+    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+        """Return number and value of all other trials, in whatever state, that noted one at a rung."""
+        ...
 
 
 def first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:

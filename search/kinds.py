@@ -1,0 +1,83 @@
+"""What a study chooses by name, with options: a sampler, a pruner. A kind is there once its class is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from search.errors import nearest
+
+
+class Options(BaseModel):
+    """Settings that are what they are said to be: nothing is converted, nothing unknown is taken, nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Kind(Options):
+    """One choice of a family, and its options. A subclass that gives `name` a default is a choice by that name.
+
+    Attributes:
+        family: what is chosen, for messages; a direct subclass sets it.
+        kinds: the choices of the family by their names.
+    """
+
+    family: ClassVar[str]
+    kinds: ClassVar[dict[str, type[Any]]]
+    name: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        name = cls.model_fields["name"].default
+        if Kind in cls.__bases__:
+            cls.kinds = {}
+        elif isinstance(name, str):
+            if name in cls.kinds:
+                raise TypeError(f"there is a {cls.family} {name!r} already: {cls.kinds[name].__qualname__}")
+            cls.kinds[name] = cls
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Return a table of a name and options as the kind of that name, and a kind as it is.
+
+        Raises:
+            ValueError: it is none; one line names the option, its value and what is allowed.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{cls.family} is {value!r}: give its name, or a table with its name and options")
+        name = value.get("name")
+        kind: type[Self] | None = cls.kinds.get(str(name))
+        if kind is None:
+            raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{nearest(str(name), cls.kinds)}")
+        try:
+            return kind.model_validate(dict(value))
+        except ValidationError as error:
+            raise ValueError(kind._refusal(error.errors(include_url=False)[0])) from None
+
+    @classmethod
+    def _refusal(cls, first: Mapping[str, Any]) -> str:
+        setting = ".".join(map(str, (cls.family, *first["loc"])))
+        if first["type"] == "value_error":
+            return f"{setting}: {first['ctx']['error']}"
+        if first["type"] == "extra_forbidden":
+            options = set(cls.model_fields) - {"name"}
+            return f"{setting}: no such option" + (
+                nearest(str(first["loc"][-1]), options) if options else "; it takes none"
+            )
+        return refusal(setting, first)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is set beside the name."""
+        return self.model_dump(exclude={"name"})
+
+
+def refusal(setting: str, first: Mapping[str, Any]) -> str:
+    """Turn a complaint of pydantic's into a line that names the setting, its value and what is allowed."""
+    message = str(first["msg"]).removeprefix("Input should be ")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    return f"{setting} is {first['input']!r}: it must be {message}"

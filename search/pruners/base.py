@@ -1,0 +1,41 @@
+"""What a pruner is to a study: options, a verdict of its own, and Optuna's pruner of the same verdicts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from search.kinds import Kind
+from search.pruners.decision import Case, Decision, Peers
+from search.pruners.halving import Halving
+
+if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
+    from optuna.pruners import BasePruner
+
+
+class PrunerSpec(Kind):
+    """A pruner and its options."""
+
+    family: ClassVar[str] = "pruner"
+
+    def for_epochs(self, epochs: int) -> Self:
+        """Return the options for full trials of so many epochs, with nothing left open.
+
+        Left open, each process would derive its own.
+
+        Raises:
+            ValueError: they do not fit; one line says why.
+        """
+        return self
+
+    @abstractmethod
+    def build(self) -> BasePruner:
+        """Return Optuna's pruner: a sampler asks it for a trial's bracket; the verdicts are :meth:`judge`'s."""
+
+    @abstractmethod
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        """Decide about a trial after its last reported epoch, as often as one likes."""
+
+    def halving(self, study: str, number: int) -> Halving | None:
+        """Return the successive halving that a trial of a study goes through; None where there is none."""
+        return None

@@ -1,0 +1,53 @@
+"""Pruning at an absolute bound, as Optuna's ThresholdPruner."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from search.pruners.base import PrunerSpec
+from search.pruners.decision import Case, Decision, Peers, first_of_interval
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+
+class Threshold(PrunerSpec):
+    """Prune at an absolute bound, Optuna's ``ThresholdPruner``; which way is better does not matter."""
+
+    name: Literal["threshold"] = "threshold"
+    lower: float | None = Field(default=None, strict=False, allow_inf_nan=False)
+    upper: float | None = Field(default=None, strict=False, allow_inf_nan=False)
+    n_warmup_steps: int = Field(default=0, ge=0)
+    interval_steps: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.lower is None and self.upper is None:
+            raise ValueError("give lower or upper")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
+        return self
+
+    def build(self) -> BasePruner:
+        from optuna.pruners import ThresholdPruner
+
+        return ThresholdPruner(**self.options)
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        if case.step < self.n_warmup_steps or not first_of_interval(
+            case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
+        ):
+            return case.on()
+        value = case.last
+        if math.isnan(value):
+            return case.prune(f"{case.metric} is not a number", value=value)
+        if self.lower is not None and value < self.lower:
+            why = f"{case.metric} {value:.6g} is below the threshold {self.lower:g}"
+            return case.prune(why, value=value, cutoff=self.lower)
+        if self.upper is not None and value > self.upper:
+            why = f"{case.metric} {value:.6g} is above the threshold {self.upper:g}"
+            return case.prune(why, value=value, cutoff=self.upper)
+        return case.on(value=value)

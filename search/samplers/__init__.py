@@ -1,0 +1,11 @@
+"""Samplers: a file for each, with its options and how it is built; one that is put here is found.
+
+Imports: discovery, kinds.
+"""
+
+from search.discovery import load_modules
+from search.samplers.base import SamplerSpec
+
+load_modules(__name__, __path__)
+
+__all__ = ["SamplerSpec"]

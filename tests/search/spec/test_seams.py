@@ -1,0 +1,124 @@
+"""A sampler, a pruner, a setting of somebody else's: a class, a class, a field, and all that speaks of them knows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import optuna
+import pytest
+import typer
+from optuna.trial import create_trial
+from pydantic import Field
+from typer.testing import CliRunner
+
+from search.cli.settings import takes_settings
+from search.errors import SearchError
+from search.pruners import PrunerSpec
+from search.pruners.decision import Case, Decision, Peers
+from search.pruning import Judge
+from search.samplers import SamplerSpec
+from search.sampling.samplers import make_sampler
+from search.spec import spec as specs
+from search.spec.spec import StudySpec, parse_spec
+from tests.search.pruning.test_reasons import spec_of
+from tests.search.spec.test_spec import BASE
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SamplerSpec, "kinds", dict(SamplerSpec.kinds))
+    monkeypatch.setattr(PrunerSpec, "kinds", dict(PrunerSpec.kinds))
+
+    class Steady(SamplerSpec):
+        name: Literal["toy_steady"] = "toy_steady"
+        points: int = Field(default=3, ge=1)
+
+        def build(self, *, seed: int, common_seed: int) -> optuna.samplers.BaseSampler:
+            others = optuna.samplers.RandomSampler(seed)
+            return optuna.samplers.PartialFixedSampler({"x": 1 / self.points}, others)
+
+    class Second(PrunerSpec):
+        name: Literal["toy_second"] = "toy_second"
+
+        def build(self) -> optuna.pruners.BasePruner:
+            return optuna.pruners.NopPruner()
+
+        def judge(self, case: Case, peers: Peers) -> Decision:
+            before = len(peers.finished())
+            return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.on()
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_sampler_from_outside_is_chosen_by_name_and_suggests() -> None:
+    spec = parse_spec({**BASE, "sampler": {"name": "toy_steady", "points": 2}})
+    assert parse_spec(spec.model_dump()) == spec, "as it is stored, so it is read"
+    study = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=0, trial_number=0))
+    trial = study.ask()
+    assert trial.suggest_float("x", 0, 1) == 0.5
+    assert trial.suggest_float("y", 0, 1) != 0.5
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_pruner_from_outside_judges_with_a_reason() -> None:
+    study = optuna.create_study(direction="maximize")
+    judge = Judge(spec_of(name="toy_second"), study._storage, study._study_id)  # type: ignore[arg-type]
+
+    def verdict() -> Decision:
+        trial = study.ask()
+        trial.report(0.5, 1)
+        return judge(study._storage.get_trial(trial._trial_id))
+
+    assert not verdict().prune
+    study.add_trial(create_trial(value=0.0))
+    decision = verdict()
+    assert (decision.prune, decision.peers) == (True, 1)
+    assert decision.reason == "toy_second pruner at epoch 2 of 20: trial 2 comes after 1"
+
+
+@pytest.mark.usefixtures("toys")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampler": {"name": "toy_staedy"}}, "sampler: unknown sampler 'toy_staedy'; did you mean 'toy_steady'?"),
+        ({"sampler": {"name": "toy_steady", "point": 2}}, "sampler.point: no such option; did you mean 'points'?"),
+        ({"sampler": {"name": "toy_steady", "points": 0}}, "sampler.points is 0: it must be at least 1"),
+        ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: no such option; it takes none"),
+    ],
+)
+def test_messages_know_what_comes_from_outside(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        parse_spec({**BASE, **change})
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(TypeError, match="there is a sampler 'tpe' already"):
+
+        class Twin(SamplerSpec):
+            name: Literal["tpe"] = "tpe"
+
+
+def test_a_setting_from_outside_is_one_field_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flag, the help, the check and the message come from the field."""
+
+    class More(StudySpec):
+        toy_sparkle: int = Field(default=3, ge=1, description="How much it glitters")
+
+    monkeypatch.setattr(specs, "StudySpec", More)
+    seen: list[dict[str, Any]] = []
+
+    def toy(settings: dict[str, Any]) -> int:
+        seen.append(settings)
+        return 0
+
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(takes_settings(toy))
+    said = CliRunner().invoke(app, ["--help"]).output
+    assert re.search(r"--toy-sparkle +<int> +How much it glitters +\[default: \(3\)\]", said), said
+    assert CliRunner().invoke(app, ["digits", "--toy-sparkle", "5"]).exit_code == 0
+    assert seen == [{"objective": "digits", "toy_sparkle": 5}]
+    assert specs.parse_spec({**BASE, **seen[0]}).model_dump()["toy_sparkle"] == 5
+    with pytest.raises(SearchError, match=r"^--toy-sparkle is 0: it must be at least 1$"):
+        specs.parse_spec({**BASE, "toy_sparkle": 0})
