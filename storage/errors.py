@@ -9,7 +9,7 @@ class ClaimLostError(Exception):
     """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
 
 
-class CheckpointError(Exception):
+class StoredCheckpointError(Exception):
     """A stored checkpoint that is missing, torn or changed: go on from the one before it."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from objectives.errors import ObjectiveError
 from objectives.training.reproducibility import checkpoint
-from objectives.training.reproducibility.records import EpochRecord, MetricsFile
+from objectives.training.reproducibility.records import EpochRecord
 
 log = logging.getLogger("objectives.training")
 
@@ -61,7 +61,7 @@ def promotable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class LocalSession:
-    """Keeps a run in a directory: `last.pt` and those before it, `best.pt`, `metrics.jsonl`. Never stops a run.
+    """Keeps a run's checkpoints in a directory: `last.pt` and those before it, `best.pt`. Never stops a run.
 
     Args:
         run_dir: the directory.
@@ -91,7 +91,6 @@ class LocalSession:
         self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
         self._interval, self._snapshot_every, self._synced = interval, snapshot_every, synced
         self._saved_at = -math.inf
-        self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
 
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
@@ -126,12 +125,8 @@ class LocalSession:
                 newer.replace(older)
         checkpoint.write(self.last_path, state, synced=self._synced)
 
-    def report(self, record: EpochRecord) -> Verdict:
-        """Appends the epoch to `metrics.jsonl`, once."""
-        try:
-            self._metrics.append(record)
-        except OSError as error:  # a full disk: the epoch is in the checkpoint, and what it came to is reported
-            log.warning("%s cannot be written: %s; the run goes on", self._metrics.path, error.strerror)
+    def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 a session's
+        """Lets the run go on: its numbers are in the checkpoint, and the trainer keeps them beside it."""
         return Verdict.CONTINUE
 
     def log(self, path: Path) -> None:

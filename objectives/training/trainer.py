@@ -153,9 +153,11 @@ class Trainer:
         return Verdict.CONTINUE
 
     def _report(self, record: EpochRecord) -> Verdict:
+        # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
+        verdict = Verdict.CONTINUE if self.session is None else self.session.report(record)
         self.files.record(record)
         self.instruments.record(record, self.files.path)
-        return Verdict.CONTINUE if self.session is None else self.session.report(record)
+        return verdict
 
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
         """Hands over the run's files, unless it is to go on later, and the result."""

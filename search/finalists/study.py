@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-import time
 from typing import Any
 
 import optuna
@@ -35,7 +34,6 @@ from storage.attributes import (
     RUN_URL,
     SOURCE,
     SPEC,
-    STARTED_AT,
     STOPPED,
     TRACKING_URI,
     TRAINING_SEED,
@@ -133,7 +131,7 @@ def _require_over(study: StoredStudy) -> None:
     finished, budget, name = summarise(study).finished, study.budget, study.spec.name
     if finished >= budget:
         return
-    ended = study.attrs.get(STOPPED) is not None or _out_of_time(study)
+    ended = study.attrs.get(STOPPED) is not None or study.out_of_time
     if ended and (running := running_trials(study)):
         wait = command("stop", name, "--wait")
         raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
@@ -142,12 +140,6 @@ def _require_over(study: StoredStudy) -> None:
             f"study {name!r} is not over, {finished} of its {budget} trials are done: let it end, or stop it first: "
             f"{command('stop', name)}"
         )
-
-
-def _out_of_time(study: StoredStudy) -> bool:
-    started = study.attrs.get(STARTED_AT)
-    timeout = study.spec.timeout
-    return timeout is not None and started is not None and time.time() >= float(started) + timeout
 
 
 def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: list[int]) -> StoredStudy:

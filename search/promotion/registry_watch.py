@@ -18,7 +18,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from search.errors import SearchError
 from search.study.study import load_study
-from storage.attributes import RUN_ID
 from storage.database.locks import registry_lock, still_held
 from storage.errors import StorageError
 from storage.mlflow.client import Tracking
@@ -99,7 +98,7 @@ class _Noticing:
         versions = [self.registry.version(d.model, d.version) for d in differences if d.version is not None]
         named = {(version.model, version.number): version for version in versions if version is not None}
         runs = {version.run_id for version in named.values() if version.run_id}
-        trials = trials_of_runs(connection, runs, key=RUN_ID) if runs else {}
+        trials = trials_of_runs(connection, runs) if runs else {}
         changed = set()
         for difference in differences:
             version = named.get((difference.model, difference.version or 0))

@@ -22,7 +22,6 @@ from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
 from search.study.study import StoredStudy, load_study
-from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import Registry, Version
 from storage.records.promotions import trials_of_runs
@@ -120,7 +119,7 @@ def _like(name: str, with_alias: list[str]) -> str:
 
 def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StoredStudy, int]:
     with engine_of(storage).connect() as connection:
-        found = trials_of_runs(connection, [version.run_id or ""], key=RUN_ID).get(version.run_id or "")
+        found = trials_of_runs(connection, [version.run_id or ""]).get(version.run_id or "")
     if found is None:
         raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
     return load_study(storage, found.study_name), found.number

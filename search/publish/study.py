@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from search.publish.finalists import tell_confirmation
 from search.publish.note import write_note
@@ -12,8 +13,9 @@ from search.study.study import StoredStudy, parent_of
 from search.study.summary import Summary, summarise
 from search.tracking.study_run import open_parent_run
 from storage.attributes import INFEASIBLE, REASON, RUN_ID
-from storage.mlflow.client import State, Tracking, TrialRun
+from storage.mlflow.client import Tracking
 from storage.mlflow.health import one_line
+from storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +55,9 @@ def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:
     left = tracking.open_trial_runs(study.spec.name, str(study.attrs[RUN_ID]))
     for trial in study.trials() if left else []:
         if trial.number in left and trial.state.is_finished():
-            state: State = "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
-            TrialRun(tracking, left[trial.number]).finish(state, str(trial.user_attrs.get(REASON, "")))
-
-
-_STATES: dict[TrialState, State] = {
-    TrialState.COMPLETE: "COMPLETE",
-    TrialState.PRUNED: "PRUNED",
-    TrialState.FAIL: "FAIL",
-}
+            outcome = Outcome.of_trial(trial.state.name, infeasible=bool(trial.user_attrs.get(INFEASIBLE)))
+            reason = str(trial.user_attrs.get(REASON, ""))
+            tracking.end_trial_run(left[trial.number], outcome, reason, at=int(time.time() * 1000))
 
 
 def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:

@@ -14,7 +14,7 @@ from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, TRACKING
 from storage.study_storage.rungs import rung_key
-from storage.trials.attempts import Attempt, last_attempts, read_attempts
+from storage.trials.attempts import AttemptRecord, last_attempts, read_attempts
 
 # What became of an attempt after which its trial waits.
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
@@ -43,7 +43,7 @@ def why_waiting(study: StoredStudy) -> dict[int, str]:
     return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
 
 
-def _why(trial: FrozenTrial, last: Attempt | None) -> str:
+def _why(trial: FrozenTrial, last: AttemptRecord | None) -> str:
     if last is None:
         return "enqueued: no worker has taken it yet"
     ended = _ENDED.get(last.outcome or "", "was to be made again")
@@ -95,7 +95,7 @@ def _parameters(trial: FrozenTrial) -> Table:
     return table
 
 
-def _attempts(attempts: list[Attempt]) -> Table:
+def _attempts(attempts: list[AttemptRecord]) -> Table:
     table = _table("attempt", "worker", "start (UTC)", "end (UTC)", "outcome")
     for attempt in attempts:
         end = "" if attempt.ended_at is None else _time(attempt.ended_at)

@@ -25,7 +25,7 @@ from storage.files import size_of
 from storage.mlflow.client import Tracking
 from storage.mlflow.disk_usage import RunStorage
 from storage.mlflow.registry import Registry
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.run_links import RunLinks
 from storage.records.test_openings import read_opening
 from storage.trials.finalist_sets import finalist_studies
 
@@ -108,14 +108,14 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
         return []
 
     def remove() -> int:
-        book = RunBook(study.engine)
+        links = RunLinks(study.engine)
         # Asked again: between the showing and the answer somebody may have registered one, or begun with finalists.
         # Those are chosen under the same lock, and not from what is marked.
         with name_lock(study.engine, study.spec.name):
             needed = _needed_trials(study)
             left = {run_id: trial._trial_id for run_id, trial in candidates.items() if trial.number not in needed}
             left = {run_id: trial_id for run_id, trial_id in left.items() if run_id in kept}
-            book.mark(left.values(), REMOVED, _BY_GC)
+            links.mark(left.values(), REMOVED, _BY_GC)
         freed = 0
         try:
             for run_id in list(left):
@@ -124,7 +124,7 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
                     freed += kept[run_id].model_bytes + kept[run_id].checkpoint_bytes
                     del left[run_id]
         finally:
-            book.unmark(left.values(), REMOVED)
+            links.unmark(left.values(), REMOVED)
         return freed
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())

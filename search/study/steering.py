@@ -15,7 +15,7 @@ from search.console import command
 from search.errors import SearchError
 from search.spec.spec import parse_spec
 from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, REASON, STOPPED
+from storage.attributes import REASON, STOPPED
 from storage.trials.budget import change_spec
 from storage.trials.claims import running_now
 from storage.trials.reopening import reopen_trial
@@ -113,7 +113,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    reopened, epoch = reopen_trial(study.engine, trial._trial_id, infeasible=INFEASIBLE, from_start=from_start)
+    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start)
     if not reopened:
         why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from search.console import command
 from search.errors import SearchError, nearest
 from search.spec.spec import StudySpec, differences, parse_spec, searched_by
 from search.study.ranking import rank_trials
-from storage.attributes import FOLDER, SOURCE, SPEC
+from storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
 from storage.database.locks import name_lock
 from storage.study_storage import PostgresStorage
 
@@ -45,6 +46,14 @@ class StoredStudy:
     def budget(self) -> int:
         """How many trials the study is to have by now: `hpsearch extend` changes it while others have it open."""
         return int(self.attrs[SPEC]["n_trials"])
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the study's time is up: nothing new is begun."""
+        if self.spec.timeout is None:
+            return False
+        started = self.attrs.get(STARTED_AT)
+        return started is not None and time.time() >= float(started) + self.spec.timeout
 
     @property
     def folder(self) -> str:

@@ -28,6 +28,7 @@ from storage.checkpoints.pointers import read_pointers
 from storage.mlflow.health import one_line
 from storage.study_storage.opening import engine_of
 from storage.trials.claims import Claim
+from storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _resend(
         tracked.publish(result, [])
         ended = trial.datetime_complete
         at = int(ended.timestamp() * 1000) if ended is not None else None
-        tracked.finish("COMPLETE", str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
+        tracked.finish(Outcome.COMPLETE, str(trial.user_attrs.get(REASON, "")), kept=True, at=at)
 
 
 def _result(

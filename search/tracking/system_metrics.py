@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from storage.mlflow.outbox import Journal
+from storage.mlflow.records import Metrics
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
@@ -57,7 +58,7 @@ class SystemMetrics:
                 except Exception as error:  # a driver that went away says nothing about the trial
                     log.debug("no system metrics of %s: %s", type(monitor).__name__, error)
             named = {f"system/{name}": float(value) for name, value in values.items()}
-            journal.append("metrics", step=max(int(now - since), 0), at=now, values=named)
+            journal.append(Metrics(max(int(now - since), 0), now, named))
 
 
 def _monitors() -> list[BaseMetricsMonitor]:

@@ -15,11 +15,13 @@ from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
 from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.records import End, Open
+from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender import Sender
 from storage.mlflow.shipper import Shipper
 from storage.study_storage.opening import engine_of
 from storage.trials.claims import Lost
+from storage.trials.outcome import Outcome
 
 _STARTING = 15.0  # seconds that a server may take to start
 
@@ -60,7 +62,7 @@ class Tracker:
         self._making = threading.Lock()
         self.outbox = Outbox(outbox_folder(home, study))
         self._shipper = Shipper(
-            tracking, RunBook(engine_of(study.storage)), parent=self.parent, delivered=checkpoints.forget_trial
+            tracking, RunLinks(engine_of(study.storage)), parent=self.parent, delivered=checkpoints.forget_trial
         )
         self.sender = Sender(self.outbox, self._shipper, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None
@@ -84,8 +86,7 @@ class Tracker:
             tags: of its run.
         """
         spec = self._study.spec
-        journal = self.outbox.open(
-            name,
+        head = Open(
             study=spec.name,
             trial=trial_id,
             number=number,
@@ -95,6 +96,7 @@ class Tracker:
             began=int(time.time() * 1000),
             tags={"hpsearch.objective": spec.objective, "hpsearch.attempt": str(attempt), **self._tags, **tags},
         )
+        journal = self.outbox.open(name, head)
         self.sender.add(journal)
         return journal
 
@@ -102,7 +104,7 @@ class Tracker:
         """End the run of a trial whose workers died; nobody else will."""
         name = f"{lost.number:04d}-{lost.attempt}-lost"
         journal = self.begin(name, trial_id=lost.trial_id, number=lost.number, attempt=lost.attempt, resumed=True)
-        journal.append("end", state="FAIL", reason=lost.reason, at=at, kept=False)
+        journal.append(End(Outcome.LOST, lost.reason, at, kept=False))
         self.sender.wake(at_once=True)
 
     def deliver(

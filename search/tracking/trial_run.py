@@ -17,10 +17,25 @@ from search.spec.spec import StudySpec
 from search.tracking.tracker import Tracker
 from storage.attributes import PENDING
 from storage.mlflow import exported_model
-from storage.mlflow.client import FINALIST_OF, SEED, State
+from storage.mlflow.client import FINALIST_OF, SEED
 from storage.mlflow.outbox import Journal
+from storage.mlflow.records import (
+    Data,
+    End,
+    Epoch,
+    Files,
+    Leave,
+    Metrics,
+    Model,
+    Params,
+    Problem,
+    Published,
+    Record,
+    Tags,
+)  # fmt: skip
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim
+from storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +83,7 @@ class TrialTracking:
 
     def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
-        self.journal.append("params", values=self._params())
+        self.journal.append(Params(self._params()))
         self._tracker.sender.wake()
 
     def _params(self) -> dict[str, object]:
@@ -77,13 +92,13 @@ class TrialTracking:
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
         """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
-        self.journal.append("epoch", step=epoch, at=timestamp, values=metrics)
+        self.journal.append(Epoch(epoch, timestamp, metrics))
         self._tracker.sender.wake()
 
     def log_file(self, path: Path) -> None:
         """Keep a file of the run directory for the run's artifacts."""
         if self.journal.keep(path):
-            self.journal.append("files")
+            self.journal.append(Files())
 
     def publish(self, result: FitResult, files: list[Path]) -> bool:
         """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
@@ -104,16 +119,16 @@ class TrialTracking:
             last = result.history[-1]
             best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
             best["best_epoch"] = float(result.best_epoch)
-            journal.append("metrics", step=last.epoch, at=last.timestamp, values=best)
+            journal.append(Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
         whole = result.status == "completed" and self._spec.finalists_of is None
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
-            journal.append("problem", text=f"{PENDING}: there was no room on disk for its files and its model")
+            journal.append(Problem(f"{PENDING}: there was no room on disk for its files and its model"))
         elif self._spec.models == "all" or (whole and self._spec.models == "complete"):
             self._log_model(result)
-        journal.append("published")
+        journal.append(Published())
         return whole
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
@@ -123,35 +138,34 @@ class TrialTracking:
             return False
         kept = [self.journal.keep(path) for path in files]
         kept += [self.journal.keep(best, folder="checkpoints")] if best is not None else []
-        self.journal.append("files")
+        self.journal.append(Files())
         return all(kept)
 
     def _log_data(self, result: FitResult) -> None:
         source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": result.split_hash}
-        self.journal.append(
-            "data",
+        data = Data(
             name=self._spec.objective.rpartition(":")[2],
             digest=result.split_hash[:_LONGEST_DIGEST],
             source=json.dumps(source),
             profile=json.dumps({"validation_samples": len(result.val)}),
         )
-        self.journal.append("tags", values={"hpsearch.data_sha256": result.split_hash})
+        self.journal.append(data)
+        self.journal.append(Tags({"hpsearch.data_sha256": result.split_hash}))
 
     def _log_model(self, result: FitResult) -> None:
         try:
             exported_model.export_model(result.model, result.example, self.journal.model)
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
-            self.journal.append("problem", text=f"{PENDING}: there was no room on disk for its model")
+            self.journal.append(Problem(f"{PENDING}: there was no room on disk for its model"))
             return
         except Exception as error:  # it leaves its checkpoint and the reason
             reason = f"no model: it cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
             log.warning("trial %d: %s", self._claim.number, reason)
-            self.journal.append("problem", text=reason)
+            self.journal.append(Problem(reason))
             return
         best = next(record for record in result.history if record.epoch == result.best_epoch)
-        self.journal.append(
-            "model",
+        model = Model(
             name=f"{self._spec.name.replace('.', '_')}-trial-{self._claim.number}",  # MLflow refuses dots
             step=best.epoch,
             at=best.timestamp,
@@ -159,10 +173,11 @@ class TrialTracking:
             params=self._params(),
             tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number)},
         )
+        self.journal.append(model)
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-        self.journal.append("tags", values={"hpsearch.pruning": json.dumps(record)})
+        self.journal.append(Tags({"hpsearch.pruning": json.dumps(record)}))
 
     def pending(self) -> str:
         """Return what to note at the trial until all of it is in MLflow."""
@@ -170,26 +185,26 @@ class TrialTracking:
             return f"refused: {self.journal.position.refused}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
-    def finish(self, state: State, reason: str, *, kept: bool = False, at: int | None = None) -> None:
+    def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:
         """End the run as its trial ended. It ends there once all that was logged has arrived.
 
         Args:
-            state: how the trial ended.
+            outcome: how the trial ended.
             reason: why, for a person.
             kept: whether the trial's last checkpoint was kept until then.
             at: when, in unix milliseconds; now, unless given.
         """
         at = int(time.time() * 1000) if at is None else at
-        self._close("end", state=state, reason=reason, at=at, kept=kept)
+        self._close(End(outcome, reason, at, kept))
 
     def leave(self) -> None:
         """Leave the run open for the trial's next attempt."""
-        self._close("leave")
+        self._close(Leave())
 
-    def _close(self, kind: str, **values: object) -> None:
+    def _close(self, last: Record) -> None:
         if self._tracker.system_metrics is not None:
             self._tracker.system_metrics.stop()
-        self.journal.append(kind, **values)
+        self.journal.append(last)
         self._tracker.sender.wake(at_once=True)
 
     def abandon(self, reason: str) -> None:
@@ -201,6 +216,6 @@ class TrialTracking:
         except KeyError:  # its study was deleted
             ended = False
         if ended:
-            self.finish("CANCELLED", reason)
+            self.finish(Outcome.CANCELLED, reason)
         else:
             self.leave()

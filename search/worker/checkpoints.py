@@ -19,7 +19,8 @@ from search.study.checkpoints import StudyCheckpoints
 from storage.checkpoints.pointers import Pointer, read_pointers
 from storage.checkpoints.store import is_file
 from storage.database.retry import retrying
-from storage.errors import CheckpointError, CheckpointStoreError
+from storage.errors import CheckpointStoreError, StoredCheckpointError
+from storage.trials.claims import Claim
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,14 @@ class TrialCheckpoints:
     Args:
         study: the study's checkpoints.
         local: the session, whose `last.pt` is kept.
-        trial_id: the trial.
-        number: its number.
-        attempt: the attempt.
+        claim: the attempt.
     """
 
-    def __init__(
-        self, study: StudyCheckpoints, local: LocalSession, *, trial_id: int, number: int, attempt: int
-    ) -> None:
+    def __init__(self, study: StudyCheckpoints, local: LocalSession, claim: Claim) -> None:
         self._study = study
         self._local = local
-        self._trial_id = trial_id
-        self._number = number
-        self._attempt = attempt
-        self._folder = f"{study.folder}/{number:04d}"
+        self._claim = claim
+        self._folder = f"{study.folder}/{claim.number:04d}"
         self._known: list[Pointer] = []  # in the database, as far as this attempt knows
         self._put: tuple[int, int] | None = None  # the local file that was put last
         self._failing = False
@@ -63,7 +58,7 @@ class TrialCheckpoints:
 
     @contextlib.contextmanager
     def saving(self, state: dict[str, Any], *, best: bool) -> Iterator[None]:
-        """Save the state inside; then it is kept. A full disk is told and costs nothing but the checkpoint."""
+        """Save the state inside; then it is kept. A full disk is logged and costs nothing but the checkpoint."""
         epoch = len(state["history"]) - 1
         self.pending = None
         try:
@@ -77,7 +72,7 @@ class TrialCheckpoints:
                 checkpoint.write(self._local.best_path, promotable(state))
             self._keep_elsewhere(epoch)
         except (OSError, CheckpointStoreError) as error:
-            self._tell(epoch, error)
+            self._warn(epoch, error)
         else:
             self._failing = False
 
@@ -85,11 +80,13 @@ class TrialCheckpoints:
         file = self._local.last_path.stat()
         if self._put == (file.st_ino, file.st_mtime_ns):
             return  # a session may save less often than each epoch
-        stored = self._study.files.put(self._local.last_path, name=f"{self._folder}/{epoch:04d}-{self._attempt}.pt")
+        stored = self._study.files.put(
+            self._local.last_path, name=f"{self._folder}/{epoch:04d}-{self._claim.attempt}.pt"
+        )
         self._put = (file.st_ino, file.st_mtime_ns)
-        self.pending = Pointer(epoch, self._attempt, stored)
+        self.pending = Pointer(epoch, self._claim.attempt, stored)
 
-    def _tell(self, epoch: int, error: Exception) -> None:
+    def _warn(self, epoch: int, error: Exception) -> None:
         if self._failing:
             return
         self._failing = True
@@ -97,7 +94,7 @@ class TrialCheckpoints:
         where = "from its beginning" if known is None else f"after epoch {known + 1}"
         log.warning(
             "trial %d: no checkpoint of epoch %d: %s; the trial goes on, and would be resumed %s",
-            *(self._number, epoch + 1, error, where),
+            *(self._claim.number, epoch + 1, error, where),
         )
 
     def committed(self) -> None:
@@ -121,20 +118,22 @@ class TrialCheckpoints:
             CheckpointStoreError: the store does not answer for a minute. What is in it is too precious to start anew.
         """
         checkpoint.remove_leftovers(self._local.run_dir)
-        if self._attempt > 1:
-            self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
+        if self._claim.attempt > 1:
+            self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
             self._sweep()
         for pointer in self._known:
             try:
                 self._bring(pointer)
                 state = checkpoint.read(self._local.last_path)
-            except (CheckpointError, checkpoint.CheckpointError) as error:
-                log.warning("trial %d: epoch %d cannot be resumed: %s", self._number, pointer.epoch + 1, error)
+            except (StoredCheckpointError, checkpoint.CheckpointError) as error:
+                log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, pointer.epoch + 1, error)
                 continue
             self._make_local_agree(state)
             return state
         if self._known:
-            log.warning("trial %d: none of its checkpoints can be used: starting from its beginning", self._number)
+            log.warning(
+                "trial %d: none of its checkpoints can be used: starting from its beginning", self._claim.number
+            )
         self._remove_local()
         return None
 
@@ -153,7 +152,7 @@ class TrialCheckpoints:
             checkpoint.write(self._local.best_path, promotable(state))
         except OSError as error:
             self._local.best_path.unlink(missing_ok=True)
-            self._tell(len(state["history"]) - 1, error)
+            self._warn(len(state["history"]) - 1, error)
 
     def _remove_local(self, *, best: bool = True) -> None:
         for path in (self._local.last_path, self._local.previous_path, *([self._local.best_path] if best else [])):
@@ -164,15 +163,15 @@ class TrialCheckpoints:
         try:
             found = self._study.files.find(self._folder)
             known = {pointer.stored.path for pointer in self._known}
-            self._study.files.remove([p for p in found if p not in known and _attempt(p) <= self._attempt])
+            self._study.files.remove([p for p in found if p not in known and _attempt(p) <= self._claim.attempt])
         except CheckpointStoreError as error:
-            log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._number, error)
+            log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._claim.number, error)
 
     def abandon(self) -> None:
         """Remove what this attempt put and never committed, and its directory: the trial is somebody else's by now."""
         self.pending = None
         shutil.rmtree(self._local.run_dir, ignore_errors=True)
-        self._known = retrying()(read_pointers, self._study.engine, self._trial_id)
+        self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
         self._sweep()
 
     def forget(self, *, but_last: bool = False) -> None:
@@ -183,13 +182,13 @@ class TrialCheckpoints:
         """
         self._remove_local(best=False)
         if not but_last:
-            self._study.forget_trial(self._number)
+            self._study.forget_trial(self._claim.number)
 
     def _remove(self, paths: list[str]) -> None:
         try:
             self._study.files.remove(paths)
         except CheckpointStoreError as error:
-            log.warning("trial %d: an old checkpoint stays for now: %s", self._number, error)
+            log.warning("trial %d: an old checkpoint stays for now: %s", self._claim.number, error)
 
 
 def _attempt(path: str) -> int:

@@ -23,7 +23,8 @@ from search.study.summary import summarise
 from search.tracking.provenance import run_tags
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
-from search.worker.loop import SERVICE_ERRORS, Worker, worker_name
+from search.worker.attempt import SERVICE_ERRORS
+from search.worker.loop import Worker, worker_name
 from search.worker.orphan import watch_fleet
 from storage.attributes import TRACKING_URI
 from storage.errors import CheckpointStoreError

@@ -12,45 +12,28 @@ from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
 from search.pruning import Decision
-from search.study.checkpoints import StudyCheckpoints
 from search.worker.checkpoints import TrialCheckpoints
+from search.worker.context import WorkerContext
 from storage.files import sync_folder
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claim, Claims
+from storage.trials.claims import Claim
+
+Metrics = dict[str, float]
 
 
 class TrialSession(LocalSession):
     """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        storage: PostgresStorage,
-        claim: Claim,
-        claims: Claims,
-        checkpoints: StudyCheckpoints,
-        metric: str,
-        last_epoch: int,
-        log_epoch: Callable[[int, float, dict[str, float]], None],
-        stopping: Callable[[], bool],
-        judge: Callable[[FrozenTrial], Decision],
+        self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
     ) -> None:
         super().__init__(run_dir, synced=False)  # the store syncs what it takes, and from there it is resumed
-        self._storage = storage
+        self._context = context
         self._claim = claim
-        self._claims = claims
-        self.kept = TrialCheckpoints(
-            checkpoints, self, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
-        )
-        self._metric = metric
-        self._last_epoch = last_epoch
-        self._stopping = stopping
-        self._judge = judge
-        self.decision: Decision | None = None  # the last one
         self._log_epoch = log_epoch
+        self.kept = TrialCheckpoints(context.checkpoints, self, claim)
+        self.decision: Decision | None = None  # the last one
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
-        self._values = dict(storage.get_trial(claim.trial_id).intermediate_values)
+        self._values = dict(context.storage.get_trial(claim.trial_id).intermediate_values)
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
@@ -67,30 +50,29 @@ class TrialSession(LocalSession):
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        # Written before a file or a run is touched: a worker that lost its trial leaves no mark.
-        stopped = self._report(record.epoch, record.metrics[self._metric])
-        super().report(record)
+        # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
+        stopped = self._report(record.epoch, record.metrics[f"val_{self._context.spec.metric}"])
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
-        stopped = stopped or self._stopping()
+        stopped = stopped or self._context.stopping()
         if record.epoch < max(self._values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
-        if record.epoch < self._last_epoch:
-            self.decision = self._judge(self._frozen())
+        if record.epoch < self._context.spec.epochs - 1:
+            self.decision = self._context.judge(self._frozen())
             if self.decision.prune:
                 return Verdict.PRUNE
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
     def _report(self, epoch: int, value: float) -> bool:
         pending = self.kept.pending
-        stopped = self._claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        stopped = self._context.claims.report(self._claim, epoch, value, pending.stored if pending else None)
         self.kept.committed()
         self._values.setdefault(epoch, value)
         return stopped
 
     def _frozen(self) -> FrozenTrial:
-        frozen = self._storage.get_trial(self._claim.trial_id)
+        frozen = self._context.storage.get_trial(self._claim.trial_id)
         frozen.intermediate_values = dict(self._values)
         return frozen
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from storage.errors import CheckpointError, CheckpointStoreError, StorageError
+from storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
 from storage.files import place, sha256
 from storage.urls import redact, without_secret
 
@@ -116,7 +116,7 @@ class Checkpoints:
         """Bring a file to `local`, which is replaced once size and checksum are found right.
 
         Raises:
-            CheckpointError: there is no such file, or it is torn or was changed.
+            StoredCheckpointError: there is no such file, or it is torn or was changed.
             CheckpointStoreError: the store does not answer.
         """
         source = self._path(stored.path)
@@ -126,10 +126,12 @@ class Checkpoints:
             with self._telling(f"does not give {stored.path}"):
                 self._fetch(source, temporary)
             if not is_file(temporary, stored):
-                raise CheckpointError(f"{stored.path} under {self.url} is torn or was changed: its checksum differs")
+                raise StoredCheckpointError(
+                    f"{stored.path} under {self.url} is torn or was changed: its checksum differs"
+                )
             temporary.replace(local)
         except FileNotFoundError:
-            raise CheckpointError(f"{stored.path} is not under {self.url}") from None
+            raise StoredCheckpointError(f"{stored.path} is not under {self.url}") from None
         finally:
             temporary.unlink(missing_ok=True)
 

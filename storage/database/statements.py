@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from storage.database.connect import each_committed
-from storage.database.retry import is_transient, retrying
+from storage.database.retry import PATIENCE, is_transient, retrying
 
 T = TypeVar("T")
 
@@ -26,17 +26,26 @@ def text(statement: str) -> sa.TextClause:
 class Database:
     """Runs statements on an engine, for at most `patience` seconds each."""
 
-    def __init__(self, engine: sa.Engine, patience: float) -> None:
+    def __init__(self, engine: sa.Engine, patience: float = PATIENCE) -> None:
         self.engine = engine
         self.patience = patience
 
-    def rows(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
+    def rows(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement, which must be safe to repeat, and return its rows."""
         return self.repeat(lambda _: self.run(statement, parameters))
 
     def rows_once(self, statement: str, parameters: Mapping[str, Any]) -> tuple[Rows, bool]:
         """Run one statement; return its rows, and whether it was sent before and the reply may have been lost."""
         return self.repeat(lambda repeated: (self.run(statement, parameters), repeated))
+
+    def connected(self, call: Callable[[sa.Connection], T]) -> T:
+        """Run `call(connection)`, each of whose statements is committed by itself and safe to repeat."""
+
+        def run(_: bool) -> T:
+            with each_committed(self.engine) as connection:
+                return call(connection)
+
+        return self.repeat(run)
 
     def transaction(self, call: Callable[[sa.Connection, bool], T]) -> T:
         """Run `call(connection, repeated)` in a transaction and commit it."""
@@ -65,7 +74,8 @@ class Database:
 
         return retrying(self.patience)(again)
 
-    def run(self, statement: str, parameters: Mapping[str, Any]) -> Rows:
+    def run(self, statement: str | sa.TextClause, parameters: Mapping[str, Any]) -> Rows:
         """Run one statement once and return its rows."""
         with each_committed(self.engine) as connection:
-            return connection.execute(text(statement), parameters).all()
+            prepared = text(statement) if isinstance(statement, str) else statement
+            return connection.execute(prepared, parameters).all()

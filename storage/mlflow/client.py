@@ -13,13 +13,14 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import tenacity
 
 from storage.errors import StorageError
 from storage.mlflow.health import is_away
+from storage.trials.outcome import Outcome
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,16 +33,6 @@ STUDY, TRIAL, STATE, REASON = "hpsearch.study", "hpsearch.trial", "hpsearch.stat
 STUDY_ID = "hpsearch.study_id"
 MODEL_ID = "hpsearch.model_id"
 FINALIST_OF, SEED = "hpsearch.finalist_of", "hpsearch.seed"  # of a finalist's run: the trial it repeats, on which seed
-
-# MLflow knows no PRUNED: KILLED tells it from FINISHED in lists, the state tag tells it from a run that was killed.
-STATUS_OF = {
-    "COMPLETE": "FINISHED",
-    "PRUNED": "KILLED",
-    "CANCELLED": "KILLED",
-    "INFEASIBLE": "FAILED",
-    "FAIL": "FAILED",
-}
-State = Literal["COMPLETE", "PRUNED", "CANCELLED", "INFEASIBLE", "FAIL"]
 
 _CLIENT_SETTINGS = {
     # The defaults block a call to a dead server for four minutes, and repeat a creation whose reply was lost, which
@@ -204,17 +195,18 @@ class Tracking:
         """
         self.log(run_id, metrics=epoch_metrics(0, at, metrics), tags=tags)
 
-    def end_trial_run(self, run_id: str, state: State, reason: str, *, at: int) -> None:
+    @_again
+    def end_trial_run(self, run_id: str, outcome: Outcome, reason: str, *, at: int) -> None:
         """End a run as its trial ended, with the reason as a tag.
 
         Args:
             run_id: the run.
-            state: how the trial ended.
+            outcome: how the trial ended.
             reason: why, for a person.
             at: when, in unix milliseconds.
         """
-        self.log(run_id, tags={STATE: state.lower(), REASON: reason})
-        self.client.set_terminated(run_id, status=STATUS_OF[state], end_time=at)
+        self.log(run_id, tags={STATE: outcome.run_state, REASON: reason})
+        self.client.set_terminated(run_id, status=outcome.mlflow_status, end_time=at)
 
     @_again
     def log_file(self, run_id: str, path: Path) -> None:
@@ -268,42 +260,6 @@ class Tracking:
         tags = {**tags, "mlflow.user": _user(), "mlflow.source.name": "hpsearch"}
         run = self.client.create_run(self.experiment_id, start_time=began, tags=dict(tags), run_name=name)
         return str(run.info.run_id)
-
-
-class TrialRun:
-    """The MLflow run of one trial, for whoever logs to it directly and waits for the answer.
-
-    Trials themselves log by way of their outbox (:mod:`storage.mlflow.outbox`), which waits for nothing.
-    """
-
-    def __init__(self, tracking: Tracking, run_id: str) -> None:
-        self._tracking = tracking
-        self.run_id = run_id
-        self.url = tracking.run_url(run_id)
-
-    @_again
-    def log_params(self, params: Mapping[str, object]) -> None:
-        """Log parameters."""
-        self._tracking.log(self.run_id, params=params)
-
-    @_again
-    def log_epoch(self, epoch: int, timestamp: float, metrics: Mapping[str, float]) -> None:
-        """Log an epoch's metrics; with its own `timestamp` (unix seconds) a repetition changes nothing."""
-        self._tracking.log(self.run_id, metrics=epoch_metrics(epoch, timestamp, metrics))
-
-    def log_file(self, path: Path, *, folder: str | None = None) -> None:
-        """Upload a file."""
-        _again(self._tracking.client.log_artifact)(self.run_id, str(path), folder)
-
-    @_again
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags."""
-        self._tracking.log(self.run_id, tags=tags)
-
-    @_again
-    def finish(self, state: State, reason: str) -> None:
-        """End the run with the status of a trial's `state`, its reason as a tag."""
-        self._tracking.end_trial_run(self.run_id, state, reason, at=int(time.time() * 1000))
 
 
 def epoch_metrics(

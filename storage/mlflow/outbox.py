@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from storage.files import size_of, sync_folder
+from storage.mlflow.records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Position:
 class Entry:
     """A record of a journal, and the offset behind it; None for one that never found room on the disk."""
 
-    record: dict[str, Any]
+    record: Record
     end: int | None
 
 
@@ -73,7 +73,7 @@ class Journal:
         position: how far it was shipped; call `moved` after a change.
     """
 
-    def __init__(self, folder: Path, descriptor: int | None, head: dict[str, Any], *, live: bool) -> None:
+    def __init__(self, folder: Path, descriptor: int | None, head: Open, *, live: bool) -> None:
         self.folder = folder
         self.live = live
         self.head = head
@@ -83,9 +83,9 @@ class Journal:
         self._synced = 0  # bytes of it that survive a power cut
         self._synced_files: set[Path] = set()
         self._mutex = threading.Lock()
-        self._held: deque[bytes] = deque()  # lines that wait for room on the disk
-        self._held_bytes = 0
-        self._lent = False  # the sender has the held lines
+        self._waiting: deque[bytes] = deque()  # lines that wait for room on the disk
+        self._waiting_bytes = 0
+        self._lent = False  # the sender has the waiting lines
         self._told = False
         self.lost = 0  # records for which there was no room at all
 
@@ -109,26 +109,26 @@ class Journal:
         """The journal's file."""
         return self.folder / JOURNAL
 
-    def append(self, kind: str, **values: Any) -> None:
+    def append(self, record: Record) -> None:
         """Write a record. It is with the operating system when this returns: a killed process loses nothing.
 
         Never raises and never waits: a full disk is told, and the record is kept in memory until there is room.
         """
-        line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str).encode() + b"\n"
+        line = encode(record)
         with self._mutex:
-            if self._size > _LONGEST_JOURNAL or self._held_bytes > _MEMORY:
+            if self._size > _LONGEST_JOURNAL or self._waiting_bytes > _MEMORY:
                 if not self.lost:
                     log.warning("%s: there is no room for more records: what is logged is lost", self.path)
                 self.lost += 1
                 return
-            self._held.append(line)
-            self._held_bytes += len(line)
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
             if not self._lent:
-                self._write_held()
+                self._write_waiting()
 
-    def _write_held(self) -> None:
-        while self._held and self._descriptor is not None:
-            line, written = self._held[0], 0
+    def _write_waiting(self) -> None:
+        while self._waiting and self._descriptor is not None:
+            line, written = self._waiting[0], 0
             try:
                 while written < len(line):
                     written += os.write(self._descriptor, line[written:])
@@ -137,8 +137,8 @@ class Journal:
                 self._tell(error)
                 return
             self._size += written
-            self._held.popleft()
-            self._held_bytes -= written
+            self._waiting.popleft()
+            self._waiting_bytes -= written
             self._told = False
 
     def _tell(self, error: OSError) -> None:
@@ -177,7 +177,7 @@ class Journal:
                     if not line.endswith(b"\n"):
                         break
                     end += len(line)
-                    entries.append(Entry(json.loads(line), end))
+                    entries.append(Entry(decode(line), end))
         except OSError:
             if self._descriptor is not None:
                 raise
@@ -185,9 +185,9 @@ class Journal:
             self.position.problem = self.position.problem or "its journal on disk was damaged"
         with self._mutex:
             # Not while the writer was at it just now: what follows is in memory alone.
-            if self._held and (self._descriptor is None or end == self._size):
+            if self._waiting and (self._descriptor is None or end == self._size):
                 self._lent = True
-                entries += [Entry(json.loads(line), None) for line in self._held]
+                entries += [Entry(decode(line), None) for line in self._waiting]
         return entries
 
     def moved(self, entries: list[Entry]) -> None:
@@ -196,7 +196,7 @@ class Journal:
         self.position.offset = max([self.position.offset, *ends])
         with self._mutex:
             for _ in range(len(entries) - len(ends)):
-                self._held_bytes -= len(self._held.popleft())
+                self._waiting_bytes -= len(self._waiting.popleft())
         temporary = self.folder / ".sent.json"
         try:
             temporary.write_text(json.dumps(asdict(self.position)))
@@ -209,7 +209,7 @@ class Journal:
         """Take back what `unsent` lent and nobody could ship: it is written once there is room."""
         with self._mutex:
             self._lent = False
-            self._write_held()
+            self._write_waiting()
 
     def sync(self) -> None:
         """Make what was written survive a power cut: the files first, for the journal speaks of them."""
@@ -255,7 +255,7 @@ class Outbox:
         self.folder = folder
         self._limit = limit
 
-    def open(self, name: str, **head: Any) -> Journal:
+    def open(self, name: str, head: Open) -> Journal:
         """Begin a journal; a name that is taken gets a number.
 
         Args:
@@ -277,7 +277,7 @@ class Outbox:
                 descriptor = None
             shutil.rmtree(hidden, ignore_errors=True)
         journal = Journal(folder, descriptor, head, live=True)
-        journal.append("open", **head)
+        journal.append(head)
         return journal
 
     def _rename(self, hidden: Path, name: str) -> Path:
@@ -296,12 +296,11 @@ class Outbox:
         for folder in self._folders():
             if (descriptor := _take(folder / JOURNAL)) is None:
                 continue
-            head = _head(folder / JOURNAL)
-            journal = Journal(folder, descriptor, head or {}, live=False)
-            if head is None:  # it died before the first line was whole, and so has nothing to tell
-                journal.remove()
-            else:
-                yield journal
+            if (head := _head(folder / JOURNAL)) is not None:
+                yield Journal(folder, descriptor, head, live=False)
+            else:  # its writer died before the first line was whole, and so it has nothing for MLflow
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
 
     def waiting(self) -> int:
         """Return how many journals there are, those of running trials included."""
@@ -346,12 +345,12 @@ def _take(path: Path) -> int | None:
     return None
 
 
-def _head(path: Path) -> dict[str, Any] | None:
+def _head(path: Path) -> Open | None:
     """Return the first record of a journal; None when it was never written whole."""
     try:
         with path.open("rb") as file:
             line = file.readline()
-        record = json.loads(line) if line.endswith(b"\n") else None
+        record = decode(line) if line.endswith(b"\n") else None
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.pop("kind", None) == "open" else None
+    return record if isinstance(record, Open) else None

@@ -9,70 +9,53 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from storage.attributes import INFEASIBLE, REASON, TRACKING
 from storage.database.locks import run_lock
-from storage.database.retry import retrying
+from storage.database.statements import Database
+from storage.trials.outcome import Ended, Outcome
 
 _PATIENCE = 10.0  # seconds to wait for the database
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a trial ended: its state by Optuna's name, whether as infeasible, and why."""
-
-    state: str
-    infeasible: bool
-    reason: str
 
 
 class TrialGoneError(Exception):
     """The trial is no longer in the database: its study was deleted."""
 
 
-class RunBook:
+class RunLinks:
     """The runs and models of trials, as the database of their study notes them."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
+        self._database = Database(engine, _PATIENCE)
 
     @contextmanager
-    def opening(self, trial_id: int) -> Iterator[Page]:
-        """Hold a trial, so that no other process makes a run or a model of it, and read and write what is noted.
+    def locked(self, trial_id: int) -> Iterator[TrialLinks]:
+        """Lock a trial's run, so that no other process makes a run or a model of it, and read and write what is noted.
 
         Raises:
             TrialGoneError: there is no such trial any more.
-            LockHeldError: another process holds it.
+            LockHeldError: another process has the lock.
             LockLostError: this one took too long.
         """
         with run_lock(self._engine, trial_id) as connection:
             if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
                 raise TrialGoneError
-            yield Page(connection, trial_id)
+            yield TrialLinks(connection, trial_id)
 
     def superseded(self, trial_id: int, attempt: int) -> bool:
         """Whether a later attempt has the trial, and with it the last word on its run."""
-
-        def once() -> bool:
-            with self._engine.connect() as connection:
-                return bool(connection.execute(_LATER, {"trial": trial_id, "attempt": attempt}).scalar())
-
-        return retrying(_PATIENCE)(once)
+        return bool(self._database.rows(_LATER, {"trial": trial_id, "attempt": attempt})[0].later)
 
     def ended(self, trial_id: int) -> Ended | None:
         """Return how a trial ended; None while it runs or waits, or when it is gone."""
         arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
-
-        def once() -> Ended | None:
-            with self._engine.connect() as connection:
-                row = connection.execute(_ENDED, arguments).one_or_none()
-            return None if row is None else Ended(row.state, bool(row.infeasible), row.reason or "")
-
-        return retrying(_PATIENCE)(once)
+        for row in self._database.rows(_ENDED, arguments):
+            return Ended(Outcome.of_trial(row.state, infeasible=bool(row.infeasible)), row.reason or "")
+        return None
 
     def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
         """Set an attribute of several trials, whatever their states."""
@@ -88,18 +71,17 @@ class RunBook:
     def delivered(self, trial_id: int, problem: str | None) -> None:
         """Note that all of a trial that can arrive has arrived, but for the `problem`."""
 
-        def once() -> None:
-            with self._engine.begin() as connection:
-                if problem is None:
-                    connection.execute(_FORGET, {"trial": trial_id, "key": TRACKING})
-                else:
-                    Page(connection, trial_id).note({TRACKING: problem})
+        def note(connection: sa.Connection) -> None:
+            if problem is None:
+                connection.execute(_FORGET, {"trial": trial_id, "key": TRACKING})
+            else:
+                TrialLinks(connection, trial_id).note({TRACKING: problem})
 
-        retrying(_PATIENCE)(once)
+        self._database.connected(note)
 
 
-class Page:
-    """What is noted of one trial, held for this process."""
+class TrialLinks:
+    """What is noted of one trial."""
 
     def __init__(self, connection: sa.Connection, trial_id: int) -> None:
         self._connection = connection
@@ -124,7 +106,9 @@ class Page:
 
 
 _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
-_LATER = sa.text("SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt)")
+_LATER = sa.text("""
+    SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt) AS later
+""")
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
 _MARK = sa.text("""
     INSERT INTO trial_user_attributes (trial_id, key, value_json)

@@ -47,7 +47,7 @@ class Sender:
         self._left_due = time.monotonic()
         self._closing = False
         self._failures = 0  # in a row
-        self._held = 0  # rounds in a row in which somebody else had the run of a journal's trial
+        self._locked = 0  # rounds in a row in which somebody else had the run of a journal's trial
         self._rounds = 0
         self._thread = threading.Thread(target=self._work, name="mlflow-sender", daemon=True)
         self.away: str | None = None  # why nothing is shipped now
@@ -94,7 +94,7 @@ class Sender:
             self._due = self._left_due = time.monotonic()
             self._changed.notify_all()
             while self._thread.is_alive() and time.monotonic() < deadline:
-                in_vain = max(self._failures, self._held) >= _ENOUGH and time.monotonic() > began + starting
+                in_vain = max(self._failures, self._locked) >= _ENOUGH and time.monotonic() > began + starting
                 if self._rounds > seen and (in_vain or not self._journals):
                     break
                 self._changed.wait(min(deadline - time.monotonic(), 1.0))
@@ -142,7 +142,7 @@ class Sender:
     def _round(self) -> Exception | None:
         """Ship every journal once; return what is away, if anything is."""
         away: Exception | None = None
-        held = False
+        locked = False
         for journal in list(self._journals):
             if journal.live:
                 journal.sync()
@@ -157,7 +157,7 @@ class Sender:
                 journal.close()
                 self._drop(journal)
             except LockHeldError:
-                held = True
+                locked = True
             except Exception as error:  # a journal that cannot be shipped must not end the shipping
                 if not _passes(error):
                     self._refuse(journal, error)
@@ -165,7 +165,7 @@ class Sender:
                 away = away or error
                 if isinstance(error, SQLAlchemyError) or unreachable(error):
                     break  # the others would only wait for it as well
-        self._held = self._held + 1 if held else 0
+        self._locked = self._locked + 1 if locked else 0
         return away
 
     def _over(self, journal: Journal) -> None:
@@ -182,7 +182,7 @@ class Sender:
         expected = isinstance(error, StorageError | OSError) or type(error).__module__.startswith("mlflow")
         log.warning(
             "trial %s is not told to MLflow any more: %s; try again with: hpsearch sync %s",
-            *(journal.head.get("number"), one_line(error), journal.head.get("study")),
+            *(journal.head.number, one_line(error), journal.head.study),
             exc_info=None if expected else error,
         )
         journal.position.refused = one_line(error)
@@ -206,7 +206,7 @@ class Sender:
         elif self._failures:
             log.warning("MLflow is told again")
             self._failures = 0
-        if self._held:
+        if self._locked:
             self._due = min(self._due, time.monotonic() + _LONGEST_WAIT)
 
 

@@ -14,10 +14,26 @@ from typing import TYPE_CHECKING, Any
 from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from storage.mlflow import exported_model
 from storage.mlflow.artifacts import artifact_attrs
-from storage.mlflow.client import MODEL_ID, State, Tracking, allowed_name, epoch_metrics
+from storage.mlflow.client import MODEL_ID, Tracking, allowed_name, epoch_metrics
 from storage.mlflow.health import is_away, one_line
 from storage.mlflow.outbox import Entry, Journal
-from storage.mlflow.run_links import Ended, RunBook, TrialGoneError
+from storage.mlflow.records import (
+    Data,
+    End,
+    Epoch,
+    Files,
+    Leave,
+    Metrics,
+    Model,
+    Open,
+    Params,
+    Problem,
+    Published,
+    Record,
+    Tags,
+)  # fmt: skip
+from storage.mlflow.run_links import RunLinks, TrialGoneError
+from storage.trials.outcome import Outcome
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -36,12 +52,26 @@ class _Batch:
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
-    text: int = 0
 
-    def takes(self, metrics: int, named: int, text: int) -> bool:
-        most_named = max(len(self.params), len(self.tags)) + named <= _MOST_NAMED
-        count = len(self.metrics) + len(self.params) + len(self.tags) + metrics + named
-        return not self.entries or (count <= _MOST_METRICS and most_named and self.text + text <= _MOST_TEXT)
+    def takes(self, more: _Batch) -> bool:
+        """Whether all of it goes in one request; into an empty one anything does, for it cannot be divided."""
+        both = (self, more)
+        named = max(sum(len(batch.params) for batch in both), sum(len(batch.tags) for batch in both))
+        count = sum(len(batch.metrics) + len(batch.params) + len(batch.tags) for batch in both)
+        text = sum(batch.text for batch in both)
+        return not self.entries or (count <= _MOST_METRICS and named <= _MOST_NAMED and text <= _MOST_TEXT)
+
+    @property
+    def text(self) -> int:
+        """How many characters its parameters and tags have."""
+        return sum(len(str(value)) for value in (*self.params.values(), *self.tags.values()))
+
+    def add(self, more: _Batch) -> None:
+        """Take what another has."""
+        self.metrics += more.metrics
+        self.params.update(more.params)
+        self.tags.update(more.tags)
+        self.entries += more.entries
 
 
 class NotYetError(Exception):
@@ -53,7 +83,7 @@ class Shipper:
 
     Args:
         tracking: the tracking server.
-        book: what the study's database notes of runs.
+        links: what the study's database notes of runs.
         parent: returns the study's parent run, made if need be.
         delivered: is told the number of a trial whose checkpoint was kept until all of it had arrived, once it has.
     """
@@ -61,13 +91,13 @@ class Shipper:
     def __init__(
         self,
         tracking: Tracking,
-        book: RunBook,
+        links: RunLinks,
         *,
         parent: Callable[[], str],
         delivered: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._tracking = tracking
-        self._book = book
+        self._links = links
         self._parent = parent
         self._delivered = delivered
         self._known: dict[str, dict[int, float]] = {}  # of a journal with care: the epochs that its run has
@@ -97,11 +127,11 @@ class Shipper:
 
     def refused(self, journal: Journal) -> None:
         """Note at a trial that has ended what MLflow will not have of it."""
-        if self._book.ended(journal.head["trial"]) is not None:
-            self._book.delivered(journal.head["trial"], f"refused: {journal.position.refused}")
+        if self._links.ended(journal.head.trial) is not None:
+            self._links.delivered(journal.head.trial, f"refused: {journal.position.refused}")
 
     def _superseded(self, journal: Journal) -> bool:
-        return self._book.superseded(journal.head["trial"], journal.head["attempt"])
+        return self._links.superseded(journal.head.trial, journal.head.attempt)
 
     def _outlived(self, journal: Journal) -> bool:
         """Whether a later attempt has reported all of the trial again, so that this one's journal has nothing to add.
@@ -111,54 +141,74 @@ class Shipper:
         """
         if not self._superseded(journal):
             return False
-        ended = self._book.ended(journal.head["trial"])
+        ended = self._links.ended(journal.head.trial)
         if ended is None:
             raise NotYetError
-        return ended.state != "FAIL"
+        return ended.outcome is not Outcome.FAILED
 
     def _ship(self, journal: Journal, entries: list[Entry]) -> bool:
         batch = _Batch()
         for entry in entries:
-            record = entry.record
-            if record["kind"] in _LOGGED:
-                self._add(journal, batch, entry)
-                continue
-            batch = self._send(journal, batch)
-            getattr(self, f"_{record['kind']}")(journal, record)
-            journal.moved([entry])
-            if record["kind"] in {"end", "leave"}:
-                return True
+            match entry.record:
+                case Params() | Tags() | Epoch() | Metrics() as record:
+                    more = self._batch_of(journal, entry, record)
+                    if not batch.takes(more):
+                        self._send(journal, batch)
+                        batch = _Batch()
+                    batch.add(more)
+                case record:
+                    self._send(journal, batch)
+                    batch = _Batch()
+                    self._deliver(journal, record)
+                    journal.moved([entry])
+                    if isinstance(record, End | Leave):
+                        return True
         self._send(journal, batch)
         return False
 
+    def _deliver(self, journal: Journal, record: Record) -> None:
+        """Bring a record that stands alone to MLflow."""
+        match record:
+            case Open():
+                self._open(journal)
+            case Data():
+                self._log_data(journal, record)
+            case Files():
+                self._upload_files(journal)
+            case Model():
+                self._make_model(journal, record)
+            case Problem(text):
+                self._tracking.log(self._run(journal), tags={"hpsearch.tracking": text})
+                journal.position.problem = journal.position.problem or text
+            case Published():
+                journal.position.published = True
+            case End():
+                if not self._superseded(journal):  # else it was given another go meanwhile
+                    self._conclude(journal, record)
+            case Leave():
+                pass
+            case _:
+                raise ValueError(f"a record of a kind that this version does not know: {record}")
+
     # What is logged: it is gathered, and goes in few requests.
 
-    def _add(self, journal: Journal, batch: _Batch, entry: Entry) -> None:
-        record = entry.record
-        values: dict[str, Any] = record["values"]
-        if record["kind"] == "epoch" and self._has(journal, record):
-            values = {}
-        is_metric = record["kind"] in {"epoch", "metrics"}
-        metrics, named = (len(values), 0) if is_metric else (0, len(values))
-        text = 0 if is_metric else sum(len(str(value)) for value in values.values())
-        if not batch.takes(metrics, named, text):
-            self._send(journal, batch)
-        if is_metric:
-            batch.metrics += epoch_metrics(record["step"], record["at"], values)
-        else:
-            target: dict[str, Any] = batch.params if record["kind"] == "params" else batch.tags
-            target.update(values)
-        batch.text += text
-        batch.entries.append(entry)
+    def _batch_of(self, journal: Journal, entry: Entry, record: Params | Tags | Epoch | Metrics) -> _Batch:
+        match record:
+            case Params(values):
+                return _Batch(params=values, entries=[entry])
+            case Tags(values):
+                return _Batch(tags=values, entries=[entry])
+            case Epoch() if self._has(journal, record):
+                return _Batch(entries=[entry])
+            case _:
+                return _Batch(epoch_metrics(record.step, record.at, record.values), entries=[entry])
 
-    def _send(self, journal: Journal, batch: _Batch) -> _Batch:
-        """Send what was gathered, and empty it."""
+    def _send(self, journal: Journal, batch: _Batch) -> None:
+        """Send what was gathered."""
+        if batch.metrics or batch.params or batch.tags:
+            self._log(journal, batch)
         if batch.entries:
-            if batch.metrics or batch.params or batch.tags:
-                self._log(journal, batch)
             journal.moved(batch.entries)
-        batch.metrics, batch.params, batch.tags, batch.entries, batch.text = [], {}, {}, [], 0
-        return batch
 
     def _log(self, journal: Journal, batch: _Batch) -> None:
         run = self._run(journal)
@@ -180,23 +230,23 @@ class Shipper:
                     self._note(journal, f"MLflow refuses {', '.join(part)}: {one_line(refusal)}")
 
     def _note(self, journal: Journal, problem: str) -> None:
-        log.warning("trial %d: %s", journal.head["number"], problem)
+        log.warning("trial %d: %s", journal.head.number, problem)
         journal.position.problem = journal.position.problem or problem
 
-    def _has(self, journal: Journal, record: dict[str, Any]) -> bool:
+    def _has(self, journal: Journal, record: Epoch) -> bool:
         """Whether the run has this epoch from an earlier attempt, or from one whose journal did not say how far it was.
 
         A repetition with the same time changes nothing; an epoch that was trained again has another time, and would
         stand there twice.
         """
-        key = journal.head["metric"]
-        if not journal.head["resumed"] and journal.live:
+        key = journal.head.metric
+        if not journal.head.resumed and journal.live:
             return False
         if journal.name not in self._known:
             history = self._tracking.client.get_metric_history(self._run(journal), allowed_name(key))
             self._known[journal.name] = {point.step: point.value for point in history}
-        value = self._known[journal.name].get(record["step"])
-        return value is not None and value == record["values"].get(key)
+        value = self._known[journal.name].get(record.step)
+        return value is not None and value == record.values.get(key)
 
     # The run.
 
@@ -213,20 +263,20 @@ class Shipper:
 
     def _find_or_make(self, journal: Journal) -> str:
         head, parent = journal.head, self._parent()
-        with self._book.opening(head["trial"]) as page:
-            run = page.read(RUN_ID)
+        with self._links.locked(head.trial) as noted:
+            run = noted.read(RUN_ID)
             if run is not None and not self._tracking.has_run(run):
                 run = None
-            if run is None and (head["resumed"] or not journal.live or journal.position.creating):
-                run = self._tracking.find_trial_run(head["study"], head["number"], parent=parent)
+            if run is None and (head.resumed or not journal.live or journal.position.creating):
+                run = self._tracking.find_trial_run(head.study, head.number, parent=parent)
             if run is not None:
                 self._tracking.reopen(run)
             else:
                 self._creating(journal, "run")
                 run = self._tracking.create_trial_run(
-                    head["study"], head["number"], parent=parent, tags=head["tags"], began=head.get("began")
+                    head.study, head.number, parent=parent, tags=head.tags, began=head.began
                 )
-            page.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
+            noted.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
         self._creating(journal, None)  # it is noted for good: until then the next try looks for it first
         return run
 
@@ -237,86 +287,62 @@ class Shipper:
 
     # What stands alone in a journal.
 
-    def _open(self, journal: Journal, _record: dict[str, Any]) -> None:
+    def _open(self, journal: Journal) -> None:
         known = journal.position.run is not None
         run = self._run(journal)
-        if known or journal.head["resumed"]:
-            self._tracking.log(run, tags=journal.head["tags"])  # a new run was made with them
+        if known or journal.head.resumed:
+            self._tracking.log(run, tags=journal.head.tags)  # a new run was made with them
 
-    def _data(self, journal: Journal, record: dict[str, Any]) -> None:
+    def _log_data(self, journal: Journal, record: Data) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", "training")]
-        dataset = Dataset(record["name"], record["digest"], "code", record["source"], profile=record["profile"])
+        dataset = Dataset(record.name, record.digest, "code", record.source, profile=record.profile)
         self._tracking.client.log_inputs(self._run(journal), [DatasetInput(dataset, tags)])
 
-    def _files(self, journal: Journal, _record: dict[str, Any]) -> None:
+    def _upload_files(self, journal: Journal) -> None:
         if not journal.files.is_dir():
             return
         run = self._run(journal)
         self._tracking.client.log_artifacts(run, str(journal.files))
-        with self._book.opening(journal.head["trial"]) as page:
-            page.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
+        with self._links.locked(journal.head.trial) as noted:
+            noted.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
 
-    def _model(self, journal: Journal, record: dict[str, Any]) -> None:
+    def _make_model(self, journal: Journal, record: Model) -> None:
         client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(journal)
-        with self._book.opening(journal.head["trial"]) as page:
-            model = page.read(MODEL)
-            if model is None and (journal.head["resumed"] or not journal.live or journal.position.creating):
+        with self._links.locked(journal.head.trial) as noted:
+            model = noted.read(MODEL)
+            if model is None and (journal.head.resumed or not journal.live or journal.position.creating):
                 model = exported_model.find_model(client, experiment, run)
             if model is None:
                 self._creating(journal, "model")
-                params = {key: str(value) for key, value in record["params"].items()}
-                name, tags = record["name"], record["tags"]
-                model = exported_model.create_model(client, experiment, run, name=name, params=params, tags=tags)
-            exported_model.link_model(client, model, run, step=record["step"])
-            page.note({MODEL: model})
+                params = {key: str(value) for key, value in record.params.items()}
+                model = exported_model.create_model(
+                    client, experiment, run, name=record.name, params=params, tags=record.tags
+                )
+            exported_model.link_model(client, model, run, step=record.step)
+            noted.note({MODEL: model})
         self._creating(journal, None)
         # The points are in the run already: sent again with the model's id they are linked to it.
-        linked = epoch_metrics(record["step"], record["at"], record["metrics"], model)
+        linked = epoch_metrics(record.step, record.at, record.metrics, model)
         self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
         exported_model.upload_model(client, model, run, journal.model)
 
-    def _problem(self, journal: Journal, record: dict[str, Any]) -> None:
-        self._tracking.log(self._run(journal), tags={"hpsearch.tracking": record["text"]})
-        journal.position.problem = journal.position.problem or record["text"]
-
-    def _published(self, journal: Journal, _record: dict[str, Any]) -> None:
-        """All that the trial made stands before this."""
-        journal.position.published = True
-
-    def _leave(self, journal: Journal, _record: dict[str, Any]) -> None:
-        """The trial was given back: the run stays open for its next attempt."""
-
-    def _end(self, journal: Journal, record: dict[str, Any]) -> None:
-        if not self._superseded(journal):
-            self._conclude(journal, record)  # else it was given another go meanwhile
-
-    def _conclude(self, journal: Journal, record: dict[str, Any]) -> None:
-        head = journal.head
-        self._tracking.end_trial_run(self._run(journal), record["state"], record["reason"], at=record["at"])
+    def _conclude(self, journal: Journal, end: End) -> None:
+        self._tracking.end_trial_run(self._run(journal), end.outcome, end.reason, at=end.at)
         problem = journal.position.problem
         if journal.lost:
             problem = problem or f"incomplete: {journal.lost} records found no room on the disk"
-        self._book.delivered(head["trial"], problem)
-        if record["kept"] and not (problem or "").startswith(PENDING):
-            self._delivered(head["number"])
+        self._links.delivered(journal.head.trial, problem)
+        if end.kept and not (problem or "").startswith(PENDING):
+            self._delivered(journal.head.number)
 
     def _end_for(self, journal: Journal) -> None:
         """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
-        if (ended := self._book.ended(journal.head["trial"])) is not None:
+        if (ended := self._links.ended(journal.head.trial)) is not None:
             at = int(journal.path.stat().st_mtime * 1000)
-            if ended.state == "COMPLETE" and not journal.position.published:
+            if ended.outcome is Outcome.COMPLETE and not journal.position.published:
                 # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
                 journal.position.problem = f"{PENDING}: the process that sent it died before all was written down"
-            kept = ended.state != "FAIL"  # the checkpoints of a failed trial stay: it may be tried again
-            self._conclude(journal, {"state": state_of(ended), "reason": ended.reason, "at": at, "kept": kept})
-
-
-_LOGGED = {"params", "epoch", "metrics", "tags"}
-
-
-def state_of(ended: Ended) -> State:
-    """Return how a trial ended in the words of its run."""
-    states: dict[str, State] = {"COMPLETE": "COMPLETE", "PRUNED": "PRUNED", "FAIL": "FAIL"}
-    return "INFEASIBLE" if ended.infeasible else states[ended.state]
+            kept = ended.outcome is not Outcome.FAILED  # the checkpoints of a failed trial stay: it may be tried again
+            self._conclude(journal, End(ended.outcome, ended.reason, at, kept))

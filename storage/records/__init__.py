@@ -1,4 +1,4 @@
 """Records that are written once: the opening of a test set, and promotions.
 
-Imports: errors, database.
+Imports: errors, attributes, database.
 """

@@ -15,7 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.database.retry import retrying
+from storage.attributes import RUN_ID
+from storage.database.statements import Database
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,7 @@ def current_promotions(connection: sa.Connection) -> dict[tuple[str, str], Promo
 
 def promotions_of(engine: sa.Engine, study_id: int) -> list[Promotion]:
     """Return the promotions of a study's trials, the first one first."""
-
-    def once() -> list[Promotion]:
-        with engine.connect() as connection:
-            return [Promotion(**row._mapping) for row in connection.execute(_OF_STUDY, {"study": study_id})]
-
-    return retrying()(once)
+    return [Promotion(**row._mapping) for row in Database(engine).rows(_OF_STUDY, {"study": study_id})]
 
 
 def record_promotion(
@@ -162,13 +158,7 @@ def was_recorded(connection: sa.Connection, model: str, version: int) -> bool:
     return bool(connection.execute(_WAS_RECORDED, {"model": model, "version": version}).scalar())
 
 
-def trials_of_runs(connection: sa.Connection, run_ids: Collection[str], *, key: str) -> dict[str, TrialOfRun]:
-    """Return the trials that some MLflow runs are of; runs of others are left out.
-
-    Args:
-        connection: to the study database.
-        run_ids: the runs.
-        key: the user attribute in which a trial notes its run.
-    """
-    rows = connection.execute(_TRIALS, {"key": key, "values": [json.dumps(run_id) for run_id in run_ids]})
+def trials_of_runs(connection: sa.Connection, run_ids: Collection[str]) -> dict[str, TrialOfRun]:
+    """Return the trials that some MLflow runs are of; runs of others are left out."""
+    rows = connection.execute(_TRIALS, {"key": RUN_ID, "values": [json.dumps(run_id) for run_id in run_ids]})
     return {row.run_id: TrialOfRun(row.study_id, row.study_name, row.number) for row in rows}

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
-from storage.database.retry import retrying
+from storage.database.statements import Database
 from storage.errors import StorageError
 
 
@@ -61,24 +61,19 @@ _READ = sa.text("""
 _OPEN = sa.text("""
     INSERT INTO hpsearch_test_openings (study_id, trial_number, model_sha256, opened_by, finalists)
     SELECT study_id, :trial, :sha256, :by, :finalists FROM studies WHERE study_id = :study
-    ON CONFLICT (study_id) DO NOTHING
+    ON CONFLICT (study_id) DO NOTHING RETURNING study_id
 """)
 
 _FILL = sa.text("""
     UPDATE hpsearch_test_openings SET scores = CAST(:scores AS jsonb)
-     WHERE study_id = :study AND trial_number = :trial AND model_sha256 = :sha256 AND scores IS NULL
+     WHERE study_id = :study AND trial_number = :trial AND model_sha256 = :sha256 AND scores IS NULL RETURNING study_id
 """)
 
 
 def read_opening(engine: sa.Engine, study_id: int) -> Opening | None:
     """Return the opening of a study's test set, or None while it is sealed."""
-
-    def once() -> Opening | None:
-        with engine.connect() as connection:
-            row = connection.execute(_READ, {"study": study_id}).one_or_none()
-        return None if row is None else Opening(**{**row._mapping, "scores": _from_json(row.scores)})
-
-    return retrying()(once)
+    rows = Database(engine).rows(_READ, {"study": study_id})
+    return Opening(**{**rows[0]._mapping, "scores": _from_json(rows[0].scores)}) if rows else None
 
 
 def open_test_set(
@@ -108,12 +103,7 @@ def open_test_set(
         "by": opened_by,
         "finalists": finalists,
     }
-
-    def once() -> None:
-        with engine.begin() as connection:
-            connection.execute(_OPEN, arguments)
-
-    retrying()(once)
+    Database(engine).rows(_OPEN, arguments)
     opening = read_opening(engine, study_id)
     if opening is None:
         raise StorageError("the study was deleted")
@@ -135,12 +125,7 @@ def write_scores(engine: sa.Engine, study_id: int, opening: Opening, scores: Map
         "sha256": opening.model_sha256,
         "scores": json.dumps({name: value if math.isfinite(value) else None for name, value in scores.items()}),
     }
-
-    def once() -> bool:
-        with engine.begin() as connection:
-            return connection.execute(_FILL, arguments).rowcount == 1
-
-    filled = retrying()(once)
+    filled = Database(engine).rows(_FILL, arguments)
     found = read_opening(engine, study_id)
     if found is None:
         raise StorageError("the study was deleted")

@@ -1,6 +1,6 @@
 """The study storage: Optuna's tables on Postgres, at a fraction of the statements.
 
-Imports: errors, database.
+Imports: database.
 """
 
 from storage.study_storage.storage import PostgresStorage

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from optuna.trial import FrozenTrial
 
 from storage.database.statements import Database
-from storage.study_storage.codec import STATES, distribution, restore, to_local
+from storage.database.trial_rows import restore
+from storage.study_storage.codec import STATES, distribution, to_local
 
 _OF_FINISHED = """
     FROM {table} x JOIN trials t ON t.trial_id = x.trial_id

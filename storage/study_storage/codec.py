@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -31,23 +30,6 @@ def to_utc(local: datetime | None) -> datetime | None:
 def to_local(utc: datetime | None) -> datetime | None:
     """Return the tables' naive UTC as Optuna's naive local time."""
     return None if utc is None else utc.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
-
-
-def store(value: float, *, nan: bool = False) -> tuple[float | None, str]:
-    """Return a value and its type as Optuna keeps them: infinities, and NaN where it has a type, as NULL."""
-    if math.isinf(value):
-        return None, "INF_POS" if value > 0 else "INF_NEG"
-    if nan and math.isnan(value):
-        return None, "NAN"
-    return float(value), "FINITE"
-
-
-_SPECIAL = {"INF_POS": math.inf, "INF_NEG": -math.inf, "NAN": math.nan}
-
-
-def restore(value: float | None, kind: str) -> float:
-    """Undo `store`."""
-    return value if value is not None else _SPECIAL[kind]
 
 
 @lru_cache(maxsize=4096)

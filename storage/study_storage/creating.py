@@ -13,14 +13,12 @@ from optuna.trial import FrozenTrial
 
 from storage.database.locks import limits
 from storage.database.statements import Database, text
-from storage.study_storage.codec import store, to_utc
+from storage.database.trial_rows import NEXT_NUMBER, store
+from storage.study_storage.codec import to_utc
 
-# Everybody who makes trials, Optuna's RDBStorage included, holds the study's row while it numbers and inserts them. So
-# ids and numbers of a study rise together, and the highest number + 1, found in the index, is the count that RDBStorage
-# takes. The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
+# The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
 # committed, which a single statement would not.
 _LOCK = "SELECT 1 FROM studies WHERE study_id = :study_id FOR UPDATE;"
-_NEXT = "(SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study_id)"
 
 # At a second try the start, to the microsecond, tells the trial that the first one made: `floor` is an id from before
 # it. Not at the first try: in a busy fleet two processes do start a trial in the same microsecond.
@@ -32,7 +30,7 @@ _CREATE = f"""
            AND datetime_start = CAST(:start AS timestamp)
     ), new AS (
         INSERT INTO trials (number, study_id, state, datetime_start)
-        SELECT {_NEXT}, study_id, 'RUNNING', CAST(:start AS timestamp) FROM studies
+        SELECT {NEXT_NUMBER}, study_id, 'RUNNING', CAST(:start AS timestamp) FROM studies
          WHERE study_id = :study_id AND NOT EXISTS (SELECT FROM made)
         RETURNING trial_id, number)
     SELECT trial_id, number FROM made UNION ALL SELECT trial_id, number FROM new
@@ -47,7 +45,7 @@ _IMPORT = f"""
                WITH ORDINALITY AS g (state, start, complete, place)
     ), new AS (
         INSERT INTO trials (number, study_id, state, datetime_start, datetime_complete)
-        SELECT {_NEXT} + g.place - 1, s.study_id, CAST(g.state AS trialstate), g.start, g.complete
+        SELECT {NEXT_NUMBER} + g.place - 1, s.study_id, CAST(g.state AS trialstate), g.start, g.complete
           FROM studies s, given g WHERE s.study_id = :study_id ORDER BY g.place
         RETURNING trial_id, number
     ), placed AS (

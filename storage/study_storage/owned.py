@@ -1,4 +1,4 @@
-"""What this process knows better than the database does: trials it owns, and writes it still holds."""
+"""What this process knows better than the database does: trials it owns, and writes that it defers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Owned:
     attempt: int
 
 
-class Held(Batch):
+class Deferred(Batch):
     """Writes of a trial that wait for each other."""
 
     def discard(self) -> None:
-        """Drop what is held so far: it is as if it had never been set."""
+        """Drop what is deferred so far: it is as if it had never been set."""
         self.clear()
 
 

@@ -12,7 +12,8 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
 from storage.database.statements import Database, Rows
-from storage.study_storage.codec import FINISHED, STATES, distribution, restore, to_local
+from storage.database.trial_rows import restore
+from storage.study_storage.codec import FINISHED, STATES, distribution, to_local
 
 # What belongs to a trial `t`, one row per trial. A trial with t.changes gets what was written since :horizon alone:
 # the oldest transaction that was open when the reader looked last (`xmin` is the transaction that wrote a row). Unlike

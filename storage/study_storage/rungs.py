@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.database.retry import retrying
+from storage.database.statements import Database
 
 _PREFIX = "completed_rung_"
 
@@ -22,10 +22,5 @@ def rung_key(rung: int) -> str:
 
 def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float]]:
     """Return (trial number, value) of all trials that have reached a rung, in no particular order."""
-
-    def read() -> list[tuple[int, float]]:
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            rows = connection.execute(_VALUES, {"study": study_id, "key": rung_key(rung)})
-            return [(row.number, float(row.value_json)) for row in rows]
-
-    return retrying()(read)
+    rows = Database(engine).rows(_VALUES, {"study": study_id, "key": rung_key(rung)})
+    return [(row.number, float(row.value_json)) for row in rows]

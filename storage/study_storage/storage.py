@@ -22,7 +22,7 @@ from storage.database.statements import Database
 from storage.study_storage import creating, studies, writing
 from storage.study_storage.cache import StudyCache
 from storage.study_storage.codec import FINISHED, copy_trials, distribution, to_local, utc_now
-from storage.study_storage.owned import Held, Owned, overlaid, overlay
+from storage.study_storage.owned import Deferred, Owned, overlaid, overlay
 from storage.study_storage.reading import read_in_states, read_trial
 from storage.study_storage.writing import Batch, guard_of
 
@@ -56,7 +56,7 @@ class PostgresStorage(BaseStorage):
         self._directions: dict[int, list[StudyDirection]] = {}
         self._study_of: dict[int, int] = {}  # of a trial's id
         self._owned: dict[int, Owned] = {}
-        self._held: dict[int, Held] = {}
+        self._deferred: dict[int, Deferred] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         url = self.engine.url.render_as_string(hide_password=False)
@@ -177,20 +177,20 @@ class PostgresStorage(BaseStorage):
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
     ) -> None:
         self._check_distribution(trial_id, param_name, distribution)
-        if (held := self._held.get(trial_id)) is not None:
-            held.params.setdefault(param_name, (param_value_internal, distribution))
+        if (deferred := self._deferred.get(trial_id)) is not None:
+            deferred.params.setdefault(param_name, (param_value_internal, distribution))
         else:
             self._write(trial_id, Batch(params={param_name: (param_value_internal, distribution)}))
 
     def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        if (held := self._held.get(trial_id)) is not None:
-            held.user_attrs[key] = value
+        if (deferred := self._deferred.get(trial_id)) is not None:
+            deferred.user_attrs[key] = value
         else:
             self._write(trial_id, Batch(user_attrs={key: value}))
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        if (held := self._held.get(trial_id)) is not None:
-            held.system_attrs[key] = value
+        if (deferred := self._deferred.get(trial_id)) is not None:
+            deferred.system_attrs[key] = value
         else:
             self._write(trial_id, Batch(system_attrs={key: value}))
 
@@ -252,22 +252,22 @@ class PostgresStorage(BaseStorage):
             self.disown(trial_id)
 
     @contextmanager
-    def together(self, trial_id: int) -> Iterator[Held]:
-        """Hold what is set of a trial's parameters and attributes, and write it in one statement at the exit.
+    def together(self, trial_id: int) -> Iterator[Deferred]:
+        """Defer what is set of a trial's parameters and attributes, and write it in one statement at the exit.
 
-        Reads of the trial through this storage show what is held. When the block raises, nothing of it is written;
-        the object that it yields has `discard()`, which drops what was held so far.
+        Reads of the trial through this storage show what is deferred. When the block raises, nothing of it is written;
+        the object that it yields has `discard()`, which drops what was deferred so far.
         """
         with self._lock:
-            if trial_id in self._held:
-                raise RuntimeError(f"the writes of trial id {trial_id} are held already")
-            held = self._held[trial_id] = Held()
+            if trial_id in self._deferred:
+                raise RuntimeError(f"the writes of trial id {trial_id} are deferred already")
+            deferred = self._deferred[trial_id] = Deferred()
         try:
-            yield held
+            yield deferred
         finally:
-            del self._held[trial_id]
-        if held:
-            self._write(trial_id, held)
+            del self._deferred[trial_id]
+        if deferred:
+            self._write(trial_id, deferred)
 
     def _attempt(self, trial_id: int) -> int | None:
         owned = self._owned.get(trial_id)
@@ -277,14 +277,14 @@ class PostgresStorage(BaseStorage):
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
         with self._lock:
-            held = self._held.get(trial_id)
+            deferred = self._deferred.get(trial_id)
             if (owned := self._owned.get(trial_id)) is not None:
-                return overlaid(owned.trial, held)
+                return overlaid(owned.trial, deferred)
         study_id = self._study_of.get(trial_id)
         if study_id is not None and (known := self._cache(study_id).finished(trial_id)) is not None:
             return known
         trial = self.read_trial(trial_id)
-        return trial if held is None else overlaid(trial, held)
+        return trial if deferred is None else overlaid(trial, deferred)
 
     def read_trial(self, trial_id: int) -> FrozenTrial:
         """Return a trial as the database has it now, whatever is known of it here; raises KeyError if it is not there.
@@ -334,7 +334,7 @@ class PostgresStorage(BaseStorage):
             self._forget(study_id)
             raise
         if not wanted <= FINISHED:
-            trials = [self._with_held(trial) for trial in trials] if self._held else trials
+            trials = [self._with_deferred(trial) for trial in trials] if self._deferred else trials
         return copy_trials(trials) if deepcopy else trials
 
     def finished_trials(
@@ -354,9 +354,9 @@ class PostgresStorage(BaseStorage):
         wanted = frozenset(state for state in FINISHED if state in states)
         return self._cache(study_id).select(self._database, wanted, max_age=max_age)
 
-    def _with_held(self, trial: FrozenTrial) -> FrozenTrial:
-        held = self._held.get(trial._trial_id)
-        return trial if held is None or trial.state.is_finished() else overlaid(trial, held)
+    def _with_deferred(self, trial: FrozenTrial) -> FrozenTrial:
+        deferred = self._deferred.get(trial._trial_id)
+        return trial if deferred is None or trial.state.is_finished() else overlaid(trial, deferred)
 
     # Helpers
 

@@ -17,21 +17,19 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from storage.database.statements import Database, Rows
-from storage.errors import ClaimLostError
-from storage.study_storage.codec import FINISHED, STATES, store
+from storage.database.trial_rows import MAY_WRITE, claim_lost, store
+from storage.study_storage.codec import FINISHED, STATES
 
 # `mine` is the trial, locked against whoever would finish it at the same time; `open` is it where it may be written.
 _ANYBODY = """
     WITH mine AS (SELECT trial_id, number, state FROM trials WHERE trial_id = :trial_id FOR {lock}),
          open AS (SELECT trial_id, state FROM mine WHERE state IN ('RUNNING', 'WAITING'))
 """
-_OWNER = """
+_OWNER = f"""
     WITH mine AS (SELECT t.trial_id, t.number, t.state
-                    FROM hpsearch_attempts a JOIN trials t ON t.trial_id = a.trial_id
-                   WHERE t.trial_id = :trial_id AND a.attempt = :attempt AND a.ended_at IS NULL AND t.state = 'RUNNING'
-                     FOR {lock}),
+                    FROM hpsearch_attempts a, trials t WHERE {MAY_WRITE} FOR {{lock}}),
          open AS (SELECT trial_id, state FROM mine)
-"""
+"""  # noqa: S608 the parts are constants
 
 # The first value of a parameter stays, as in RDBStorage; of anything else, the last.
 _PARAMS = """,
@@ -136,29 +134,11 @@ def check(database: Database, rows: Rows, trial_id: int, attempt: int | None) ->
     if attempt is None:
         guard_of(rows, trial_id)
     elif not rows:
-        raise _lost(database, trial_id, attempt)
+        raise claim_lost(database, trial_id, attempt)
 
 
 def _guard(attempt: int | None, lock: str) -> str:
     return (_ANYBODY if attempt is None else _OWNER).format(lock=lock)
-
-
-def _lost(database: Database, trial_id: int, attempt: int) -> ClaimLostError:
-    statement = """
-        SELECT t.number, t.state, a.outcome, (SELECT max(attempt) FROM hpsearch_attempts o
-                                               WHERE o.trial_id = t.trial_id) AS latest
-          FROM trials t LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.attempt = :attempt
-         WHERE t.trial_id = :trial_id
-    """
-    rows = database.rows(statement, {"trial_id": trial_id, "attempt": attempt})
-    if not rows:
-        return ClaimLostError(f"the trial with id {trial_id} was deleted with its study")
-    trial = rows[0]
-    if trial.latest is not None and trial.latest > attempt:
-        return ClaimLostError(f"trial {trial.number} was taken over: it is at attempt {trial.latest}, not {attempt}")
-    if trial.state != "RUNNING":
-        return ClaimLostError(f"trial {trial.number} was set to {trial.state} from outside")
-    return ClaimLostError(f"attempt {attempt} at trial {trial.number} has ended ({trial.outcome or 'never made'})")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptRecord:
     """One attempt at a trial: who made it, when, and how it ended; both are None while it is live."""
 
     number: int
@@ -31,14 +31,14 @@ _LAST = sa.text("""
 """)
 
 
-def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, Attempt]:
+def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptRecord]:
     """Return the last attempt at each of these trials that was ever attempted: trial id to attempt."""
     with engine.connect() as connection:
         rows = connection.execute(_LAST, {"trials": trial_ids}).mappings().all()
-    return {row["trial_id"]: Attempt(**{key: row[key] for key in row if key != "trial_id"}) for row in rows}
+    return {row["trial_id"]: AttemptRecord(**{key: row[key] for key in row if key != "trial_id"}) for row in rows}
 
 
-def read_attempts(engine: sa.Engine, trial_id: int) -> list[Attempt]:
+def read_attempts(engine: sa.Engine, trial_id: int) -> list[AttemptRecord]:
     """Return the attempts at a trial, the first one first."""
     with engine.connect() as connection:
-        return [Attempt(**row._mapping) for row in connection.execute(_ATTEMPTS, {"trial": trial_id})]
+        return [AttemptRecord(**row._mapping) for row in connection.execute(_ATTEMPTS, {"trial": trial_id})]

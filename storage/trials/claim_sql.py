@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from storage.database.locks import UNLESS_FROZEN
+from storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
 
 # The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
 # the budget was changed reads the new one.
@@ -83,18 +84,16 @@ TAKE = sa.text(f"""
 CREATE = sa.text(f"""
     WITH mine AS (
         INSERT INTO trials (study_id, number, state, datetime_start)
-        VALUES (:study, :number, 'RUNNING', timezone('utc', clock_timestamp()))
-        RETURNING trial_id, 1 AS attempt
+        VALUES (:study_id, {NEXT_NUMBER}, 'RUNNING', timezone('utc', clock_timestamp()))
+        RETURNING trial_id, number, 1 AS attempt
     ), {_LEASED}
-    SELECT trial_id FROM mine
+    SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
 
-REPORT = sa.text("""
+REPORT = sa.text(f"""
     WITH mine AS (
         UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
-          FROM trials t
-         WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
-           AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
+          FROM trials t WHERE {MAY_WRITE}
         RETURNING a.trial_id, a.attempt
     ), valued AS (
         INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
@@ -109,14 +108,16 @@ REPORT = sa.text("""
     ), dropped AS (
         DELETE FROM hpsearch_checkpoints
          WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
-           AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial AND epoch < :step)
+           AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial_id AND epoch < :step)
     )
     SELECT EXISTS (SELECT FROM mine) AS mine,
            EXISTS (SELECT FROM study_user_attributes
                     WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
-""")
+""")  # noqa: S608 the parts are constants
 
-FAILURES = sa.text("SELECT count(*) FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')")
+FAILURES = sa.text("""
+    SELECT count(*) AS failures FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')
+""")
 
 RENEW = sa.text("""
     UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'

@@ -19,12 +19,14 @@ import sqlalchemy as sa
 
 from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from storage.database.connect import each_committed
-from storage.database.retry import PATIENCE, retrying
+from storage.database.retry import PATIENCE
+from storage.database.statements import Database
+from storage.database.trial_rows import claim_lost, store
 from storage.errors import ClaimLostError, StorageError
 from storage.trials import claim_sql as sql
 from storage.trials import settling
+from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_process, has_ended
-from storage.trials.settling import Outcome
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
 
@@ -95,11 +97,11 @@ class Claims:
         self, engine: sa.Engine, study_id: int, *, worker: str, lease: float = LEASE, patience: float = PATIENCE
     ) -> None:
         self._engine = engine
+        self._database = Database(engine, patience)
         self._study_id = study_id
         self._worker = worker
         self._process = current_process()
         self.lease = lease
-        self._patience = patience
         self._back_at = -math.inf  # when the database last came back after it had been away
 
     def note_outage(self) -> None:
@@ -119,21 +121,16 @@ class Claims:
             StorageError: the study was deleted.
         """
         claim_id = uuid.uuid4()
-        repeated = False
 
-        def take() -> Claim | Lost | Nothing | Stopped:
-            nonlocal repeated
-            with self._engine.begin() as connection:
-                # A claim whose commit was answered by silence may be there.
-                again, repeated = repeated, True
-                if again:
-                    self.note_outage()
-                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none() if again else None
+        def take(connection: sa.Connection, repeated: bool) -> Claim | Lost | Nothing | Stopped:
+            if repeated:  # a claim whose commit was answered by silence may be there
+                self.note_outage()
+                made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none()
                 if made is not None:
                     return Claim(made.trial_id, made.number, made.attempt)
-                return self._take(connection, claim_id, open_new=open_new)
+            return self._take(connection, claim_id, open_new=open_new)
 
-        return retrying(self._patience)(take)
+        return self._database.transaction(take)
 
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
@@ -147,7 +144,7 @@ class Claims:
             return lost
         row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
         arguments = {
-            "study": self._study_id,
+            "study_id": self._study_id,
             "claim": claim_id,
             "worker": self._worker,
             "process": self._process,
@@ -162,8 +159,8 @@ class Claims:
                 return self._take(connection, claim_id, open_new=open_new)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
-            new = connection.execute(sql.CREATE, {**arguments, "number": row.total}).one()
-            return Claim(new.trial_id, row.total, 1)
+            new = connection.execute(sql.CREATE, arguments).one()
+            return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
 
     def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
@@ -173,12 +170,12 @@ class Claims:
             if not (expired or has_ended(row.process)):
                 continue
             if row.state != "RUNNING":  # ended from outside, and then its worker died
-                settling.end_attempt(connection, row.trial_id, row.attempt, "cancelled")
+                settling.end_attempt(connection, row.trial_id, row.attempt, Outcome.CANCELLED)
             elif (failures := row.failures + 1) <= retries:
-                settling.settle(connection, row.trial_id, row.attempt, "WAITING", "lost")
+                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, retry=True)
             elif fail:
                 reason = f"lost its worker {row.worker}; {failures} attempts came to nothing"
-                settling.settle(connection, row.trial_id, row.attempt, "FAIL", "lost", attrs={REASON: reason})
+                settling.settle(connection, row.trial_id, row.attempt, Outcome.LOST, attrs={REASON: reason})
                 return Lost(row.trial_id, row.number, row.attempt, reason)
         return None
 
@@ -219,44 +216,40 @@ class Claims:
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
+        finite, kind = store(value, nan=True)
         arguments = {
             "study": self._study_id,
             "stopped": STOPPED,
-            "trial": claim.trial_id,
+            "trial_id": claim.trial_id,
             "attempt": claim.attempt,
             "lease": self.lease,
             "step": step,
-            "finite": value if math.isfinite(value) else None,
-            "type": settling.value_type(value),
+            "finite": finite,
+            "type": kind,
             "path": checkpoint.path if checkpoint else None,
             "sha256": checkpoint.sha256 if checkpoint else None,
             "size": checkpoint.size if checkpoint else None,
         }
-
-        def once() -> bool:
-            with each_committed(self._engine) as connection:
-                row = connection.execute(sql.REPORT, arguments).one()
-                if not row.mine:
-                    raise self._lost(connection, claim)
-                return bool(row.stopped)
-
-        return retrying(self._patience)(once)
+        [row] = self._database.rows(sql.REPORT, arguments)
+        if not row.mine:
+            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        return bool(row.stopped)
 
     def settle(
         self,
         claim: Claim,
-        state: str,
         outcome: Outcome,
         *,
+        retry: bool = False,
         value: float | None = None,
         attrs: Mapping[str, Any] | None = None,
     ) -> None:
-        """End the attempt, and with it the trial or, with state ``WAITING``, leave it to whoever claims next.
+        """End the attempt, and with it the trial, unless that is given back.
 
         Args:
             claim: whose trial it is.
-            state: the trial's new state, by the name Optuna has for it.
             outcome: of the attempt.
+            retry: give the trial back to whoever claims next, as RELEASED does in any case.
             value: of a COMPLETE or PRUNED trial.
             attrs: user attributes to set with it, in the same transaction.
 
@@ -264,36 +257,25 @@ class Claims:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
 
-        def once() -> None:
-            with each_committed(self._engine) as connection:
-                if settling.settle(connection, claim.trial_id, claim.attempt, state, outcome, value=value, attrs=attrs):
-                    return
-                # Written already, when the answer to it was lost.
-                if settling.outcome_of(connection, claim.trial_id, claim.attempt) != outcome:
-                    raise self._lost(connection, claim)
+        def settled(connection: sa.Connection) -> bool:
+            place = (connection, claim.trial_id, claim.attempt)
+            # Written already, when the answer to it was lost.
+            return settling.settle(*place, outcome, retry=retry, value=value, attrs=attrs) or settling.ended_as(
+                *place, outcome
+            )
 
-        retrying(self._patience)(once)
-
-    def _lost(self, connection: sa.Connection, claim: Claim) -> ClaimLostError:
-        return ClaimLostError(f"trial {claim.number} {settling.why_lost(connection, claim.trial_id, claim.attempt)}")
+        if not self._database.connected(settled):
+            raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
     def failures(self, claim: Claim) -> int:
         """Return how many attempts at the trial came to nothing: their worker died, or they failed."""
-
-        def once() -> int:
-            with self._engine.connect() as connection:
-                return int(connection.execute(sql.FAILURES, {"trial": claim.trial_id}).scalar() or 0)
-
-        return retrying(self._patience)(once)
+        return int(self._database.rows(sql.FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def let_go(self, claim: Claim) -> None:
         """End the attempt at a trial that was lost, whatever is left of it."""
-
-        def once() -> None:
-            with each_committed(self._engine) as connection:
-                settling.end_attempt(connection, claim.trial_id, claim.attempt, "cancelled")
-
-        retrying(self._patience)(once)
+        self._database.connected(
+            lambda connection: settling.end_attempt(connection, claim.trial_id, claim.attempt, Outcome.CANCELLED)
+        )
 
 
 def running_now(engine: sa.Engine, study_id: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from storage.attributes import SPEC
-from storage.database.retry import retrying
+from storage.database.statements import Database
 
 # In the order of a CASE: another attribute may hold a NaN, which Postgres takes for no JSON.
 _SETS = sa.text("""
@@ -17,9 +17,4 @@ _SETS = sa.text("""
 
 def finalist_studies(engine: sa.Engine, study_id: int) -> list[str]:
     """Return the names of the studies that hold finalists of a study, the first one made first."""
-
-    def once() -> list[str]:
-        with engine.connect() as connection:
-            return list(connection.execute(_SETS, {"spec": SPEC, "study": study_id}).scalars())
-
-    return retrying()(once)
+    return [row.study_name for row in Database(engine).rows(_SETS, {"spec": SPEC, "study": study_id})]

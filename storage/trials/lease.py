@@ -19,12 +19,12 @@ _BEATS = 4  # renewals in the time of one lease: three may fail in a row
 
 
 class LeaseKeeper:
-    """Renews the lease of the trial that is held; a database that is away only delays it."""
+    """Renews the lease of the trial that runs; a database that is away only delays it."""
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
-        self._held: Claim | None = None
-        self._gone: Claim | None = None  # that was told to be gone
+        self._claim: Claim | None = None
+        self._gone: Claim | None = None  # whose loss was logged
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
@@ -37,13 +37,13 @@ class LeaseKeeper:
         self._thread.join(timeout=self._claims.lease)
 
     @contextmanager
-    def hold(self, claim: Claim) -> Iterator[None]:
+    def renewing(self, claim: Claim) -> Iterator[None]:
         """Renew this claim's lease inside."""
-        self._held = claim
+        self._claim = claim
         try:
             yield
         finally:
-            self._held = None
+            self._claim = None
 
     def _run(self) -> None:
         beats, away = 0, False
@@ -65,8 +65,8 @@ class LeaseKeeper:
                     self._claims.sweep()
 
     def _renew(self) -> None:
-        held = self._held
-        if held is None or held == self._gone or self._claims.renew(held) or self._held is not held:
+        claim = self._claim
+        if claim is None or claim == self._gone or self._claims.renew(claim) or self._claim is not claim:
             return
-        self._gone = held
-        log.warning("trial %d: the lease is gone; this worker will let go of it", held.number)
+        self._gone = claim
+        log.warning("trial %d: the lease is gone; this worker will let go of it", claim.number)

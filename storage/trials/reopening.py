@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import REASON, TRACKING
+from storage.attributes import INFEASIBLE, REASON, TRACKING
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
 # nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was
@@ -45,13 +45,12 @@ _REOPEN = sa.text("""
 """)
 
 
-def reopen_trial(engine: sa.Engine, trial_id: int, *, infeasible: str, from_start: bool) -> tuple[bool, int | None]:
+def reopen_trial(engine: sa.Engine, trial_id: int, *, from_start: bool) -> tuple[bool, int | None]:
     """Make a trial that is FAIL, or PRUNED as infeasible, the next to be claimed, with its number and parameters.
 
     Args:
         engine: of the study's database.
         trial_id: the trial.
-        infeasible: the user attribute that tells infeasible trials from pruned ones.
         from_start: whether to forget its checkpoints and all it has reported.
 
     Returns:
@@ -60,7 +59,7 @@ def reopen_trial(engine: sa.Engine, trial_id: int, *, infeasible: str, from_star
     """
     arguments = {
         "trial": trial_id,
-        "infeasible": infeasible,
+        "infeasible": INFEASIBLE,
         "reason": REASON,
         "tracking": TRACKING,
         "from_start": from_start,

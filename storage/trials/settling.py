@@ -5,28 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
-Outcome = Literal[
-    "complete",
-    "pruned",
-    "infeasible",
-    "failed",
-    "released",  # given back by a worker that was told to stop
-    "lost",  # its worker died, or froze
-    "cancelled",  # the trial was ended from outside
-]
+from storage.database.trial_rows import MAY_WRITE, store
+from storage.trials.outcome import Outcome
 
 
 def settle(
     connection: sa.Connection,
     trial_id: int,
     attempt: int,
-    state: str,
     outcome: Outcome,
     *,
+    retry: bool = False,
     value: float | None = None,
     attrs: Mapping[str, Any] | None = None,
 ) -> bool:
@@ -36,67 +29,41 @@ def settle(
         connection: in a transaction.
         trial_id: the trial.
         attempt: the attempt; when it is not live nothing is written.
-        state: ``WAITING`` leaves the trial to the next claim; any other ends it.
-        outcome: of the attempt.
+        outcome: of the attempt, and of the trial.
+        retry: leave the trial to the next claim all the same.
         value: the trial's value; infinities are stored as Optuna does.
         attrs: user attributes of the trial to set.
     """
     attrs = attrs or {}
-    return bool(
-        connection.execute(
-            _SETTLE,
-            {
-                "trial": trial_id,
-                "attempt": attempt,
-                "state": state,
-                "outcome": outcome,
-                "finite": value if value is not None and math.isfinite(value) else None,
-                "type": None if value is None or math.isnan(value) else value_type(value),  # no NaN as a trial's value
-                "keys": list(attrs),
-                "values": [json.dumps(attr) for attr in attrs.values()],
-            },
-        ).scalar()
-    )
-
-
-def value_type(value: float) -> str:
-    """Return the name Optuna's tables have for the kind of a value; infinities are no numbers in them."""
-    if math.isnan(value):
-        return "NAN"
-    if math.isinf(value):
-        return "INF_POS" if value > 0 else "INF_NEG"
-    return "FINITE"
+    # No NaN as a trial's value.
+    finite, kind = (None, None) if value is None or math.isnan(value) else store(value)
+    arguments = {
+        "trial_id": trial_id,
+        "attempt": attempt,
+        "state": "WAITING" if retry else outcome.trial_state,
+        "outcome": outcome.value,
+        "finite": finite,
+        "type": kind,
+        "keys": list(attrs),
+        "values": [json.dumps(attr) for attr in attrs.values()],
+    }
+    return bool(connection.execute(_SETTLE, arguments).scalar())
 
 
 def end_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
     """End an attempt, if it is live, and leave its trial as it is."""
-    connection.execute(_END, {"trial": trial_id, "attempt": attempt, "outcome": outcome})
+    connection.execute(_END, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
 
 
-def outcome_of(connection: sa.Connection, trial_id: int, attempt: int) -> str | None:
-    """Return how the attempt ended; None while it is live, or if there is none."""
-    outcome = connection.execute(_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
-    return None if outcome is None else str(outcome)
+def ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> bool:
+    """Whether the attempt has ended so."""
+    found = connection.execute(_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
+    return bool(found == outcome.value)
 
 
-def why_lost(connection: sa.Connection, trial_id: int, attempt: int) -> str:
-    """Say why an attempt may write nothing: ``was taken over by ...``."""
-    row = connection.execute(_WHY, {"trial": trial_id, "attempt": attempt}).one_or_none()
-    if row is None:
-        return "was deleted"
-    if row.attempt > attempt:
-        return f"was taken over by {row.worker} (attempt {row.attempt})"
-    if row.ended_at is not None:
-        return "was taken from this worker, which seemed dead"
-    return f"was set to {row.state} from outside"
-
-
-_SETTLE = sa.text("""
+_SETTLE = sa.text(f"""
     WITH mine AS (
-        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome
-          FROM trials t
-         WHERE a.trial_id = :trial AND a.attempt = :attempt AND a.ended_at IS NULL
-           AND t.trial_id = a.trial_id AND t.state = 'RUNNING'
+        UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {MAY_WRITE}
         RETURNING a.trial_id
     ), ended AS (
         UPDATE trials SET state = CAST(:state AS trialstate),
@@ -114,7 +81,7 @@ _SETTLE = sa.text("""
         ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
     )
     SELECT count(*) FROM mine
-""")
+""")  # noqa: S608 the parts are constants
 
 _END = sa.text("""
     UPDATE hpsearch_attempts SET ended_at = clock_timestamp(), outcome = :outcome
@@ -122,10 +89,3 @@ _END = sa.text("""
 """)
 
 _OUTCOME = sa.text("SELECT outcome FROM hpsearch_attempts WHERE trial_id = :trial AND attempt = :attempt")
-
-_WHY = sa.text("""
-    SELECT t.state, a.attempt, a.worker, a.ended_at FROM trials t
-      JOIN hpsearch_attempts a USING (trial_id)
-     WHERE t.trial_id = :trial AND a.attempt >= :attempt
-     ORDER BY a.attempt DESC LIMIT 1
-""")

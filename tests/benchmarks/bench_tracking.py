@@ -55,6 +55,7 @@ from storage.home import home_dir
 from storage.mlflow.client import Tracking
 from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})
@@ -188,7 +189,7 @@ class Worker:
             result = Trainer(Digits(), CONFIG, epochs=EPOCHS, seed=claim.number, session=session).fit()
             with times.spent(around):
                 self.tracker.end(result, session.files)
-            self.claims.settle(claim, "COMPLETE", "complete", value=result.best_value)
+            self.claims.settle(claim, Outcome.COMPLETE, value=result.best_value)
         times.trials.append(sum(around) + sum(times.epochs[-EPOCHS:]))
 
     def run(self, trials: int) -> Times:

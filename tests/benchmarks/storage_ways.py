@@ -21,6 +21,7 @@ from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 
 EPOCHS = 10
 GRPC = importlib.util.find_spec("grpc") is not None
@@ -177,7 +178,7 @@ class Runner:
                 judge(frozen)
                 clock.lap("should_prune")
             with self.watched.timed():
-                claims.settle(claim, "COMPLETE", "complete", value=value_of(lr, EPOCHS))
+                claims.settle(claim, Outcome.COMPLETE, value=value_of(lr, EPOCHS))
             clock.lap("tell")
         return clock.parts()
 

@@ -6,6 +6,7 @@ import os
 
 from laps import FOLDER, Laps
 
+import search.worker.attempt
 import search.worker.join
 import search.worker.loop
 from objectives.digits import Digits as _Digits
@@ -38,7 +39,7 @@ def watched() -> Laps:
         (Trainer, "_finish", "judging the best weights"),
         (Sender, "flush", "waiting for MLflow at the end"),
         (exported_model, "export_model", "exporting the model"),
-        (search.worker.loop, "suggest", "suggesting"),
+        (search.worker.attempt, "suggest", "suggesting"),
         (search.worker.loop.Worker, "_wait", "waiting for others"),
         (search.worker.join, "close_if_spent", "closing the study"),
     ):

@@ -44,14 +44,14 @@ POINTS = {
 SENDING = {
     "ship": ("storage.mlflow.shipper", "Shipper._ship"),
     "create run": ("storage.mlflow.client", "Tracking.create_trial_run"),
-    "note run": ("storage.mlflow.run_links", "Page.note"),
+    "note run": ("storage.mlflow.run_links", "TrialLinks.note"),
     "send": ("storage.mlflow.shipper", "Shipper._log"),
     "shipped": ("storage.mlflow.outbox", "Journal.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
     "create model": ("storage.mlflow.exported_model", "create_model"),
     "upload model": ("storage.mlflow.exported_model", "upload_model"),
     "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
-    "delivered": ("storage.mlflow.run_links", "RunBook.delivered"),
+    "delivered": ("storage.mlflow.run_links", "RunLinks.delivered"),
 }
 
 
@@ -108,7 +108,7 @@ def follow_claims(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
     def ship(self: Any, journal: Any) -> Any:
-        orders.Sending.trial, orders.Sending.attempt = journal.head["number"], journal.head["attempt"]
+        orders.Sending.trial, orders.Sending.attempt = journal.head.number, journal.head.attempt
         try:
             return original(self, journal)
         finally:

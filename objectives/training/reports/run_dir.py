@@ -46,6 +46,7 @@ class RunDir:
         self.log.parent = logging.getLogger("objectives.training")
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
+            self._metrics = MetricsFile(path / "metrics.jsonl")
 
     def existing(self, name: str) -> Path | None:
         """The path of a file of the run, if it is there."""
@@ -76,7 +77,7 @@ class RunDir:
             return
         target = self.path / "config.yaml"
         if resumed_at is None:
-            MetricsFile(self.path / "metrics.jsonl").clear()
+            self._metrics.clear()
         StepsFile(self.path / "steps.jsonl").rewind(resumed_at or 0)
         if resumed_at is None or not target.exists():
             _replace(target, _yaml(resolved))
@@ -85,10 +86,10 @@ class RunDir:
                 _replace(self.path / "changes.diff", changes)
 
     def record(self, record: EpochRecord) -> None:
-        """Appends an epoch to `metrics.jsonl`."""
+        """Appends an epoch to `metrics.jsonl`, once."""
         if self.path is not None:
             with self._room("metrics.jsonl"):
-                MetricsFile(self.path / "metrics.jsonl").append(record)
+                self._metrics.append(record)
 
     def record_steps(self, records: list[dict[str, Any]]) -> None:
         """Appends records of steps to `steps.jsonl`."""

@@ -31,27 +31,37 @@ class EpochRecord:
 
 
 class MetricsFile:
-    """One JSON object a line, one line an epoch. Appending an epoch again changes nothing."""
+    """One JSON object a line, one line an epoch. Appending an epoch again changes nothing.
+
+    The file is read once: nobody else writes it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._epochs: set[int] | None = None  # in the file; None while nobody has looked
 
     def append(self, record: EpochRecord) -> None:
-        """Adds an epoch that is not in the file yet; a line torn by a crash is dropped first."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Adds an epoch that is not in the file yet; a line torn by a crash or a full disk is dropped first."""
+        epochs = self._mend() if self._epochs is None else self._epochs
+        if record.epoch not in epochs:
+            self._epochs = None  # until the line is whole
+            with self.path.open("a") as file:
+                file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
+        self._epochs = epochs | {record.epoch}
+
+    def _mend(self) -> set[int]:
+        """Drops what is torn, and returns the epochs that are whole."""
         text = self.path.read_text() if self.path.exists() else ""
-        lines = text.splitlines()
-        whole = [line for line in lines if _epoch(line) is not None]
-        if any(_epoch(line) == record.epoch for line in whole):
-            return
-        if len(whole) < len(lines) or (text and not text.endswith("\n")):
+        found = {line: _epoch(line) for line in text.splitlines()}
+        whole = {line: epoch for line, epoch in found.items() if epoch is not None}
+        if len(whole) < len(found) or (text and not text.endswith("\n")):
             self.path.write_text("".join(f"{line}\n" for line in whole))
-        with self.path.open("a") as file:
-            file.write(json.dumps(record.to_dict(), allow_nan=False) + "\n")
+        return set(whole.values())
 
     def clear(self) -> None:
         """Forgets what another run left."""
         self.path.unlink(missing_ok=True)
+        self._epochs = None
 
 
 class StepsFile:

@@ -13,6 +13,7 @@ from search.study.study import StoredStudy, load_study
 from storage.attributes import INFEASIBLE, SPEC
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim, Claims, Nothing
+from storage.trials.outcome import Outcome
 from tests.search.pruning.test_reasons import spec_of
 
 Say = Callable[..., str]
@@ -52,9 +53,9 @@ def train(chosen: StoredStudy, value_of: Callable[[int, int], float | None], *, 
         assert isinstance(claim, Claim)
         value = value_of(*of.assignment(claim.number))
         if value is None:
-            claims.settle(claim, "PRUNED", "infeasible", attrs={INFEASIBLE: True})
+            claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.settle(claim, "COMPLETE", "complete", value=value)
+            claims.settle(claim, Outcome.COMPLETE, value=value)
         done += 1
 
 

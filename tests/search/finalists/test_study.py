@@ -17,10 +17,11 @@ from search.sampling.samplers import derive_seed, training_seed
 from search.sampling.suggest import suggest
 from search.study.study import StoredStudy, load_study, parent_of
 from storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.run_links import RunLinks
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 from tests.search.finalists.support import SPACE, VALUES, Say, finished, params, search, table, train
 
 
@@ -119,7 +120,7 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
 
 def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:
     best = study.trials()[1]
-    with RunBook(study.storage.engine).opening(best._trial_id) as page:
+    with RunLinks(study.storage.engine).locked(best._trial_id) as page:
         page.note({REMOVED: "hpsearch gc removed its model"})
     again = load_study(open_storage(database_url, application_name="another process"), "s")
     assert [trial.number for trial in best_configurations(again, 3)] == [3, 4, 2]
@@ -166,7 +167,7 @@ def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> N
     study.set_attr(STOPPED, "by ann@host")
     with pytest.raises(SearchError, match=r"has 1 running trial: wait for the end: hpsearch stop s --wait$"):
         create_or_join(study, top=1, seeds=1)
-    Claims(storage.engine, study.study_id, worker="host:1").settle(claim, "WAITING", "released")
+    Claims(storage.engine, study.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
     assert create_or_join(study, top=1, seeds=1)[1]
 
 

@@ -10,6 +10,7 @@ from search.finalists.study import create_or_join
 from search.study.study import StoredStudy, parent_of
 from storage.records.test_openings import open_test_set, write_scores
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 
@@ -33,7 +34,7 @@ def test_the_search_takes_its_finalists_along(study: StoredStudy, say: Say) -> N
     claim = Claims(chosen.storage.engine, chosen.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
     assert "'s.finalists' has 1 running trial:" in say("delete", "s", "--yes", code=2)
-    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").settle(claim, "WAITING", "released")
+    Claims(chosen.storage.engine, chosen.study_id, worker="host:1").settle(claim, Outcome.RELEASED)
     said = say("delete", "s", "--yes")
     assert said.splitlines() == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s")]
     assert chosen.storage.get_all_studies() == []

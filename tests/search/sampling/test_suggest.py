@@ -23,6 +23,7 @@ from storage.database.locks import suggestion_turn
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 
 Space = Callable[[optuna.Trial], object]
 
@@ -86,7 +87,7 @@ class Worker:
     def run(self, value: float = 1.0) -> dict[str, object]:
         claim = self.claim()
         params = self.suggest(claim)
-        self.claims.settle(claim, "COMPLETE", "complete", value=value)
+        self.claims.settle(claim, Outcome.COMPLETE, value=value)
         return params
 
 
@@ -114,11 +115,14 @@ def test_nine_trials_run_all_nine_configurations_and_more_trials_repeat_them(
 def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
     worker = Worker(database_url)
     states = ["RUNNING", "WAITING", "FAIL", "PRUNED", "COMPLETE", "RUNNING", "WAITING", "FAIL", "PRUNED"]
+    ends = {
+        "WAITING": Outcome.RELEASED, "FAIL": Outcome.FAILED, "PRUNED": Outcome.PRUNED, "COMPLETE": Outcome.COMPLETE
+    }  # fmt: skip
     claims = [worker.claim() for _ in states]
     for claim, state in zip(claims, states, strict=True):
         worker.suggest(claim)
         if state != "RUNNING":
-            worker.claims.settle(claim, state, "released", value=1.0 if state == "COMPLETE" else None)
+            worker.claims.settle(claim, ends[state], value=1.0 if state == "COMPLETE" else None)
     trials = worker.study.get_trials()
     assert Counter(t.state for t in trials) == Counter(TrialState[state] for state in states)
     assert distinct([t.params for t in trials]) == 9
@@ -225,7 +229,7 @@ def test_a_trial_taken_up_again_keeps_its_parameters(database_url: str) -> None:
     worker = Worker(database_url)
     claim = worker.claim()
     params = worker.suggest(claim)
-    worker.claims.settle(claim, "WAITING", "released")
+    worker.claims.settle(claim, Outcome.RELEASED)
     again = Worker(database_url)
     second = again.claim()
     assert (second.trial_id, second.attempt) == (claim.trial_id, 2)

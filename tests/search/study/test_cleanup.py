@@ -19,7 +19,7 @@ from storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKIN
 from storage.embedded.stack import StackInfo
 from storage.errors import StorageError
 from storage.mlflow.disk_usage import Kept, RunStorage
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.run_links import RunLinks
 from storage.study_storage.opening import open_storage
 from tests.search.promotion.support import Tracked, train_finalists
 
@@ -183,7 +183,7 @@ def test_a_store_that_is_away_is_told_and_the_rest_is_found(tracked: Tracked, ru
 
 def test_what_is_on_its_way_to_mlflow_stays(tracked: Tracked, tmp_path: Path, database_url: str) -> None:
     assert on_server(find(tracked, tmp_path)) == [0, 2]
-    with RunBook(tracked.storage.engine).opening(tracked.stored.trials()[2]._trial_id) as page:
+    with RunLinks(tracked.storage.engine).locked(tracked.stored.trials()[2]._trial_id) as page:
         page.note({TRACKING: "pending: on its way from elsewhere"})
     study = load_study(open_storage(database_url, application_name="test"), tracked.name)
     found, _ = find_garbage(study, home=tmp_path, tracking=tracked.tracking, keep_top=1)

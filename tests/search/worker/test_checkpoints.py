@@ -24,6 +24,7 @@ from storage.checkpoints.store import Checkpoints
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
 from tests.faults.harness import Zygote
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
@@ -58,7 +59,7 @@ class Study:
     def attempt(self, number: int, *, machine: str = "a") -> Attempt:
         """The next attempt, after the one before has given its trial back."""
         if number > 1:
-            self.claims.settle(self.last, "WAITING", "lost")
+            self.claims.settle(self.last, Outcome.LOST, retry=True)
         claim = self.claims.claim()
         assert isinstance(claim, Claim)
         assert claim.attempt == number
@@ -86,9 +87,7 @@ class Attempt:
         self.study = study
         self.claim = claim
         self.local = LocalSession(run_dir)
-        self.kept = TrialCheckpoints(
-            study.checkpoints, self.local, trial_id=claim.trial_id, number=claim.number, attempt=claim.attempt
-        )
+        self.kept = TrialCheckpoints(study.checkpoints, self.local, claim)
 
     def save(self, epoch: int) -> None:
         state = state_after(epoch)

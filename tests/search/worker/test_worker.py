@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search.worker.loop import _as_text
+from search.worker.attempt import _as_text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from storage import files
 from storage.checkpoints.store import Checkpoints, Stored, is_file
-from storage.errors import CheckpointError, CheckpointStoreError, StorageError
+from storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -70,7 +70,7 @@ def test_a_changed_file_is_refused_and_the_local_one_stays(
     content(url, stored.path, data)
     target = tmp_path / "target.pt"
     target.write_bytes(b"as before")
-    with pytest.raises(CheckpointError, match="torn or was changed"):
+    with pytest.raises(StoredCheckpointError, match="torn or was changed"):
         store.get(stored, target)
     assert target.read_bytes() == b"as before"
     assert not is_file(target, stored)
@@ -79,7 +79,7 @@ def test_a_changed_file_is_refused_and_the_local_one_stays(
 def test_a_missing_file_is_told(store: Checkpoints, local: Path, tmp_path: Path) -> None:
     stored = store.put(local, name="s-1/0000/0003-1.pt")
     store.remove([stored.path, "s-1/0000/never.pt"])
-    with pytest.raises(CheckpointError, match=r"0003-1.pt is not under"):
+    with pytest.raises(StoredCheckpointError, match=r"0003-1.pt is not under"):
         store.get(stored, tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
 

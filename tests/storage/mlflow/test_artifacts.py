@@ -17,7 +17,7 @@ from optuna.trial import create_trial
 from storage.embedded.stack import StackInfo
 from storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
 from storage.mlflow.client import Tracking
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.run_links import RunLinks
 from storage.study_storage.opening import open_storage
 
 RUN = "0123456789abcdef" * 2
@@ -78,7 +78,7 @@ def test_files_that_arrive_after_the_trials_end_are_listed(stack: StackInfo) -> 
             return [meta["filename"] for meta in json.load(reply)["trials"][0]["artifacts"]]
 
     assert listed() == []
-    with RunBook(storage.engine).opening(study.trials[0]._trial_id) as book:
+    with RunLinks(storage.engine).locked(study.trials[0]._trial_id) as book:
         book.note_system(artifact_attrs(RUN, ["curves.png"]))
     while not listed():
         time.sleep(0.2)  # it remembers its answers for two seconds

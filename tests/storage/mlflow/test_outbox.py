@@ -21,8 +21,10 @@ import pytest
 
 from storage.mlflow import outbox
 from storage.mlflow.outbox import Journal, Outbox
+from storage.mlflow.records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
+from storage.trials.outcome import Outcome
 
-HEAD = {"study": "s", "trial": 1, "number": 7, "attempt": 1, "resumed": False, "metric": "val_loss", "tags": {}}
+HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def box(tmp_path: Path) -> Outbox:
 
 
 def values(journal: Journal) -> list[object]:
-    return [entry.record.get("values") for entry in journal.unsent() if entry.record["kind"] != "open"]
+    return [entry.record.values for entry in journal.unsent() if isinstance(entry.record, Params | Epoch)]
 
 
 @contextmanager
@@ -49,9 +51,10 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from storage.mlflow.outbox import Outbox
-journal = Outbox(Path(sys.argv[1])).open("0007-1", number=7)
+from storage.mlflow.records import Epoch, Open
+journal = Outbox(Path(sys.argv[1])).open("0007-1", Open("s", 1, 7, 1, False, "val_loss", {}))
 for epoch in range(50):
-    journal.append("epoch", step=epoch, values={"loss": 1 / 3})
+    journal.append(Epoch(epoch, 0.0, {"loss": 1 / 3}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -60,15 +63,14 @@ def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None
     done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
     [journal] = box.left()
-    entries = journal.unsent()
-    assert [entry.record["step"] for entry in entries[1:]] == list(range(50))
-    assert {entry.record["values"]["loss"] for entry in entries[1:]} == {1 / 3}
-    assert journal.head == {"number": 7}
+    records = [entry.record for entry in journal.unsent()]
+    assert records == [HEAD, *(Epoch(epoch, 0.0, {"loss": 1 / 3}) for epoch in range(50))]
+    assert journal.head == HEAD
     assert not journal.live
 
 
 def test_who_has_a_journal_has_it_alone(box: Outbox) -> None:
-    mine = box.open("0007-1", **HEAD)
+    mine = box.open("0007-1", HEAD)
     assert list(box.left()) == []
     mine.close()
     [taken] = box.left()
@@ -78,8 +80,8 @@ def test_who_has_a_journal_has_it_alone(box: Outbox) -> None:
 
 
 def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
-    journal = box.open("0007-1", **HEAD)
-    journal.append("params", values={"lr": 0.1})
+    journal = box.open("0007-1", HEAD)
+    journal.append(Params({"lr": 0.1}))
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b'{"kind":"params","values":{"torn')
@@ -95,20 +97,45 @@ def test_a_journal_that_was_never_begun_is_swept_away(box: Outbox) -> None:
 
 
 def test_numbers_that_are_none_survive(box: Outbox) -> None:
-    journal = box.open("0007-1", **HEAD)
-    journal.append("epoch", step=0, values={"nan": math.nan, "up": math.inf, "down": -math.inf})
+    journal = box.open("0007-1", HEAD)
+    journal.append(Epoch(0, 0.0, {"nan": math.nan, "up": math.inf, "down": -math.inf}))
     [found] = values(journal)
     assert isinstance(found, dict)
     assert math.isnan(found["nan"])
     assert (found["up"], found["down"]) == (math.inf, -math.inf)
 
 
+# As they stand in journals on disk, also in those that earlier versions have left behind.
+LINES = {
+    b'{"kind":"open","study":"s","trial":1,"number":7,"attempt":1,"resumed":false,"metric":"val_loss","tags":{},'
+    b'"began":null}': HEAD,
+    b'{"kind":"params","values":{"lr":0.1}}': Params({"lr": 0.1}),
+    b'{"kind":"epoch","step":2,"at":1.5,"values":{"val_loss":0.5}}': Epoch(2, 1.5, {"val_loss": 0.5}),
+    b'{"kind":"problem","text":"no room"}': Problem("no room"),
+    b'{"kind":"leave"}': Leave(),
+    b'{"kind":"end","state":"PRUNED","reason":"r","at":2,"kept":true}': End(Outcome.PRUNED, "r", 2, kept=True),
+    b'{"kind":"end","state":"FAIL","reason":"r","at":2,"kept":false}': End(Outcome.FAILED, "r", 2, kept=False),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_record_is_the_line_that_it_ever_was(line: bytes) -> None:
+    assert decode(line) == LINES[line]
+    assert encode(LINES[line]) == line + b"\n"
+
+
+def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
+    assert decode(b'{"kind":"leave","why":"news"}') == Leave()
+    assert isinstance(decode(b'{"kind":"news"}'), Unknown)
+    assert isinstance(decode(b'{"kind":"end","state":"NEWS","reason":"r","at":2,"kept":true}'), Unknown)
+
+
 def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None:
-    journal = box.open("0007-1", **HEAD)
-    journal.append("params", values={"lr": 0.1})
+    journal = box.open("0007-1", HEAD)
+    journal.append(Params({"lr": 0.1}))
     journal.position.run = "r"
     journal.moved(journal.unsent())
-    journal.append("params", values={"epochs": 3})
+    journal.append(Params({"epochs": 3}))
     journal.close()
     [left] = box.left()
     assert values(left) == [{"epochs": 3}]
@@ -118,31 +145,33 @@ def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None
 def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
     box: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     with full_disk(journal), caplog.at_level(logging.WARNING):
         for epoch in range(3):
-            journal.append("epoch", values={"epoch": epoch})
-        assert json.loads(journal.path.read_bytes()) == {"kind": "open", **HEAD}, "no torn line stands in the file"
+            journal.append(Epoch(0, 0.0, {"epoch": epoch}))
+        assert json.loads(journal.path.read_bytes()) == {"kind": "open", **vars(HEAD)}, (
+            "no torn line stands in the file"
+        )
         assert values(journal) == [{"epoch": epoch} for epoch in range(3)], "they can be sent all the same"
         journal.returned()
     assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
         f"{journal.path} cannot be written (File too large): the trial goes on, its records wait in memory"
     ]
-    journal.append("epoch", values={"epoch": 3})
+    journal.append(Epoch(0, 0.0, {"epoch": 3}))
     journal.close()
     [left] = box.left()
     assert values(left) == [{"epoch": epoch} for epoch in range(4)]
 
 
 def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     with full_disk(journal):
-        journal.append("epoch", values={"epoch": 0})
+        journal.append(Epoch(0, 0.0, {"epoch": 0}))
         entries = journal.unsent()
-        journal.append("epoch", values={"epoch": 1})  # while the sender has the first
+        journal.append(Epoch(0, 0.0, {"epoch": 1}))  # while the sender has the first
         journal.moved(entries)
         journal.returned()
-    journal.append("epoch", values={"epoch": 2})
+    journal.append(Epoch(0, 0.0, {"epoch": 2}))
     journal.close()
     [left] = box.left()
     assert values(left) == [{"epoch": 1}, {"epoch": 2}]
@@ -152,16 +181,16 @@ def test_memory_is_bounded_and_what_is_lost_is_told(
     box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "_MEMORY", 1000)
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         for epoch in range(100):
-            journal.append("epoch", values={"epoch": epoch})
+            journal.append(Epoch(0, 0.0, {"epoch": epoch}))
     assert 50 < journal.lost < 100
     assert sum("what is logged is lost" in record.message for record in caplog.records) == 1
 
 
 def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: Path) -> None:
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     made = tmp_path / "best.pt"
     made.write_bytes(b"weights")
     assert journal.keep(made, folder="checkpoints")
@@ -172,7 +201,7 @@ def test_files_are_kept_whatever_becomes_of_the_original(box: Outbox, tmp_path: 
 
 def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
     box = Outbox(tmp_path / "study", limit=1000)
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     assert box.has_room()
     (tmp_path / "large").write_bytes(os.urandom(2000))
     journal.keep(tmp_path / "large")
@@ -180,13 +209,13 @@ def test_above_the_limit_there_is_no_room_for_files(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_gets_a_number(box: Outbox) -> None:
-    assert [box.open("0007-1", **HEAD).name for _ in range(3)] == ["0007-1", "0007-1.2", "0007-1.3"]
+    assert [box.open("0007-1", HEAD).name for _ in range(3)] == ["0007-1", "0007-1.2", "0007-1.3"]
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_disk(tmp_path: Path) -> None:
     (tmp_path / "study").write_text("not a folder")
-    journal = Outbox(tmp_path / "study").open("0007-1", **HEAD)
-    journal.append("params", values={"lr": 0.1})
+    journal = Outbox(tmp_path / "study").open("0007-1", HEAD)
+    journal.append(Params({"lr": 0.1}))
     assert values(journal) == [{"lr": 0.1}]
 
 
@@ -195,14 +224,14 @@ def test_a_file_system_without_locks_costs_nothing_but_the_disk(box: Outbox, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    journal = box.open("0007-1", **HEAD)
-    journal.append("params", values={"lr": 0.1})
+    journal = box.open("0007-1", HEAD)
+    journal.append(Params({"lr": 0.1}))
     assert values(journal) == [{"lr": 0.1}]
     assert list(box.folder.iterdir()) == []
 
 
 def test_nobody_takes_a_journal_that_is_being_removed(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = box.open("0007-1", **HEAD)
+    journal = box.open("0007-1", HEAD)
     taken: list[Journal] = []
     rmtree = shutil.rmtree
 

@@ -23,11 +23,13 @@ from storage.errors import StorageError
 from storage.mlflow import exported_model
 from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
-from storage.mlflow.run_links import RunBook
+from storage.mlflow.records import End, Epoch, Leave, Model, Open, Params, Published, Tags
+from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender import Sender
 from storage.mlflow.shipper import Shipper
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
+from storage.trials.outcome import Outcome
 
 _numbers = itertools.count()
 
@@ -53,14 +55,14 @@ class Post:
         self.parent = tracking.study_run(self.name, study_id, params={"n_trials": 1}, known=None)
         self.box = Outbox(folder)
         self.delivered: list[int] = []
-        book = RunBook(storage.engine)
-        self.shipper = Shipper(tracking, book, parent=lambda: self.parent, delivered=self.delivered.append)
+        links = RunLinks(storage.engine)
+        self.shipper = Shipper(tracking, links, parent=lambda: self.parent, delivered=self.delivered.append)
 
     def open(self, *, resumed: bool = False, attempt: int = 1) -> Journal:
+        tags = {"hpsearch.objective": "x"}
         return self.box.open(
-            f"0000-{attempt}", study=self.name, trial=self.trial_id, number=0, attempt=attempt, resumed=resumed,
-            metric="val_loss", tags={"hpsearch.objective": "x"},
-        )  # fmt: skip
+            f"0000-{attempt}", Open(self.name, self.trial_id, 0, attempt, resumed, metric="val_loss", tags=tags)
+        )
 
     def attrs(self) -> dict[str, str]:
         return self.storage.get_trial_user_attrs(self.trial_id)
@@ -112,7 +114,7 @@ def sending(post: Post) -> Iterator[Callable[[], int]]:
 
 def test_what_is_no_number_arrives_as_what_mlflow_has_for_it(post: Post) -> None:
     journal = post.open()
-    journal.append("epoch", step=0, at=1.5, values={"val_loss": math.nan, "up": math.inf, "down": -math.inf})
+    journal.append(Epoch(0, 1.5, {"val_loss": math.nan, "up": math.inf, "down": -math.inf}))
     post.shipper.ship(journal)
     [(_, value)] = post.points("val_loss")
     assert math.isnan(value)
@@ -122,9 +124,9 @@ def test_what_is_no_number_arrives_as_what_mlflow_has_for_it(post: Post) -> None
 
 def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) -> None:
     journal = post.open()
-    journal.append("params", values={"very long": "x" * 10_000, "a@b": 1})
-    journal.append("epoch", step=0, at=1.0, values={"f1@0.5": 0.5, "val_loss": 1.0})
-    journal.append("tags", values={"reason": "y" * 10_000})
+    journal.append(Params({"very long": "x" * 10_000, "a@b": 1}))
+    journal.append(Epoch(0, 1.0, {"f1@0.5": 0.5, "val_loss": 1.0}))
+    journal.append(Tags({"reason": "y" * 10_000}))
     post.shipper.ship(journal)
     run = post.tracking.client.get_run(post.run_id)
     assert (len(run.data.params["very long"]), run.data.params["a_b"]) == (6000, "1")
@@ -134,14 +136,14 @@ def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) ->
 
 def test_one_thing_that_is_refused_does_not_take_the_others_with_it(post: Post) -> None:
     journal = post.open()
-    journal.append("params", values={"lr": 1})
+    journal.append(Params({"lr": 1}))
     post.shipper.ship(journal)
-    journal.append("params", values={"lr": 2})  # MLflow lets no parameter change
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 1.0})
+    journal.append(Params({"lr": 2}))  # MLflow lets no parameter change
+    journal.append(Epoch(0, 1.0, {"val_loss": 1.0}))
     post.shipper.ship(journal)
     assert post.points("val_loss") == [(0, 1.0)]
     assert "refuses params" in str(journal.position.problem)
-    journal.append("end", state="COMPLETE", reason="r", at=2000, kept=False)
+    journal.append(End(Outcome.COMPLETE, "r", at=2000, kept=False))
     assert post.shipper.ship(journal)
     assert "refuses params" in post.storage.get_trial(post.trial_id).user_attrs[TRACKING]
 
@@ -157,9 +159,7 @@ def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(post.tracking, "log", counted)
     journal = post.open()
     for epoch in range(130):
-        journal.append(
-            "epoch", step=epoch, at=float(epoch), values={f"m{n}": 1.0 for n in range(9)} | {"val_loss": 1.0}
-        )
+        journal.append(Epoch(epoch, float(epoch), {f"m{n}": 1.0 for n in range(9)} | {"val_loss": 1.0}))
     post.shipper.ship(journal)
     assert sizes == [1000, 300]
     assert len(post.points("m3")) == 130
@@ -169,12 +169,12 @@ def test_a_trial_that_is_resumed_sends_only_what_its_run_lacks(post: Post) -> No
     """Also epochs that were trained again, at another time; those with another value are not the same."""
     journal = post.open()
     for epoch in range(3):
-        journal.append("epoch", step=epoch, at=float(epoch), values={"val_loss": epoch / 10, "epoch_seconds": 1.0})
+        journal.append(Epoch(epoch, float(epoch), {"val_loss": epoch / 10, "epoch_seconds": 1.0}))
     post.shipper.ship(journal)
     again = post.open(resumed=True, attempt=2)
     for epoch in range(5):
         at = float(epoch) if epoch < 2 else 100.0 + epoch
-        again.append("epoch", step=epoch, at=at, values={"val_loss": epoch / 10, "epoch_seconds": 2.0})
+        again.append(Epoch(epoch, at, {"val_loss": epoch / 10, "epoch_seconds": 2.0}))
     post.shipper.ship(again)
     assert post.points("val_loss") == [(epoch, epoch / 10) for epoch in range(5)]
     assert post.points("epoch_seconds") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
@@ -187,7 +187,7 @@ def test_a_run_that_was_deleted_is_left_deleted_and_told(
     post.shipper.ship(journal)
     run_id = post.run_id
     post.tracking.client.delete_run(run_id)
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 1.0})
+    journal.append(Epoch(0, 1.0, {"val_loss": 1.0}))
     journal.close()
     with caplog.at_level(logging.WARNING):
         assert sending() == 0
@@ -221,8 +221,8 @@ def test_of_a_worker_that_died_after_settling_the_run_is_ended_and_what_a_retry_
     post: Post, sending: Callable[[], int], state: str, delivered: list[int]
 ) -> None:
     journal = post.open()
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
-    journal.append("published")
+    journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
+    journal.append(Published())
     journal.close()
     post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState[state])
     assert sending() == 0
@@ -236,7 +236,7 @@ def test_of_a_journal_that_breaks_off_before_its_model_the_checkpoint_stays(
 ) -> None:
     """The trial was COMPLETE before: a remake that was interrupted, or what a power cut left."""
     journal = post.open(resumed=True)
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
+    journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
     journal.close()
     post.storage.set_trial_state_values(post.trial_id, optuna.trial.TrialState.COMPLETE)
     assert sending() == 0
@@ -249,8 +249,8 @@ def test_of_an_attempt_before_the_last_what_nobody_reported_again_is_sent(
     post: Post, sending: Callable[[], int], state: str | None, points: list[tuple[int, float]] | None
 ) -> None:
     journal = post.open()
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
-    journal.append("leave")
+    journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
+    journal.append(Leave())
     journal.close()
     post.begin_attempt(2)
     if state is not None:
@@ -278,8 +278,8 @@ def test_a_model_whose_making_was_cut_off_is_made_once(
     monkeypatch.setattr(exported_model, "link_model", first_cut)
     journal = post.open()
     exported_model.export_model(torch.nn.Linear(2, 1).eval(), torch.zeros(4, 2), journal.model)
-    journal.append("epoch", step=0, at=1.0, values={"val_loss": 0.5})
-    journal.append("model", name="m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={})
+    journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
+    journal.append(Model("m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={}))
     with pytest.raises(ConnectionError):
         post.shipper.ship(journal)
     post.shipper.ship(journal)
@@ -301,8 +301,8 @@ def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
     monkeypatch.setattr(post.shipper, "ship", choke)
     for attempt in (1, 2):
         journal = post.open(attempt=attempt)
-        journal.append("epoch", step=attempt, at=1.0, values={"val_loss": 0.5})
-        journal.append("leave")
+        journal.append(Epoch(attempt, 1.0, {"val_loss": 0.5}))
+        journal.append(Leave())
         journal.close()
     assert sending() == 1
     assert post.points("val_loss") == [(2, 0.5)]
@@ -312,15 +312,15 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
     post: Post, sending: Callable[..., int]
 ) -> None:
     held = post.open()
-    held.append("epoch", step=0, at=1.0, values={"val_loss": 1.0})
+    held.append(Epoch(0, 1.0, {"val_loss": 1.0}))
     held.close()
     study_id = post.storage.get_study_id_from_name(post.name)
-    head = {"study": post.name, "trial": post.storage.create_new_trial(study_id), "number": 1, "attempt": 1}
-    other = post.box.open("0001-1", **head, resumed=False, metric="val_loss", tags={})
-    other.append("leave")
+    trial_id = post.storage.create_new_trial(study_id)
+    other = post.box.open("0001-1", Open(post.name, trial_id, 1, 1, resumed=False, metric="val_loss", tags={}))
+    other.append(Leave())
     other.close()
     sender = Sender(post.box, post.shipper)
-    with RunBook(post.storage.engine).opening(post.trial_id):
+    with RunLinks(post.storage.engine).locked(post.trial_id):
         sender.start()
         deadline = time.monotonic() + 600
         while post.box.has("0001"):

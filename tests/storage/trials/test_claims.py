@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from storage.errors import StorageError
 from storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
+from storage.trials.outcome import Outcome
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 
@@ -36,7 +37,7 @@ def test_a_new_trial_is_what_optuna_makes_of_one(storage: BaseStorage, study_id:
 def test_a_spent_budget_leaves_nothing_until_it_is_raised(storage: BaseStorage, study_id: int, join: Join) -> None:
     claims = join()
     for value in (0.5, 0.25):
-        claims.settle(take(claims), "COMPLETE", "complete", value=value, attrs={REASON: "well done"})
+        claims.settle(take(claims), Outcome.COMPLETE, value=value, attrs={REASON: "well done"})
     assert claims.claim() == Nothing(running=0)
     assert optuna.load_study(study_name="s", storage=storage).best_value == 0.5
     assert storage.get_all_trials(study_id)[0].user_attrs[REASON] == "well done"
@@ -96,7 +97,7 @@ def test_a_trial_given_back_is_the_next_to_be_taken_and_costs_no_retry(
     for attempt in range(1, 5):
         claim = take(claims)
         assert (claim.number, claim.attempt) == (0, attempt)
-        claims.settle(claim, "WAITING", "released")
+        claims.settle(claim, Outcome.RELEASED)
         assert states(storage, study_id) == ["WAITING"]
     assert {outcome for _, outcome in outcomes(engine)} == {"released"}
 
@@ -106,7 +107,7 @@ def test_given_back_counts_in_the_budget_and_enqueued_does_not_exceed_it(
 ) -> None:
     budget(storage, study_id, n_trials=1)
     claims = join()
-    claims.settle(take(claims), "WAITING", "released")
+    claims.settle(take(claims), Outcome.RELEASED)
     study = optuna.load_study(study_name="s", storage=storage)
     study.enqueue_trial({"x": 0.5})
     assert take(claims).number == 0
@@ -130,7 +131,7 @@ def test_a_trial_ended_from_outside_is_lost(storage: BaseStorage, engine: sa.Eng
     with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
         claims.report(claim, 0, 0.5)
     with pytest.raises(ClaimLostError, match="trial 0 was set to FAIL from outside"):
-        claims.settle(claim, "COMPLETE", "complete", value=0.5)
+        claims.settle(claim, Outcome.COMPLETE, value=0.5)
     claims.let_go(claim)
     assert outcomes(engine) == [(1, "cancelled")]
     other = take(claims)
@@ -149,7 +150,7 @@ def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
     storage.set_study_user_attr(study_id, STOPPED, "by ada at noon")
     assert claims.claim() == Stopped("by ada at noon")
     assert claims.report(claim, 1, 0.5) is True
-    claims.settle(claim, "WAITING", "released")
+    claims.settle(claim, Outcome.RELEASED)
     storage.set_study_user_attr(study_id, STOPPED, None)
     assert take(claims).number == 0
 
@@ -160,7 +161,7 @@ def test_a_deleted_study_ends_the_search(storage: BaseStorage, study_id: int, jo
     storage.delete_study(study_id)
     with pytest.raises(StorageError, match="deleted"):
         claims.claim()
-    with pytest.raises(ClaimLostError, match="trial 0 was deleted"):
+    with pytest.raises(ClaimLostError, match="was deleted with its study"):
         claims.report(claim, 0, 0.5)
 
 
@@ -179,7 +180,7 @@ def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, 
     claims = join()
     for value in (float("inf"), float("-inf")):
         claim = take(claims)
-        claims.settle(claim, "COMPLETE", "complete", value=value)
+        claims.settle(claim, Outcome.COMPLETE, value=value)
         assert storage.get_trial(claim.trial_id).value == value
 
 
@@ -199,7 +200,7 @@ def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
     for epoch in range(4):
         claims.report(claim, epoch, 0.5, File(f"{epoch}-1.pt") if epoch != 2 else None)
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 1, "3-1.pt")]
-    claims.settle(claim, "WAITING", "released")
+    claims.settle(claim, Outcome.RELEASED)
     again = take(claims)
     claims.report(again, 3, 0.5, File("3-2.pt"))  # resumed from epoch 1, whose value is there already
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 2, "3-2.pt")]
@@ -241,7 +242,7 @@ def test_what_the_server_did_but_could_not_say_is_not_done_again(
     claims.report(claim, 0, 0.5)
     assert not armed
     armed = "statement"
-    claims.settle(claim, "COMPLETE", "complete", value=0.5)
+    claims.settle(claim, Outcome.COMPLETE, value=0.5)
     assert not armed
     assert states(storage, study_id) == ["COMPLETE"]
     assert outcomes(engine) == [(1, "complete")]

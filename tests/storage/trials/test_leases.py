@@ -17,6 +17,7 @@ from storage.trials.claims import (
     ClaimLostError,
     Nothing,
 )
+from storage.trials.outcome import Outcome
 from tests.storage.trials.support import Join, outcomes, rows, take
 
 
@@ -44,8 +45,8 @@ def test_a_frozen_worker_loses_its_trial_and_can_change_nothing(
     assert (again.trial_id, again.attempt) == (claim.trial_id, 2)
     for act in (
         lambda: frozen.report(claim, 1, 0.9),
-        lambda: frozen.settle(claim, "COMPLETE", "complete", value=0.9),
-        lambda: frozen.settle(claim, "WAITING", "released"),
+        lambda: frozen.settle(claim, Outcome.COMPLETE, value=0.9),
+        lambda: frozen.settle(claim, Outcome.RELEASED),
     ):
         with pytest.raises(ClaimLostError, match=r"trial 0 was taken over by w2 \(attempt 2\)"):
             act()
@@ -54,7 +55,7 @@ def test_a_frozen_worker_loses_its_trial_and_can_change_nothing(
     assert storage.get_trial(claim.trial_id).intermediate_values == {0: 0.5}
     assert living.renew(again)
     living.report(again, 1, 0.6)
-    living.settle(again, "PRUNED", "pruned", value=0.6)
+    living.settle(again, Outcome.PRUNED, value=0.6)
     trial = storage.get_trial(claim.trial_id)
     assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.PRUNED, 0.6, {0: 0.5, 1: 0.6})
     assert outcomes(engine) == [(1, "lost"), (2, "pruned")]

@@ -3,10 +3,11 @@
 import json
 import sys
 
+import pytest
 import torch
 import yaml
 
-from objectives.training import EpochRecord, LocalSession, TrainConfig, Verdict
+from objectives.training import EpochRecord, TrainConfig
 from objectives.training.reports.plots import curves
 from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
@@ -99,7 +100,14 @@ def test_a_run_goes_on_without_the_files_that_cannot_be_written(wine, tmp_path):
     assert "the report cannot be written" in log
 
 
-def test_a_local_session_goes_on_without_its_metrics(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").mkdir()
-    assert LocalSession(tmp_path).report(EpochRecord(0, 0.0, {"val_loss": 1.0})) is Verdict.CONTINUE
-    assert "metrics.jsonl cannot be written" in caplog.text
+def test_a_trial_that_was_lost_leaves_no_number(wine, tmp_path):
+    class LostError(Exception):
+        pass
+
+    class Lost(Memory):
+        def report(self, record):
+            raise LostError
+
+    with pytest.raises(LostError):
+        fit(wine, session=Lost(), run_dir=tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from objectives.training import EpochRecord, LocalSession, Verdict
+from objectives.training import EpochRecord, LocalSession
 from objectives.training.reproducibility import checkpoint
 from objectives.training.reproducibility.checkpoint import CheckpointError
+from objectives.training.reproducibility.records import MetricsFile
 
 STATE = {
     "model": {"weight": torch.arange(1000.0)},
@@ -158,17 +159,17 @@ def test_a_session_falls_back_to_the_state_before(tmp_path, caplog):
 
 
 def test_metrics_are_appended_once_and_a_torn_line_is_mended(tmp_path):
-    session = LocalSession(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
     records = [EpochRecord(epoch, 100.0 + epoch, {"val_loss": 0.5, "odd": float("nan")}) for epoch in range(3)]
     for record in (*records[:2], *records[:2]):
-        assert session.report(record) is Verdict.CONTINUE
-    path = tmp_path / "metrics.jsonl"
+        file.append(record)
     whole = path.read_text()
     assert whole.count("\n") == 2
     path.write_text(whole[:-10])  # killed in the middle of a line
-    again = LocalSession(tmp_path)
+    again = MetricsFile(path)
     for record in records:
-        again.report(record)
+        again.append(record)
     lines = path.read_text().splitlines()
     assert path.read_text().startswith(whole)
     assert lines[2] == '{"epoch": 2, "timestamp": 102.0, "val_loss": 0.5, "odd": null}'

@@ -18,6 +18,7 @@ from storage.attributes import SPEC
 from storage.errors import StorageError
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claims, Nothing
+from storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 
@@ -55,7 +56,7 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
     say: Say, claims: Claims, storage: PostgresStorage, trials: str, words: list[str]
 ) -> None:
     take(claims)
-    claims.settle(take(claims), "WAITING", "released")  # it waits, and was started
+    claims.settle(take(claims), Outcome.RELEASED)  # it waits, and was started
     message = say("extend", "s", "--trials", trials, code=2)
     for word in words:
         assert word in message

@@ -15,6 +15,7 @@ from storage.attributes import INFEASIBLE, REASON
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import rung_key
 from storage.trials.claims import Claim, Claims, Lost
+from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_process
 from tests.search.study.steering.support import Say, rows, take
 
@@ -26,10 +27,10 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
         kept = Kept(f"{epoch}.pt") if checkpoint is not None and epoch <= checkpoint else None
         claims.report(claim, epoch, 0.1 * epoch, kept)
     if state == "FAIL":
-        claims.settle(claim, "FAIL", "failed", attrs={REASON: "a bug"})
+        claims.settle(claim, Outcome.FAILED, attrs={REASON: "a bug"})
     else:
         claims.report(claim, epochs, math.nan)
-        claims.settle(claim, "PRUNED", "infeasible", value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
+        claims.settle(claim, Outcome.INFEASIBLE, value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
     return claim
 
 
@@ -46,7 +47,7 @@ def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
     claim = failed(claims)
     other = take(claims)
     storage.set_trial_param(other.trial_id, "x", 0.25, optuna.distributions.FloatDistribution(0, 1))
-    claims.settle(other, "FAIL", "failed", attrs={REASON: "a bug"})
+    claims.settle(other, Outcome.FAILED, attrs={REASON: "a bug"})
     assert "trial 1 waits to be run again, from its beginning" in say("retry", "s", "--trial", "1")
     assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
     again = take(claims)
@@ -54,7 +55,7 @@ def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(
     trial = study.trials[1]
     assert (trial.state, trial.params, trial.datetime_complete) == (TrialState.RUNNING, {"x": 0.25}, None)
     assert REASON not in trial.user_attrs
-    claims.settle(again, "COMPLETE", "complete", value=0.9)
+    claims.settle(again, Outcome.COMPLETE, value=0.9)
     assert study.best_trial.number == 1
     assert claim.number == 0
 
@@ -97,7 +98,7 @@ def test_rungs_are_forgotten_with_the_epochs(
     claims.report(claim, 1, 0.5)
     storage.set_trial_system_attr(claim.trial_id, rung_key(0), 0.5)
     storage.set_trial_system_attr(claim.trial_id, "fixed_params", {"x": 1})
-    claims.settle(claim, "FAIL", "failed")
+    claims.settle(claim, Outcome.FAILED)
     say("retry", "s", "--trial", "0")
     assert study.trials[0].system_attrs == {"fixed_params": {"x": 1}}
 
@@ -142,14 +143,14 @@ def test_several_are_retried_at_once(say: Say, claims: Claims, study: optuna.Stu
 
 
 def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, study: optuna.Study) -> None:
-    claims.settle(take(claims), "COMPLETE", "complete", value=0.9)
-    claims.settle(take(claims), "PRUNED", "pruned", value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
+    claims.settle(take(claims), Outcome.COMPLETE, value=0.9)
+    claims.settle(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
     only = "only a failed or an infeasible trial is tried again"
     assert f"--trial 0: it is COMPLETE; {only}" in say("retry", "s", "--trial", "0", code=2)
     assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
     assert "it is running" in say("retry", "s", "--trial", "2", code=2)
-    claims.settle(running, "WAITING", "released")
+    claims.settle(running, Outcome.RELEASED)
     assert "it is waiting already" in say("retry", "s", "--trial", "2", code=2)
     assert "has no such trial; it has 0 to 2" in say("retry", "s", "--trial", "9", code=2)
     assert "--trial" in say("retry", "s", code=2)

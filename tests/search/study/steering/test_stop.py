@@ -10,6 +10,7 @@ import optuna
 from search.study.steering import start_study, stop_study
 from storage.attributes import STOPPED
 from storage.trials.claims import Claims, Stopped
+from storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, take
 
 
@@ -39,7 +40,7 @@ def test_a_started_study_goes_on(say: Say, claims: Claims, stored) -> None:
 
 
 def test_stop_can_wait_until_nothing_runs(say: Say, claims: Claims) -> None:
-    claims.settle(take(claims), "WAITING", "released")
+    claims.settle(take(claims), Outcome.RELEASED)
     assert "running" not in say("stop", "s", "--wait")
 
 

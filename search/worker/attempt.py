@@ -1,0 +1,176 @@
+"""One attempt at a trial: from its claim to its end, or to where it is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Mapping
+
+import optuna
+from sqlalchemy.exc import SQLAlchemyError
+
+from objectives import ObjectiveError
+from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from search.sampling.samplers import training_seed
+from search.sampling.suggest import suggest
+from search.study.folders import open_attempt_dir, remove_earlier
+from search.tracking.trial_run import TrialTracking
+from search.worker.context import WorkerContext
+from search.worker.session import TrialSession
+from storage.attributes import INFEASIBLE, PRUNING, REASON, TRACKING
+from storage.errors import CheckpointStoreError, ClaimLostError
+from storage.trials.claims import Claim
+from storage.trials.outcome import Ended, Outcome
+
+log = logging.getLogger(__name__)
+
+SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
+
+
+class Attempt:
+    """Runs the trial of a claim in this process.
+
+    Raises:
+        CheckpointStoreError: the run directory cannot be made, and the trial was given back.
+    """
+
+    def __init__(self, context: WorkerContext, claim: Claim) -> None:
+        self._context = context
+        self._claim = claim
+        self._tracked = TrialTracking(context.tracker, context.spec, claim, context.storage)
+        self._session: TrialSession | None = None  # once the trial is configured
+        try:
+            self._run_dir = open_attempt_dir(context.runs_dir, claim)
+        except OSError as error:  # a full disk costs no attempt
+            context.claims.settle(claim, Outcome.RELEASED)
+            raise CheckpointStoreError(f"{context.runs_dir}: no run directory can be made: {error.strerror}") from error
+
+    def run(self) -> Ended | None:
+        """Run the trial; return how it ended, or None where that is left to another attempt.
+
+        Raises:
+            CheckpointStoreError: the store is away; the trial was given back.
+            Exception: one of `SERVICE_ERRORS`: the database is away.
+        """
+        log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
+        context = self._context
+        try:
+            with context.lease.renewing(self._claim), context.storage.owned(self._claim.trial_id, self._claim.attempt):
+                return self._run()
+        except ClaimLostError as lost:
+            self._abandon(lost)
+            return None
+
+    def _run(self) -> Ended | None:
+        try:
+            result = self._train()
+        except NonFiniteError as error:
+            assert self._session is not None
+            self._session.report_non_finite(error.epoch)
+            return self._infeasible(error)
+        except DeviceMemoryError as error:
+            return None if self._retry("memory", str(error)) else self._infeasible(error)
+        except CheckpointStoreError:
+            self._give_back(Outcome.RELEASED)
+            raise
+        except (ClaimLostError, *SERVICE_ERRORS):
+            raise
+        except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
+            return self._fail(error)
+        if result.status == "stopped":
+            self._give_back(Outcome.RELEASED)
+            log.info("trial %d: given back after epoch %d", self._claim.number, len(result.history))
+            return None
+        return self._settle(result)
+
+    def _train(self) -> FitResult:
+        context, spec = self._context, self._context.spec
+        self._tracked.open()
+        config = suggest(context.objective, context.sampled, self._claim, spec)
+        self._tracked.log_params()
+        self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
+        return Trainer(
+            context.objective,
+            config,
+            epochs=spec.epochs,
+            seed=training_seed(spec, self._claim.number),
+            split_seed=spec.seed,
+            session=self._session,
+            device=context.device,
+        ).fit()
+
+    def _settle(self, result: FitResult) -> Ended:
+        """Publish what was trained to its end, or pruned, and end the trial."""
+        session = self._session
+        assert session is not None
+        session.keep_best()
+        kept = self._tracked.publish(result, session.files)
+        if result.status == "pruned" and session.decision is not None:
+            grounds = session.decision.record()
+            self._tracked.tag_pruning(grounds)
+            value, attrs = session.last_value, {PRUNING: grounds}
+            ended = self._end(Outcome.PRUNED, session.decision.reason, value=value, attrs=attrs, kept=kept)
+        else:
+            best = f"best {self._context.spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
+            ended = self._end(Outcome.COMPLETE, best, value=result.best_value, kept=kept)
+        session.forget(but_last=kept)
+        remove_earlier(self._context.runs_dir, self._claim)
+        return ended
+
+    def _infeasible(self, error: Exception) -> Ended:
+        """End a configuration that diverged or does not fit: the sampler learns from it."""
+        value = self._session.last_value if self._session else None
+        return self._end(Outcome.INFEASIBLE, str(error), value=value, attrs={INFEASIBLE: True})
+
+    def _fail(self, error: BaseException) -> Ended | None:
+        reason = " ".join(_as_text(f"{type(error).__name__}: {error}").split())
+        if not isinstance(error, ObjectiveError):
+            log.error("trial %d failed\n%s", self._claim.number, traceback.format_exc())
+            with contextlib.suppress(OSError):  # a full disk must not hide why the trial failed
+                report = self._run_dir / "error.txt"
+                report.write_text(_as_text(traceback.format_exc()), encoding="utf-8")
+                self._tracked.log_file(report)
+        return None if self._retry("error", reason) else self._end(Outcome.FAILED, reason)
+
+    def _retry(self, kind: str, reason: str) -> bool:
+        """Give the trial back for another attempt, where the spec allows one after such an end."""
+        spec = self._context.spec
+        if kind not in spec.retry_on or self._context.claims.failures(self._claim) >= spec.retries:
+            return False
+        self._give_back(Outcome.FAILED, {REASON: reason})
+        log.warning("trial %d: given back after %s", self._claim.number, reason)
+        return True
+
+    def _give_back(self, outcome: Outcome, attrs: dict[str, object] | None = None) -> None:
+        self._context.claims.settle(self._claim, outcome, retry=True, attrs=attrs)
+        self._tracked.leave()
+
+    def _end(
+        self,
+        outcome: Outcome,
+        reason: str,
+        *,
+        value: float | None = None,
+        attrs: Mapping[str, object] | None = None,
+        kept: bool = False,
+    ) -> Ended:
+        # What `study.tell` does, but for the sampler's `after_trial`, which has nothing to do without constraints.
+        attrs = {REASON: reason, TRACKING: self._tracked.pending(), **(attrs or {})}
+        self._context.claims.settle(self._claim, outcome, value=value, attrs=attrs)
+        log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
+        self._tracked.finish(outcome, reason, kept=kept)
+        return Ended(outcome, reason)
+
+    def _abandon(self, lost: ClaimLostError) -> None:
+        """Leave the trial, which is somebody else's by now, without a trace of this attempt."""
+        log.warning("%s: letting go of it", lost)
+        self._context.claims.let_go(self._claim)
+        if self._session is not None:
+            self._session.kept.abandon()
+        self._tracked.abandon(str(lost))
+
+
+def _as_text(message: str) -> str:
+    """Return what an exception says without what neither a file nor a database takes: NUL, and halves of characters."""
+    return message.replace("\0", "").encode("utf-8", "backslashreplace").decode()

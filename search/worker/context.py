@@ -1,0 +1,60 @@
+"""What all attempts of a worker share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+
+from objectives import Objective
+from search.pruning import Judge
+from search.spec.spec import StudySpec
+from search.study.checkpoints import StudyCheckpoints
+from search.study.study import StoredStudy
+from search.tracking.tracker import Tracker
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claims
+from storage.trials.lease import LeaseKeeper
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What all attempts of a worker share.
+
+    Attributes:
+        study: the study.
+        sampled: the same, opened by Optuna for its sampler.
+        objective: what is trained.
+        claims: the worker's way to trials.
+        lease: renews the lease of the trial that runs.
+        judge: decides on pruning.
+        tracker: takes what goes to MLflow.
+        checkpoints: of the study.
+        runs_dir: folder of the study's run directories on this machine.
+        stopping: whether the worker was told to stop.
+        device: to train on; a GPU where there is one, unless given.
+    """
+
+    study: StoredStudy
+    sampled: optuna.Study
+    objective: Objective
+    claims: Claims
+    lease: LeaseKeeper
+    judge: Judge
+    tracker: Tracker
+    checkpoints: StudyCheckpoints
+    runs_dir: Path
+    stopping: Callable[[], bool]
+    device: str | None
+
+    @property
+    def spec(self) -> StudySpec:
+        """The study's spec."""
+        return self.study.spec
+
+    @property
+    def storage(self) -> PostgresStorage:
+        """The study's storage."""
+        return self.study.storage
