@@ -57,6 +57,7 @@ ROOMS = (
     "search.fleet",
     "search.run",
     "search.dashboard",
+    "search.api",
     "search.cli",
     "search",
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from search.errors import SearchError
-from search.spec.spec import StudySpec, parse_spec
+from search.spec.spec import StudySpec
 from search.spec.spec_file import parse_options, read_spec_file
 
 
@@ -36,11 +36,3 @@ def gather_settings(
     if "objective" not in settings:
         raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")
     return settings
-
-
-def check_settings(settings: dict[str, Any]) -> None:
-    """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
-    if "finalists_of" in settings:
-        raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000, "n_trials": 1}
-    parse_spec({**stand_in, **settings})
