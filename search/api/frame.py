@@ -23,8 +23,8 @@ def trials_frame(study: StoredStudy) -> pd.DataFrame:
             **{f"params_{name}": value for name, value in trial.params.items()},
             "epochs": len(trial.intermediate_values),
             "duration": trial.duration,
-            "worker": trial.user_attrs.get(WORKER),
-            "reason": waiting.get(trial.number) or trial.user_attrs.get(REASON),
+            "worker": trial.user_attrs.get(WORKER, ""),
+            "reason": waiting.get(trial.number) or trial.user_attrs.get(REASON, ""),
         }
         for trial in trials
     ]

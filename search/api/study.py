@@ -429,7 +429,6 @@ class Study:
 
         Example:
             assert study.extend("+1").after == 4
-            assert study.extend(3).after == 4  # three are started: nothing less
         """
         from search.api.telling import tell_mlflow
         from search.publish.study import reopen_study
@@ -493,7 +492,7 @@ class Study:
             lease: seconds without a sign of life after which others take a worker's trial over.
 
         Example:
-            study.extend(3)
+            study.run(workers=1)
             table = study.finalists(top=1, seeds=1, workers=1)
             assert table.winner == study.best.number
         """

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.e2e
 
 def test_the_script_is_short_and_needs_the_study_alone() -> None:
     lines = [line for line in SCRIPT.read_text().splitlines()[1:] if line.strip()]
-    imports = [node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     assert len(lines) <= 15
     assert [ast.unparse(node) for node in imports] == ["from search import Study"]
 
