@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from objectives import load_objective
 from objectives.digits import Digits
 from objectives.objective import Objective
 from search import SearchError, Study
@@ -114,6 +117,13 @@ def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatc
     assert reference_of(Here) == f"{__name__}:Here"
     with pytest.raises(SearchError, match=r"class Wine is defined in __main__.*%%writefile wine.py"):
         reference_of(type("Wine", (Objective,), {"__module__": "__main__"}))
+
+
+def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:
+    path = folder / "wine.py"
+    before = load_objective(str(path))
+    path.write_text(path.read_text().replace("epochs = 20", "epochs = 7"))
+    assert (before.epochs, load_objective(str(path)).epochs) == (20, 7)
 
 
 def test_a_wrong_setting_is_told_before_anything_is_started() -> None:
