@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypedDict
 
 import optuna
 
@@ -20,6 +20,15 @@ from storage.study_storage.opening import engine_of, open_storage
 from storage.trials.progress import read_progress
 
 
+class Addresses(TypedDict, total=False):
+    """What may be said of where studies, runs and checkpoints are kept, as the README's table of settings explains."""
+
+    storage_url: str | None
+    tracking_uri: str | None
+    checkpoint_url: str | None
+    home: str | None
+
+
 @dataclass(frozen=True)
 class Where:
     """Where studies, runs and checkpoints are kept; what is None is the study's own, or the embedded stack's."""
@@ -30,10 +39,18 @@ class Where:
     home: str | None
 
     @classmethod
-    def given(cls, **addresses: str | None) -> Self:
+    def given(cls, addresses: Addresses) -> Self:
         """Return what was given, with the settings of the environment where nothing was."""
-        names = ("storage_url", "tracking_uri", "checkpoint_url", "home")
-        return cls(*(addresses.get(name) or os.environ.get(f"HPSEARCH_{name.upper()}") or None for name in names))
+
+        def one(name: str, value: str | None) -> str | None:
+            return value or os.environ.get(f"HPSEARCH_{name}") or None
+
+        return cls(
+            one("STORAGE_URL", addresses.get("storage_url")),
+            one("TRACKING_URI", addresses.get("tracking_uri")),
+            one("CHECKPOINT_URL", addresses.get("checkpoint_url")),
+            one("HOME", addresses.get("home")),
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from search.errors import SearchError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from objectives import Objective
-    from search.api.opening import StudyRow
+    from search.api.opening import Addresses, StudyRow
     from search.finalists import Finalists
     from search.promotion.promote import Promoted
     from search.run.finalists import FinalistsRan
@@ -71,10 +71,7 @@ class Study:
         retry_on: builtins.list[str] | None = None,
         timeout: float | None = None,
         models: str | None = None,
-        storage_url: str | None = None,
-        tracking_uri: str | None = None,
-        checkpoint_url: str | None = None,
-        home: str | None = None,
+        **where: Unpack[Addresses],
     ) -> Study:  # a keyword for each setting that `hpsearch run` has as a flag
         """Create a study, or join the one of that name when what is given agrees with it.
 
@@ -83,7 +80,7 @@ class Study:
             name, trials, epochs, metric, direction: by default the objective's.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
             seed, retries, retry_on, timeout, models: as the README's table of settings says.
-            storage_url, tracking_uri, checkpoint_url, home: where it is kept.
+            where: storage_url, tracking_uri, checkpoint_url, home.
 
         Example:
             study = Study.create("wine.py", name="example", trials=2, epochs=2)
@@ -96,24 +93,15 @@ class Study:
             "timeout": timeout, "models": models,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
-        return cls.from_spec(
-            {"objective": reference_of(objective), **settings},
-            storage_url=storage_url,
-            tracking_uri=tracking_uri,
-            checkpoint_url=checkpoint_url,
-            home=home,
-        )
+        return cls.from_spec({"objective": reference_of(objective), **settings}, **where)
 
     @classmethod
     def from_spec(
         cls,
         spec: Mapping[str, Any] | Path | str,
         *,
-        storage_url: str | None = None,
-        tracking_uri: str | None = None,
-        checkpoint_url: str | None = None,
-        home: str | None = None,
         tracking_required: bool = False,
+        **where: Unpack[Addresses],
     ) -> Study:
         """Create or join a study by its spec: settings by their keys, or a .toml or .yaml file of them.
 
@@ -130,28 +118,17 @@ class Study:
         from search.run.search import begin_search
         from search.worker.join import WorkerOptions
 
-        where = Where.given(
-            storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
-        )
+        there = Where.given(where)
         options = WorkerOptions(
-            where.storage_url, where.tracking_uri, where.checkpoint_url, where.home, tracking_required=tracking_required
+            there.storage_url, there.tracking_uri, there.checkpoint_url, there.home, tracking_required=tracking_required
         )
         services, stored, created = begin_search(settings, options, PlainConsole())
-        study = cls(stored, services, checkpoint_url=where.checkpoint_url)
+        study = cls(stored, services, checkpoint_url=there.checkpoint_url)
         study._created = created
         return study
 
     @classmethod
-    def open(
-        cls,
-        name: str,
-        *,
-        storage_url: str | None = None,
-        tracking_uri: str | None = None,
-        checkpoint_url: str | None = None,
-        home: str | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> Study:
+    def open(cls, name: str, *, progress: Callable[[str], None] | None = None, **where: Unpack[Addresses]) -> Study:
         """Open a study by its name; `progress` is told what is done where services have to be started.
 
         Example:
@@ -159,15 +136,11 @@ class Study:
         """
         from search.api.opening import Where, open_study
 
-        where = Where.given(
-            storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
-        )
-        return cls(*open_study(name, where, progress), checkpoint_url=where.checkpoint_url)
+        there = Where.given(where)
+        return cls(*open_study(name, there, progress), checkpoint_url=there.checkpoint_url)
 
     @staticmethod
-    def list(
-        *, storage_url: str | None = None, tracking_uri: str | None = None, home: str | None = None
-    ) -> builtins.list[StudyRow]:
+    def list(**where: Unpack[Addresses]) -> builtins.list[StudyRow]:
         """Return a row for each study of a database, by name: counts, best value, what was promoted.
 
         Example:
@@ -175,18 +148,10 @@ class Study:
         """
         from search.api.opening import Where, list_studies
 
-        return list_studies(Where.given(storage_url=storage_url, tracking_uri=tracking_uri, home=home))
+        return list_studies(Where.given(where))
 
     @classmethod
-    def waiting(
-        cls,
-        name: str | None = None,
-        *,
-        storage_url: str | None = None,
-        tracking_uri: str | None = None,
-        checkpoint_url: str | None = None,
-        home: str | None = None,
-    ) -> builtins.list[Study]:
+    def waiting(cls, name: str | None = None, **where: Unpack[Addresses]) -> builtins.list[Study]:
         """Return the studies that have something on this machine which MLflow was not told, or the one of that name.
 
         Example:
@@ -197,12 +162,10 @@ class Study:
         from search.run.sync import waiting_studies
         from search.study.study import load_study
 
-        where = Where.given(
-            storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
-        )
-        services, storage = open_services(where)
+        there = Where.given(where)
+        services, storage = open_services(there)
         found = waiting_studies(storage, services.home) if name is None else [load_study(storage, name)]
-        return [cls(stored, services, checkpoint_url=where.checkpoint_url) for stored in found]
+        return [cls(stored, services, checkpoint_url=there.checkpoint_url) for stored in found]
 
     # --- run ---
 

@@ -29,6 +29,7 @@ def example(doc: str) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(900)
 def test_every_example_runs(folder: Path, stack: StackInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HPSEARCH_HOME", str(stack.home))

@@ -14,7 +14,7 @@ from tests.search.api.support import ROOT, run_program
 
 SCRIPT = ROOT / "docs" / "notebook.py"
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_the_script_is_short_and_needs_the_study_alone() -> None:
