@@ -58,6 +58,7 @@ ROOMS = (
     "search.fleet",
     "search.run",
     "search.dashboard",
+    "search.api",
     "search.cli",
     "search",
 )

@@ -101,8 +101,10 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ObjectiveError(f"no objective file {shown(path)}: `hpsearch init {path.name}` writes one to start from")
     path = path.resolve()
-    # A name of its own, so that a file called search.py or numpy.py hides nothing.
-    name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    with _telling_import_errors(path):
+        content = path.read_bytes()
+    # A name of its own, so that a file called search.py or numpy.py hides nothing, and a notebook may write it anew.
+    name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,10 +1,14 @@
-"""How a process of ours begins and ends: where it finds the user's code, what it tells of a mistake, its exit code."""
+"""How a process of ours begins and ends: where it finds the user's code, its signals, its mistakes, its exit code."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from search.errors import USER_ERRORS
 
@@ -28,3 +32,17 @@ def telling_mistakes(work: Callable[[], int]) -> int:
     except USER_ERRORS as error:
         print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
         return EXIT_USER_ERROR
+
+
+@contextmanager
+def handling(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle signals so for a while; a thread beside a program's main one gets none, and leaves them as they are."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, kept in before.items():
+            signal.signal(number, kept)

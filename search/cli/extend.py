@@ -24,18 +24,12 @@ def extend(
     home: o.Home = None,
 ) -> None:
     """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
-    from search.cli.mlflow import tell_mlflow
-    from search.cli.open_study import open_for_reading
-    from search.publish.study import reopen_study
-    from search.study.steering import extend_study
-    from search.study.study import load_study
+    from search.api.study import Study
 
-    services, storage = open_for_reading(storage_url, tracking_uri, home)
-    study = load_study(storage, name)
-    done = extend_study(study, trials)
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    done = study.extend(trials)
     if done.before == done.after:
         typer.echo(f"{name} has a budget of {done.after} trials already, {done.started} of them are started")
         return
     typer.echo(f"{name}: {done.before} -> {done.after} trials, {done.started} of them are started")
-    tell_mlflow(services, study, lambda tracking: reopen_study(load_study(storage, name), tracking))
-    typer.echo(f"workers that run take it up; else: {study.go_on}")
+    typer.echo(f"workers that run take it up; else: {study.stored.go_on}")

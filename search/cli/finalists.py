@@ -8,6 +8,7 @@ import typer
 
 from search.cli import options as o
 from search.cli.loading import loading
+from search.entry import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -56,10 +57,22 @@ def finalists(
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.run.finalists import run_finalists
-        from search.worker.join import WorkerOptions
+        from search.api.study import Study
+        from search.console import PlainConsole
+        from search.run import finalists as _  # noqa: F401 all that the study will need
+        from search.steps import steps
 
-    options = WorkerOptions(
-        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home, lease=lease
-    )
-    return run_finalists(study, options, top=top, seeds=seeds, new_set=new_set, workers=workers)
+    with steps(PlainConsole()) as tell:
+        opened = Study.open(
+            study,
+            storage_url=storage_url,
+            tracking_uri=tracking_uri,
+            checkpoint_url=checkpoint_url,
+            home=home,
+            progress=tell,
+        )
+    ran = opened.train_finalists(top, seeds, workers=workers, new_set=new_set, lease=lease)
+    if ran.interrupted:
+        return EXIT_INTERRUPTED
+    decided = ran.table.winner is not None if workers or not ran.table.pending else True
+    return 0 if decided else 1

@@ -36,21 +36,14 @@ def gc(  # noqa: PLR0917 typer wants them so
     """
     from rich.filesize import decimal
 
-    from search.cli.open_study import open_for_reading, tracking_of
+    from search.api.study import Study
     from search.console import PlainConsole
-    from search.study.cleanup import find_garbage
-    from search.study.study import load_study
-    from storage.attributes import RUN_ID, SPEC
-    from storage.errors import StorageError
+    from search.study.cleanup import remove_garbage
 
-    services, storage = open_for_reading(storage_url, tracking_uri, home)
-    made = [frozen.study_name for frozen in storage.get_all_studies() if SPEC in frozen.user_attrs]
     found: list[Garbage] = []
     problems: list[str] = []
-    for each in [name] if name is not None else sorted(made):
-        study = load_study(storage, each)
-        tracking = tracking_of(services, study) if RUN_ID in study.attrs else None
-        some, told = find_garbage(study, home=services.home, tracking=tracking, keep_top=keep_top)
+    for each in [name] if name is not None else _all(storage_url, home):
+        some, told = Study.open(each, storage_url=storage_url, tracking_uri=tracking_uri, home=home).garbage(keep_top)
         found, problems = found + some, problems + told
     console = PlainConsole()
     if found:
@@ -61,17 +54,18 @@ def gc(  # noqa: PLR0917 typer wants them so
         typer.echo(f"hpsearch: not looked at: {problem}", err=True)
     if not found or not (yes or confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
         return
-    freed = 0
-    for garbage in found:
-        try:
-            freed += garbage.remove()
-        except (StorageError, OSError) as error:
-            typer.echo(f"hpsearch: {garbage.study}: {garbage.what} stay, or some of them: {error}", err=True)
-        except KeyError:
-            typer.echo(f"hpsearch: {garbage.study}: the study was deleted meanwhile", err=True)
+    freed, stay = remove_garbage(found)
+    for problem in stay:
+        typer.echo(f"hpsearch: {problem}", err=True)
     console.print(f"freed {decimal(freed)}")
     if any(garbage.where == "MLflow" for garbage in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
+
+
+def _all(storage_url: str | None, home: str | None) -> list[str]:
+    from search.api.study import Study
+
+    return [row.name for row in Study.list(storage_url=storage_url, home=home) if row.ours]
 
 
 def _table(found: list[Garbage]) -> Table:

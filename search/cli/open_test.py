@@ -32,39 +32,16 @@ def open_test(
     home: o.Home = None,
 ) -> None:
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
-    from search.cli.mlflow import tell_mlflow
-    from search.cli.open_study import open_for_reading
-    from search.console import command
-    from search.errors import SearchError
+    from search.api import test_set
+    from search.api.study import Study
     from search.finalists.text import confirmation_lines
-    from search.promotion.open_test import choose_candidate, open_for
-    from search.publish.study import close_study
-    from search.study.study import load_study
-    from search.study.summary import summarise
-    from storage.attributes import TRACKING_URI
-    from storage.mlflow.health import check_server
-    from storage.records.test_openings import AlreadyOpenError
 
-    services, storage = open_for_reading(storage_url, tracking_uri, home)
-    study = load_study(storage, name)
-    if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"study {name!r} holds finalists: open the test set of {of.study!r}")
-    try:
-        candidate = choose_candidate(study, trial=trial, unconfirmed=unconfirmed)
-        number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-        if not yes:
-            question = f"open the test set of {name} for trial {number}{mark}? It opens once."
-            if not confirm(question):
-                raise typer.Abort
-        uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
-        if uri is None:
-            raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-        check_server(uri)
-        opening = open_for(study, candidate, services.open_tracking(uri))
-    except AlreadyOpenError as error:
-        raise SearchError(f"study {name!r}: {error}; see it with: {command('show', name)}") from None
-    for metric, value in (opening.scores or {}).items():
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    candidate = test_set.choose(study.stored, trial=trial, unconfirmed=unconfirmed)
+    number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
+    if not yes and not confirm(f"open the test set of {name} for trial {number}{mark}? It opens once."):
+        raise typer.Abort
+    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed).items():
         typer.echo(f"test {metric} {value:.6g}")
-    for line in confirmation_lines(study):
+    for line in confirmation_lines(study.stored):
         typer.echo(line)
-    tell_mlflow(services, study, lambda tracking: close_study(study, summarise(study), tracking))

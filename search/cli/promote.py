@@ -32,17 +32,11 @@ def promote(  # noqa: PLR0917 typer wants them so
     home: o.Home = None,
 ) -> None:
     """Register a trial's model in MLflow with its evidence, and let an alias name it."""
-    from search.cli.open_study import open_for_reading, tracking_of
+    from search.api.study import Study
     from search.console import command
-    from search.promotion.promote import promote as do
-    from search.publish.note import write_note
-    from search.study.study import load_study
-    from search.study.summary import summarise
 
-    services, storage = open_for_reading(storage_url, tracking_uri, home)
-    study = load_study(storage, name)
-    done = do(study, tracking_of(services, study), trial=trial, alias=alias, model=model)
-    write_note(study, summarise(study))
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    done = study.promote(trial=trial, alias=alias, model=model)
     typer.echo(f"trial {done.trial} of {name} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.replaced is not None:
         typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")

@@ -9,6 +9,7 @@ import typer
 from search.cli import options as o
 from search.cli.loading import loading
 from search.cli.settings import takes_settings
+from search.entry import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -32,22 +33,24 @@ def run(
     home: o.Home = None,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
-    from search.cli.settings import check_settings
-
-    check_settings(settings)
     from search.fleet.forking import load_ahead
     from search.services import check_pair
+    from search.spec.settings import check_settings
 
+    check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.run.search import run_search
-        from search.worker.join import WorkerOptions
+        from search.api.study import Study
+        from search.run import search as _  # noqa: F401 all that the study will need
 
-    options = WorkerOptions(
-        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
-        lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
+    study = Study.from_spec(
+        settings, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
+        tracking_required=tracking_required,
     )  # fmt: skip
-    return run_search(settings, options, workers=workers)
+    ran = study.run_fleet(workers, lease=lease, system_metrics=system_metrics, tracking_required=tracking_required)
+    if ran.interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if not workers or (ran.over and not ran.stopped and ran.summary.best is not None) else 1

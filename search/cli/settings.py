@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from search.errors import SearchError
 from search.kinds import Kind
 from search.spec import spec as specs
-from search.spec.spec import parse_spec
 from search.spec.spec_file import parse_options, read_spec_file
 
 _Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
@@ -81,11 +80,3 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> dict[str, 
     if "objective" not in settings:
         raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")
     return settings
-
-
-def check_settings(settings: dict[str, Any]) -> None:
-    """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
-    if "finalists_of" in settings:
-        raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000, "n_trials": 1}
-    parse_spec({**stand_in, **settings})

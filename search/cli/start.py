@@ -14,14 +14,11 @@ def register(app: typer.Typer) -> None:
 
 def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """Let a stopped study go on: trials are handed out again; start workers with 'run' or 'worker'."""
-    from search.cli.open_study import open_for_reading
+    from search.api.study import Study
     from search.console import command
-    from search.study.steering import start_study
-    from search.study.study import load_study
 
-    _, storage = open_for_reading(storage_url, None, home)
-    study = load_study(storage, name)
-    why = start_study(study)
+    study = Study.open(name, storage_url=storage_url, home=home)
+    why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"run it with: {study.go_on}")
+    typer.echo(f"run it with: {study.stored.go_on}")
     typer.echo(f"or join it:  {command('worker', '--study', name)}")

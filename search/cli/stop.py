@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -22,18 +21,14 @@ def stop(
     home: o.Home = None,
 ) -> None:
     """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
-    from search.cli.open_study import open_for_reading
+    from search.api.study import Study
     from search.console import command
-    from search.study.steering import running_trials, stop_study
-    from search.study.study import load_study
 
-    _, storage = open_for_reading(storage_url, None, home)
-    study = load_study(storage, name)
-    before = stop_study(study)
-    running = running_trials(study)
+    study = Study.open(name, storage_url=storage_url, home=home)
+    before, running = study.stop(), study.running
     typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
-    while wait and running_trials(study):
-        time.sleep(0.5)
+    if wait:
+        study.stop(wait=True)
     typer.echo(f"go on with: {command('start', name)}")

@@ -24,8 +24,12 @@ def sync(
     home: o.Home = None,
 ) -> int:
     """Send MLflow what was logged while it was away, and models that a lost machine still had; safe to repeat."""
-    from search.run.sync import sync_studies
+    from search.api.study import Study
 
-    return sync_studies(
+    studies = Study.waiting(
         study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
     )
+    if not studies:
+        typer.echo("nothing waits for MLflow on this machine")
+    synced = [each.sync() for each in studies]
+    return 0 if all(each.whole for each in synced) else 1

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 
 from search.entry import find_modules_here, telling_mistakes
 from search.fleet.cores import thread_settings
@@ -92,7 +93,8 @@ class ForkedProcess:
 
     def __init__(self, work: Callable[[], int], environment: dict[str, str], log: Path) -> None:
         self._process = _context.Process(target=_run, args=(work, environment, str(log)))
-        self._process.start()
+        with _no_main():
+            self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -110,6 +112,16 @@ class ForkedProcess:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Hide the program: `multiprocessing` would run a user's script again, from its first line, in each worker."""
+    program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def _run(work: Callable[[], int], environment: dict[str, str], log: str) -> None:

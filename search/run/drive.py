@@ -14,7 +14,8 @@ from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
 from search.console import command
-from search.fleet.fleet import Fleet, Slot, visible_gpus
+from search.entry import handling
+from search.fleet.fleet import Fleet, visible_gpus
 from search.run.keep_up import kept_up
 from search.run.live import LiveView
 from search.services import Services
@@ -86,8 +87,6 @@ def drive(
         fleet.stop(kill=signals > 1)
         wake.set()
 
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in handled}
     told = False
     progress, away = Progress(study.spec.n_trials), False
 
@@ -98,36 +97,37 @@ def drive(
             return progress, True
 
     keeper = kept_up(services.home) if services.embedded else nullcontext()
-    try:
-        fleet.start()
-        with keeper as kept, LiveView(console, study.spec, fleet) as view:
-            while fleet.poll(progress.with_result, away=away):
-                progress, away = look()
-                view.update(progress, away=away)
-                if kept is not None and kept.is_set():
-                    fleet.stop()
-                if signals and not told:
-                    told = True
-                    view.say("stopping: workers end their epoch and save (again to kill them)")
-                wake.wait(_POLL)
-                wake.clear()
-            view.update(look()[0])
-    finally:
-        fleet.stop()  # on an error of ours they save what they have
-        fleet.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), on_signal):
+        try:
+            fleet.start()
+            with keeper as kept, LiveView(console, study.spec, fleet) as view:
+                while fleet.poll(progress.with_result, away=away):
+                    progress, away = look()
+                    view.update(progress, away=away)
+                    if kept is not None and kept.is_set():
+                        fleet.stop()
+                    if signals and not told:
+                        told = True
+                        view.say("stopping: workers end their epoch and save (again to kill them)")
+                    wake.wait(_POLL)
+                    wake.clear()
+                view.update(look()[0])
+        finally:
+            fleet.stop()  # on an error of ours they save what they have
+            fleet.close()
     return signals > 0, fleet
 
 
-def tell_failed(console: Console, fleet: Fleet | None) -> list[Slot]:
-    """Print which workers gave up, and why, and return their places."""
+def tell_failed(console: Console, fleet: Fleet | None) -> tuple[str, ...]:
+    """Print which workers gave up, and why, and return these lines."""
     failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
-    for slot in failed:
-        console.print(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}",
-        )
-    return failed
+    lines = tuple(
+        f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}"
+        for slot in failed
+    )
+    for line in lines:
+        console.print(line)
+    return lines
 
 
 def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:

@@ -2,56 +2,76 @@
 
 from __future__ import annotations
 
-import optuna
+from dataclasses import dataclass
+
 from rich.console import Console
 
 from objectives import load_objective
-from search.console import PlainConsole, command
-from search.entry import EXIT_INTERRUPTED
+from search.console import command
 from search.errors import SearchError
 from search.finalists.study import create_or_join, passed_over
 from search.finalists.table import Finalists, read_finalists, tabulate
 from search.finalists.text import finalist_lines, finalist_table, opening_line
-from search.fleet.fleet import Fleet
 from search.publish.study import close_study
 from search.run.drive import drive, open_run, tell_failed, tell_outbox
-from search.services import Services, find_services
+from search.services import Services
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
-from search.study.study import StoredStudy, load_study
+from search.study.study import StoredStudy
 from search.study.summary import summarise
+from search.study.tracking import with_tracking
 from search.worker.join import WorkerOptions
 from storage.attributes import RUN_URL, STOPPED, TRACKING_URI
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import engine_of
+
+
+@dataclass(frozen=True)
+class FinalistsRan:
+    """What training the finalists came to: their table, whether a signal ended it, and why workers gave up."""
+
+    table: Finalists
+    interrupted: bool = False
+    gave_up: tuple[str, ...] = ()
 
 
 def run_finalists(
-    name: str,
+    services: Services,
+    study: StoredStudy,
     options: WorkerOptions,
     *,
     top: int | None,
     seeds: int | None,
     new_set: bool,
     workers: int,
-) -> int:
-    """Choose, or go on with, the finalists of `name`, train what is left of them, print the table; return the code.
+    console: Console,
+) -> FinalistsRan:
+    """Choose, or go on with, the finalists of a study, train what is left of them, print the table and return it.
 
-    Returns:
-        0 when all have ended and one wins, or when no worker was asked for; 130 after Ctrl-C; else 1.
+    Args:
+        services: where the study is kept.
+        study: the study, whose search is over.
+        options: of the workers.
+        top, seeds, new_set: for :func:`search.finalists.study.create_or_join`.
+        workers: how many; none to choose and show only.
+        console: told what happens.
+
+    Raises:
+        SearchError: there are no finalists to choose, or the set was stopped.
+        ObjectiveError: the objective cannot be loaded.
+        StorageError: a service cannot be used.
     """
-    console = PlainConsole()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     if options.checkpoint_url is not None:
         Checkpoints(options.checkpoint_url).check()
     with steps(console) as tell:
-        services = find_services(options.storage_url, options.tracking_uri, home=options.home, both=True, progress=tell)
         tell("choosing the finalists")
-        study = load_study(open_storage(services.storage_url, application_name="hpsearch finalists"), name)
         if (of := study.spec.finalists_of) is not None:
-            raise SearchError(f"study {name!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}")
+            raise SearchError(
+                f"study {study.spec.name!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}"
+            )
+        services = with_tracking(services, study)
         chosen, created = create_or_join(study, top=top, seeds=seeds, new_set=new_set)
         chosen.set_attr(TRACKING_URI, services.open_tracking().uri)
         away = open_run(services, chosen, required=False)
@@ -74,7 +94,15 @@ def run_finalists(
         if warning := chosen.source_warning(objective):
             console.print(f"warning: {warning}", style="yellow")
         interrupted, fleet = drive(console, services, chosen, workers, options)
-    return _finish(console, services, study, chosen, interrupted=interrupted, fleet=fleet, asked=bool(workers))
+    tell_outbox(console, services, chosen, interrupted=interrupted)
+    found = tabulate(study, chosen)
+    if not found.pending:
+        _tell(console, services, study)
+    _print_end(console, study, found)
+    gave_up = tell_failed(console, fleet)
+    if found.pending:
+        console.print(f"go on with: {chosen.go_on}; or join with: {command('worker', '--study', chosen.spec.name)}")
+    return FinalistsRan(found, interrupted, gave_up)
 
 
 def _print_begin(console: Console, name: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
@@ -95,39 +123,13 @@ def _print_begin(console: Console, name: StoredStudy, chosen: StoredStudy, *, cr
         )
 
 
-def _finish(
-    console: Console,
-    services: Services,
-    name: StoredStudy,
-    chosen: StoredStudy,
-    *,
-    interrupted: bool,
-    fleet: Fleet | None,
-    asked: bool,
-) -> int:
-    """Print the table, tell MLflow and the dashboard, and return the exit code."""
-    tell_outbox(console, services, chosen, interrupted=interrupted)
-    found = tabulate(name, chosen)
-    if not found.pending:
-        _tell(console, services, name)
+def _print_end(console: Console, study: StoredStudy, found: Finalists) -> None:
     console.print()
-    console.print(finalist_table(name, found))
-    for line in finalist_lines(name, found):
+    console.print(finalist_table(study, found))
+    for line in finalist_lines(study, found):
         console.print(line)
-    if url := name.attrs.get(RUN_URL):
+    if url := study.attrs.get(RUN_URL):
         console.print(f"MLflow, study: {url}")
-    tell_failed(console, fleet)
-    if found.pending:
-        console.print(f"go on with: {chosen.go_on}; or join with: {command('worker', '--study', chosen.spec.name)}")
-    return _code(found, interrupted=interrupted, asked=asked)
-
-
-def _code(found: Finalists, *, interrupted: bool, asked: bool) -> int:
-    if interrupted:
-        return EXIT_INTERRUPTED
-    if found.pending and not asked:
-        return 0
-    return 0 if found.winner is not None else 1
 
 
 def _tell(console: Console, services: Services, name: StoredStudy) -> None:

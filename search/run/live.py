@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,7 +26,7 @@ _PLAIN_UNCHANGED = 60.0  # and while nothing changes
 
 
 class LiveView:
-    """Shows progress on a terminal as a view that is redrawn, elsewhere as a line now and then."""
+    """Shows progress on a terminal or in a notebook as a view that is redrawn, elsewhere as a line now and then."""
 
     def __init__(self, console: Console, spec: StudySpec, fleet: Fleet) -> None:
         self._console = console
@@ -32,7 +35,7 @@ class LiveView:
         self._begin = time.monotonic()
         self._samples: deque[tuple[float, int]] = deque()
         self._first: Progress | None = None
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = _place(console)
         self._printed = (0.0, -1)
         self._told, self._told_at = "", 0.0
         self._away = False
@@ -141,6 +144,36 @@ class LiveView:
         epoch = f"{0 if running.step is None else running.step + 1}/{self._spec.epochs}"
         value = "" if running.value is None else f"{running.value:.4f}"
         return f"{running.number}", epoch, value
+
+
+class _Cell:
+    """A place in a notebook's output that is drawn over; rich's own needs ipywidgets there, which few have."""
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display = display
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Take the place."""
+        self._handle = self._display(Text(""), display_id=True)
+
+    def update(self, view: RenderableType, *, refresh: bool) -> None:  # noqa: ARG002 as rich's Live has it
+        """Draw over what is there."""
+        page = Table.grid()  # unlike a group it knows how to be shown in a notebook
+        page.add_row(view)
+        self._handle.update(page)
+
+    def stop(self) -> None:
+        """Leave nothing: what came of it is printed below."""
+        self._handle.update(Text(""))
+
+
+def _place(console: Console) -> Live | _Cell | None:
+    """Return where the view is redrawn: a terminal, a notebook's cell, or nowhere."""
+    notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # there without being a dependency
+    if notebook is not None:
+        return _Cell(notebook.display)
+    return Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
 
 def _clock(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from search.console import PlainConsole, command, counted
-from search.entry import EXIT_INTERRUPTED
+from objectives import Objective, load_objective
+from search.console import command, counted
 from search.errors import SearchError
 from search.fleet.fleet import Fleet
 from search.publish.study import close_study
@@ -22,23 +23,48 @@ from search.services import Services, find_services
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
 from search.study.folders import report_path
-from search.study.prepare import load_for_search, prepare_study
+from search.study.prepare import load_for_search, prepare_study, start_clock
 from search.study.smoke import smoke_test
 from search.study.study import StoredStudy
-from search.study.summary import summarise
+from search.study.summary import Summary, summarise
+from search.study.tracking import with_tracking
 from search.worker.join import WorkerOptions
 from storage.attributes import RUN_ID, STOPPED
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line
 
 
-def run_search(settings: dict[str, Any], options: WorkerOptions, *, workers: int) -> int:
-    """Run the search that `settings` describe, with a fleet of such workers, and return the exit code.
+@dataclass(frozen=True)
+class Ran:
+    """What a run came to.
 
-    Returns:
-        0 when the budget is spent (or the time is up) and a trial is complete, 130 after Ctrl-C, else 1.
+    Attributes:
+        summary: the study as the run left it.
+        report: its page; None where it could not be written.
+        interrupted: whether a signal ended the run; its trials were saved.
+        stopped: who stopped the study, and when; empty when nobody did.
+        over: whether no trial is to come: the budget is spent, or the time is up.
+        gave_up: of each worker that gave up, a line that says why.
     """
-    console = PlainConsole()
+
+    summary: Summary
+    report: Path | None = None
+    interrupted: bool = False
+    stopped: str = ""
+    over: bool = False
+    gave_up: tuple[str, ...] = ()
+
+
+def begin_search(
+    settings: dict[str, Any], options: WorkerOptions, console: Console
+) -> tuple[Services, StoredStudy, bool]:
+    """Create or join the study that `settings` describe; return where it is kept, the study, and whether it is new.
+
+    Raises:
+        SearchError: a setting is wrong or differs from the stored spec.
+        ObjectiveError: the objective cannot be searched.
+        StorageError: a service cannot be used.
+    """
     if options.checkpoint_url is not None:
         Checkpoints(options.checkpoint_url).check()
     with steps(console) as tell:
@@ -56,35 +82,67 @@ def run_search(settings: dict[str, Any], options: WorkerOptions, *, workers: int
         study, created = prepare_study(services, settings, objective)
         if options.checkpoint_url is not None:
             note_checkpoints(study, options.checkpoint_url)
-        spec = study.spec
-        if why := study.attrs.get(STOPPED):
-            raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
+    return services, study, created
+
+
+def run_search(
+    services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
+) -> Ran:
+    """Run a study with a fleet of such workers until its budget is spent, its time is up, or it is stopped.
+
+    Args:
+        services: where the study is kept.
+        study: the study.
+        options: of the workers.
+        workers: how many; with none the study is only made ready.
+        created: whether it is a new one, to tell.
+        console: told what happens.
+
+    Raises:
+        SearchError: the study was stopped before, or was deleted meanwhile, or its database went away.
+        ObjectiveError: the objective cannot be loaded.
+        StorageError: a service cannot be used.
+    """
+    spec = study.spec
+    if why := study.attrs.get(STOPPED):
+        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
+    with steps(console) as tell:
+        objective = load_objective(spec.objective)
+        objective.judge_by(spec.metric, spec.direction)
+        services = with_tracking(services, study, required=options.tracking_required)
+        start_clock(study)
         away = open_run(services, study, required=options.tracking_required)
         tell("overfitting one batch")
         smoke_warning = smoke_test(study, objective, None if away else services.open_tracking())
     begin = summarise(study)
-    at = "new" if created else f"{begin.finished} of its trials are done"
-    what = f" ({at}): {counted(spec.n_trials, 'trial')} of {spec.objective}, {counted(workers, 'worker')}"
-    console.print(Text.assemble("study ", (spec.name, "bold"), what))
-    if warning := study.source_warning(objective):
-        console.print(f"warning: {warning}", style="yellow")
+    _tell_begin(console, study, objective, begin, workers=workers, created=created)
     if away:
         console.print(f"{away}; the search goes on, what it logs waits in {services.home / 'outbox'}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
-        return 0
+        return Ran(begin)
+    interrupted, fleet = False, None
     if begin.finished < spec.n_trials:
         interrupted, fleet = drive(console, services, study, workers, options)
     else:
         more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
         console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
-        interrupted, fleet = False, None
     return _finish(console, services, study, interrupted=interrupted, fleet=fleet)
 
 
-def _finish(console: Console, services: Services, study: StoredStudy, *, interrupted: bool, fleet: Fleet | None) -> int:
+def _tell_begin(
+    console: Console, study: StoredStudy, objective: Objective, begin: Summary, *, workers: int, created: bool
+) -> None:
+    spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
+    what = f" ({at}): {counted(spec.n_trials, 'trial')} of {spec.objective}, {counted(workers, 'worker')}"
+    console.print(Text.assemble("study ", (spec.name, "bold"), what))
+    if warning := study.source_warning(objective):
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def _finish(console: Console, services: Services, study: StoredStudy, *, interrupted: bool, fleet: Fleet | None) -> Ran:
     """Tell MLflow and the dashboard what came of it, write the report, print the summary."""
     try:
         summary = summarise(study)
@@ -111,15 +169,13 @@ def _finish(console: Console, services: Services, study: StoredStudy, *, interru
         console.print(line)
     if report is not None:
         console.print(f"report:             {report}")
-    failed = tell_failed(console, fleet)
+    gave_up = tell_failed(console, fleet)
+    stopped, over = str(study.attrs.get(STOPPED) or ""), summary.finished >= study.budget
     if interrupted:
         console.print(f"interrupted; go on with: {study.go_on}")
-        return EXIT_INTERRUPTED
-    if why := study.attrs.get(STOPPED):
-        console.print(f"stopped {why}; go on with: {command('start', study.spec.name)}, then run it again")
-        return 1
-    spent = summary.finished >= study.budget
-    if not spent and study.spec.timeout is not None and not failed:
+    elif stopped:
+        console.print(f"stopped {stopped}; go on with: {command('start', study.spec.name)}, then run it again")
+    elif not over and study.spec.timeout is not None and not gave_up:
         console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
-        spent = True
-    return 0 if spent and summary.best is not None else 1
+        over = True
+    return Ran(summary, report, interrupted, stopped, over, gave_up)

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-import optuna
+from rich.console import Console
 
-from search.console import PlainConsole, command, counted
+from search.console import command, counted
 from search.errors import SearchError
 from search.publish.study import close_if_spent
-from search.services import Services, find_services, why_away
+from search.services import Services
 from search.steps import steps
 from search.study.checkpoints import open_checkpoints
+from search.study.folders import outbox_folder
 from search.study.study import StoredStudy, load_study
+from search.study.tracking import tracking_of
 from search.tracking.rebuild import resend
-from search.tracking.tracker import Tracker, outbox_folder
-from storage.attributes import TRACKING_URI
+from search.tracking.tracker import Tracker
 from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
 
 
-def sync_studies(
-    name: str | None,
-    *,
-    storage_url: str | None,
-    tracking_uri: str | None,
-    checkpoint_url: str | None,
-    home: str | None,
-) -> int:
-    """Send what waits for MLflow of one study, or of all that have something on this machine.
+@dataclass(frozen=True)
+class Synced:
+    """What sending came to: how many trials MLflow was told of, how many are left, and what could not be made again."""
 
-    Returns:
-        0 when nothing is left, else 1.
+    sent: int
+    left: int
+    problems: tuple[str, ...] = ()
 
-    Raises:
-        SearchError: no such study, or it names no tracking server and none was given.
-        StorageError: a service cannot be used.
-    """
-    console = PlainConsole()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    services = find_services(storage_url, tracking_uri, home=home)
-    storage = open_storage(services.storage_url, application_name="hpsearch sync")
-    studies = [load_study(storage, name)] if name is not None else waiting_studies(storage, services.home)
-    if not studies:
-        console.print("nothing waits for MLflow on this machine")
-    return max((_sync(console, services, study, checkpoint_url) for study in studies), default=0)
+    @property
+    def whole(self) -> bool:
+        """Whether MLflow has all there is."""
+        return not self.left and not self.problems
 
 
 def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
@@ -60,13 +48,14 @@ def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
     return found
 
 
-def _sync(console: PlainConsole, services: Services, study: StoredStudy, checkpoint_url: str | None) -> int:
-    name = study.spec.name
-    uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
-    if uri is None:
-        raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    why_away(uri, required=True)
-    tracking = services.open_tracking(uri)
+def sync_study(services: Services, study: StoredStudy, checkpoint_url: str | None, console: Console) -> Synced:
+    """Send what waits for MLflow of a study on this machine, and make again what a lost machine had; say so.
+
+    Raises:
+        SearchError: the study names no tracking server and none was given.
+        StorageError: a service cannot be used.
+    """
+    name, tracking = study.spec.name, tracking_of(services, study)
     checkpoints = open_checkpoints(study, services.home, checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
     problems: list[str] = []
@@ -79,7 +68,7 @@ def _sync(console: PlainConsole, services: Services, study: StoredStudy, checkpo
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
         console.print(f"{said}, {left} are left{why}; try again with: {command('sync', name)}")
-        return 1
-    close_if_spent(study, tracking)
-    console.print(f"{said}, nothing is left")
-    return 1 if problems else 0
+    else:
+        close_if_spent(study, tracking)
+        console.print(f"{said}, nothing is left")
+    return Synced(sent, left, tuple(problems))

@@ -35,10 +35,13 @@ def read_spec_file(path: Path) -> dict[str, Any]:
         raise SearchError(f"--spec {path}: {detail}") from None
     if not isinstance(values, dict):
         raise SearchError(f"--spec {path}: must hold settings such as 'n_trials', not {type(values).__name__}")
-    for key in ("sampler", "pruner"):
-        if isinstance(values.get(key), str):
-            values[key] = {"name": values[key]}
-    return values
+    return named(values)
+
+
+def named(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with a table for a sampler and a pruner that were given by their name alone."""
+    short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
+    return {**settings, **short}
 
 
 def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:

@@ -88,6 +88,19 @@ def find_garbage(
     return found, problems
 
 
+def remove_garbage(found: list[Garbage]) -> tuple[int, list[str]]:
+    """Remove it; return the bytes that were freed, and a line for each thing that could not be removed."""
+    freed, problems = 0, []
+    for garbage in found:
+        try:
+            freed += garbage.remove()
+        except (StorageError, OSError) as error:
+            problems.append(f"{garbage.study}: {garbage.what} stay, or some of them: {error}")
+        except KeyError:
+            problems.append(f"{garbage.study}: the study was deleted meanwhile")
+    return freed, problems
+
+
 def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garbage]:
     """Return the models and best checkpoints of trials beyond the best ones."""
     if study.spec.finalists_of is not None or RUN_ID not in study.attrs:

@@ -43,6 +43,11 @@ def runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
     return runs_dir / study.folder
 
 
+def outbox_folder(home: Path, study: StoredStudy) -> Path:
+    """Return the folder of what this machine has for MLflow of a study."""
+    return home / "outbox" / study.folder
+
+
 def report_path(services: Services, study: StoredStudy) -> Path:
     """Return where the report of a study is written by default."""
     return services.home / "reports" / f"{study.spec.name}.html"

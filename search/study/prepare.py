@@ -36,9 +36,14 @@ def prepare_study(services: Services, settings: dict[str, Any], objective: Objec
     study, created = create_or_join(storage, settings, objective, rehearse=rehearse)
     tracking = services.open_tracking()
     study.set_attr(TRACKING_URI, tracking.uri)
-    if STARTED_AT not in study.attrs or not running_now(storage.engine, study.study_id):
-        study.set_attr(STARTED_AT, time.time())
+    start_clock(study)
     return study, created
+
+
+def start_clock(study: StoredStudy) -> None:
+    """Let the study's timeout begin, unless it has and trials are running."""
+    if STARTED_AT not in study.attrs or not running_now(study.engine, study.study_id):
+        study.set_attr(STARTED_AT, time.time())
 
 
 def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -21,7 +21,7 @@ class Summary:
     failed: int
     running: int
     waiting: int
-    best: FrozenTrial | None
+    best: FrozenTrial | None = field(repr=False)
     epochs_run: int
     epochs_saved: int
     untracked: int  # trials of which something did not reach MLflow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from search.console import counted
 from search.study.checkpoints import StudyCheckpoints
+from search.study.folders import outbox_folder
 from search.study.study import StoredStudy
 from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
@@ -24,11 +25,6 @@ from storage.trials.claims import Lost
 from storage.trials.outcome import Outcome
 
 _STARTING = 15.0  # seconds that a server may take to start
-
-
-def outbox_folder(home: Path, study: StoredStudy) -> Path:
-    """Return the folder of what this machine has for MLflow of a study."""
-    return home / "outbox" / study.folder
 
 
 class Tracker:

@@ -13,20 +13,19 @@ from types import FrameType
 import optuna
 
 from objectives import load_objective
-from search.errors import SearchError
 from search.publish.study import close_if_spent
-from search.services import find_services, why_away
+from search.services import find_services
 from search.study.checkpoints import open_checkpoints
 from search.study.folders import runs_folder
 from search.study.study import load_study
 from search.study.summary import summarise
+from search.study.tracking import with_tracking
 from search.tracking.provenance import run_tags
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
 from search.worker.loop import Worker, worker_name
 from search.worker.orphan import watch_fleet
-from storage.attributes import TRACKING_URI
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import LEASE
@@ -74,30 +73,31 @@ class WorkerOptions:
 
 
 def join_study(name: str, options: WorkerOptions) -> int:
-    """Run a worker of study `name` in this process and return its exit code.
+    """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`."""
+    _log_to_stderr()
+    return work_on(name, options, stop_on_signals())
+
+
+def work_on(name: str, options: WorkerOptions, stop: threading.Event) -> int:
+    """Run a worker of study `name` in this process, until `stop` is set at the latest, and return its exit code.
 
     Raises:
         SearchError: no such study, or it names no tracking server and none was given.
         ObjectiveError: the study's objective cannot be loaded here.
         StorageError: a service cannot be used.
     """
-    _log_to_stderr()
-    stop = stop_on_signals()
     services = find_services(options.storage_url, options.tracking_uri, home=options.home)
     application = f"hpsearch {worker_name()}"
     storage = open_storage(services.storage_url, application_name=application)
     study = load_study(storage, name)
-    uri = services.tracking_uri or study.attrs.get(TRACKING_URI)
-    if uri is None:
-        raise SearchError(f"study {name!r} names no tracking server: give --tracking-uri")
-    away = why_away(uri, required=options.tracking_required)
-    if away:
+    services = with_tracking(services, study, required=options.tracking_required)
+    if away := services.tracking_away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
     if warning := study.source_warning(objective):
         log.warning(warning)
-    tracking = services.open_tracking(uri)
+    tracking = services.open_tracking()
     checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
     runs = services.home / "runs"
     tags = run_tags(objective, options.device)

@@ -1,0 +1,16 @@
+"""The second half of the tutorial: a search from a notebook. Beside it lies wine.py, which `hpsearch init` writes."""
+
+from search import Study
+
+study = Study.create("wine.py", name="wine-notebook", trials=3, epochs=3, seed=1)
+study.run(workers=1)
+print(study.best.value, study.best.params)
+
+study.stop()  # from here or any other machine; what runs is saved
+study.start()
+study.extend("+1")
+study.run(workers=1)
+
+table = study.finalists(top=2, seeds=2, workers=1)
+print(table.winner, study.open_test())
+print(study.promote())

@@ -1,0 +1,67 @@
+"""Deleting a study with all that is its own: its finalists, checkpoints, and files on this machine."""
+
+from __future__ import annotations
+
+import shutil
+
+from search.console import command, counted
+from search.errors import SearchError
+from search.services import Services
+from search.study.checkpoints import open_checkpoints
+from search.study.folders import outbox_folder, runs_folder
+from search.study.steering import running_trials
+from search.study.study import StoredStudy, load_study
+from search.study.summary import summarise
+from storage.records.test_openings import read_opening
+from storage.study_storage.opening import engine_of
+from storage.trials.finalist_sets import finalist_studies
+
+
+def with_finalists(study: StoredStudy) -> list[StoredStudy]:
+    """Return what is deleted with a study, in order: its finalists, and it itself.
+
+    The search is the last: without it nobody would know whose finalists the others are.
+
+    Raises:
+        SearchError: trials of one of them are running.
+    """
+    of_finalists = [
+        load_study(study.storage, each) for each in finalist_studies(engine_of(study.storage), study.study_id)
+    ]
+    for each in (study, *of_finalists):
+        if alive := running_trials(each):
+            raise SearchError(
+                f"study {each.spec.name!r} has {counted(alive, 'running trial')}: "
+                f"stop it first: {command('stop', each.spec.name)}"
+            )
+    return [*of_finalists, study]
+
+
+def what_goes(study: StoredStudy) -> str:
+    """Return what deleting a study takes away, for a question.
+
+    Raises:
+        SearchError: trials of it or of its finalists are running.
+    """
+    what = f"study {study.spec.name} with {counted(summarise(study).finished, 'finished trial')}"
+    what += ", its finalists" if len(with_finalists(study)) > 1 else ""
+    opened = read_opening(engine_of(study.storage), study.study_id)
+    return what + (", and the record that its test set was opened" if opened else "")
+
+
+def delete_study(services: Services, study: StoredStudy, checkpoint_url: str | None) -> list[str]:
+    """Delete a study with its finalists, checkpoints and files here; return the names of what was deleted.
+
+    Raises:
+        SearchError: trials of it or of its finalists are running.
+        StorageError: the place for checkpoints does not answer.
+    """
+    gone = with_finalists(study)
+    for each in gone:
+        folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
+        checkpoints = open_checkpoints(each, services.home, checkpoint_url)
+        each.storage.delete_study(each.study_id)
+        checkpoints.forget()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return [each.spec.name for each in gone]

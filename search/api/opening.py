@@ -1,0 +1,143 @@
+"""Finding studies: where they are kept, by what is given, the environment or the embedded stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypedDict
+
+import optuna
+
+from search.api.telling import notice_promotions
+from search.services import Services, find_services
+from search.spec.spec import parse_spec
+from search.study.study import StoredStudy, load_study
+from storage.attributes import SPEC, STOPPED
+from storage.records.promotions import promotions_of
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import engine_of, open_storage
+from storage.trials.progress import read_progress
+
+
+class Addresses(TypedDict, total=False):
+    """What may be said of where studies, runs and checkpoints are kept, as the README's table of settings explains."""
+
+    storage_url: str | None
+    tracking_uri: str | None
+    checkpoint_url: str | None
+    home: str | None
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where studies, runs and checkpoints are kept; what is None is the study's own, or the embedded stack's."""
+
+    storage_url: str | None
+    tracking_uri: str | None
+    checkpoint_url: str | None
+    home: str | None
+
+    @classmethod
+    def given(cls, addresses: Addresses) -> Self:
+        """Return what was given, with the settings of the environment where nothing was."""
+
+        def one(name: str, value: str | None) -> str | None:
+            return value or os.environ.get(f"HPSEARCH_{name}") or None
+
+        return cls(
+            one("STORAGE_URL", addresses.get("storage_url")),
+            one("TRACKING_URI", addresses.get("tracking_uri")),
+            one("CHECKPOINT_URL", addresses.get("checkpoint_url")),
+            one("HOME", addresses.get("home")),
+        )
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """One study in a list.
+
+    Attributes:
+        name, objective, metric: of the study; of one that hpsearch did not make the name alone.
+        finished, budget: trials that have ended, and are to end; among them complete, pruned and failed ones.
+        running: trials that are being run.
+        best_value, best_number: of the best trial; None without a complete one.
+        promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
+        stopped: whether somebody stopped it.
+        of_finalists: whether it holds the finalists of another study.
+        ours: whether hpsearch made it.
+    """
+
+    name: str
+    objective: str = ""
+    metric: str = ""
+    finished: int = 0
+    budget: int = 0
+    complete: int = 0
+    pruned: int = 0
+    failed: int = 0
+    running: int = 0
+    best_value: float | None = None
+    best_number: int | None = None
+    promoted: tuple[str, ...] = ()
+    stopped: bool = False
+    of_finalists: bool = False
+    ours: bool = True
+
+
+def open_services(where: Where, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
+    """Return the services and the study storage.
+
+    Raises:
+        StorageError: a service cannot be used.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    tracking_uri = where.tracking_uri if where.storage_url else None
+    services = find_services(where.storage_url, tracking_uri, home=where.home, progress=progress or (lambda _: None))
+    return services, open_storage(services.storage_url, application_name="hpsearch read")
+
+
+def open_study(name: str, where: Where, progress: Callable[[str], None] | None = None) -> tuple[StoredStudy, Services]:
+    """Return a stored study and where it is kept.
+
+    Raises:
+        SearchError: there is none of that name, or hpsearch did not make it.
+        StorageError: a service cannot be used.
+    """
+    services, storage = open_services(where, progress)
+    return load_study(storage, name), services
+
+
+def list_studies(where: Where) -> list[StudyRow]:
+    """Return a row for each study, by name; what was promoted in the MLflow UI is recorded first.
+
+    Raises:
+        StorageError: a service cannot be used.
+    """
+    services, storage = open_services(where)
+    notice_promotions(services, storage)
+    return [_row(storage, frozen) for frozen in sorted(storage.get_all_studies(), key=lambda s: s.study_name)]
+
+
+def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
+    if (stored := frozen.user_attrs.get(SPEC)) is None:
+        return StudyRow(frozen.study_name, ours=False)
+    spec, engine = parse_spec(stored), engine_of(storage)
+    at = read_progress(engine, frozen._study_id, spec.direction)
+    held = [promotion for promotion in promotions_of(engine, frozen._study_id) if promotion.ended_at is None]
+    return StudyRow(
+        name=spec.name,
+        objective=spec.objective,
+        metric=spec.metric,
+        finished=at.finished,
+        budget=spec.n_trials,
+        complete=at.complete,
+        pruned=at.pruned,
+        failed=at.fail,
+        running=len(at.running),
+        best_value=at.best_value,
+        best_number=at.best_number,
+        promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
+        stopped=bool(frozen.user_attrs.get(STOPPED)),
+        of_finalists=spec.finalists_of is not None,
+    )

@@ -1,0 +1,57 @@
+"""One study on a page of the terminal: its spec, its trials, its finalists, and what it came to."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from search.finalists import read_finalists
+from search.finalists.text import finalist_table
+from search.report.promotions import promotion_lines
+from search.report.summary import summary_lines
+from search.report.trial import why_waiting
+from search.study.study import StoredStudy
+from search.study.summary import format_value, summarise
+from storage.attributes import REASON, STOPPED, WORKER
+
+_LAST = 20
+
+
+def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
+    """Print all there is to know about a study; of its trials the last ones, or `every` one."""
+    for key, value in study.spec.model_dump(exclude={"name", "version"}).items():
+        if key == "finalists_of" and value is None:
+            continue
+        shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+        console.print(f"{key:>10}  {shown}")
+    console.print()
+    _print_trials(console, study, every=every)
+    console.print()
+    if (found := read_finalists(study)) is not None:
+        console.print(finalist_table(study, found))
+        console.print()
+    lines = [*summary_lines(study, summarise(study), dashboard_url=dashboard_url), *promotion_lines(study)]
+    if why := study.attrs.get(STOPPED):
+        lines.append(f"stopped {why}")
+    for line in lines:
+        console.print(line)
+
+
+def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("trial", "state", "epochs", "value", "worker", "reason"):
+        table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
+    trials, waiting = study.trials(), why_waiting(study)
+    for trial in trials if every else trials[-_LAST:]:
+        reason = waiting.get(trial.number) or trial.user_attrs.get(REASON, "")
+        table.add_row(
+            str(trial.number),
+            trial.state.name,
+            str(len(trial.intermediate_values)),
+            "" if trial.value is None else format_value(trial.value),
+            trial.user_attrs.get(WORKER, ""),
+            str(reason).splitlines()[0] if reason else "",
+        )
+    if not every and len(trials) > _LAST:
+        console.print(f"the last {_LAST} of {len(trials)} trials; all of them with --all")
+    console.print(table)

@@ -1,0 +1,43 @@
+"""The script of the tutorial, run for real: a search, stopped, extended, its winner confirmed and promoted."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from search import Study
+from storage.embedded.stack import StackInfo
+from tests.search.api.support import ROOT, run_program
+
+SCRIPT = ROOT / "docs" / "notebook.py"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def test_the_script_is_short_and_needs_the_study_alone() -> None:
+    lines = [line for line in SCRIPT.read_text().splitlines()[1:] if line.strip()]
+    imports = [
+        node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert len(lines) <= 15
+    assert [ast.unparse(node) for node in imports] == ["from search import Study"]
+
+
+def test_the_script_does_what_the_tutorial_says(folder: Path, stack: StackInfo) -> None:
+    said = run_program(SCRIPT.read_text(), cwd=folder, stack=stack)
+    study = Study.open("wine-notebook", home=str(stack.home))
+    try:
+        assert study.summary().finished == 4
+        assert "(new): 3 trials" in said, "the workers did not run the script again"
+        assert said.count("overfitting one batch") == 2
+        winner = study.finalists(workers=0).winner
+        client = mlflow.MlflowClient(stack.tracking_uri)
+        version = client.get_model_version_by_alias("wine-notebook", "champion")
+        assert client.get_run(version.run_id).data.tags["hpsearch.trial"] == str(winner)
+        assert "winner: trial" in study._repr_html_()
+        assert "test set: accuracy" in study._repr_html_()
+    finally:
+        study.delete()

@@ -1,0 +1,133 @@
+"""What a study says of itself, without any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from objectives import load_objective
+from objectives.digits import Digits
+from objectives.objective import Objective
+from search import SearchError, Study
+from search.api.objective import reference_of
+from search.study.study import StoredStudy
+from storage.attributes import INFEASIBLE, REASON
+from storage.study_storage.opening import open_storage
+from tests.search.finalists.support import SPACE, params, search
+
+
+def ended(number: int, state: TrialState, value: float, **attrs: object) -> FrozenTrial:
+    values = {0: 0.5}
+    return create_trial(
+        state=state,
+        value=value,
+        params=params(number),
+        distributions=SPACE,
+        user_attrs=attrs,
+        intermediate_values=values,
+    )
+
+
+@pytest.fixture
+def stored(database_url: str) -> StoredStudy:
+    trials = [
+        ended(0, TrialState.COMPLETE, 0.8),
+        ended(1, TrialState.COMPLETE, 0.9),
+        ended(2, TrialState.PRUNED, 0.5, **{REASON: "the loss is nan", INFEASIBLE: True}),
+    ]
+    return search(open_storage(database_url, application_name="test"), "s", trials, budget=4)
+
+
+@pytest.fixture
+def study(stored: StoredStudy, database_url: str) -> Study:
+    return Study.open("s", storage_url=database_url)
+
+
+def test_a_study_is_found_by_the_environment(
+    stored: StoredStudy, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", database_url)
+    assert Study.open("s").spec == stored.spec
+    with pytest.raises(SearchError, match="no study 't'; known: s"):
+        Study.open("t")
+
+
+def test_trials_as_a_table(study: Study) -> None:
+    frame = study.trials_dataframe()
+    assert list(frame.columns) == [
+        *("number", "state", "value", "params_kind", "params_lr", "epochs", "duration", "worker", "reason")
+    ]
+    assert frame["state"].tolist() == ["COMPLETE", "COMPLETE", "INFEASIBLE"]
+    assert frame["reason"].tolist() == ["", "", "the loss is nan"]
+    assert frame["params_lr"].tolist() == [trial.params["lr"] for trial in study.trials()]
+
+
+def test_what_is_returned_may_be_changed(study: Study) -> None:
+    study.trials()[0].params.clear()
+    assert study.trials()[0].params
+
+
+def test_the_best_trial_and_why_another_ended(study: Study) -> None:
+    assert study.best is not None
+    assert study.best.number == study.optuna_study.best_trial.number == 1
+    assert study.summary().infeasible == 1
+    assert "trial 2 of s: infeasible" in study.why(2)
+    assert "the loss is nan" in study.why(2)
+    with pytest.raises(SearchError, match="--trial 3: study 's' has no such trial"):
+        study.why(3)
+
+
+def test_a_row_for_each_study(study: Study, database_url: str) -> None:
+    study.stop()
+    (row,) = Study.list(storage_url=database_url)
+    assert (row.name, row.finished, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
+    assert row.stopped
+    assert row.promoted == ()
+
+
+def test_a_study_shows_itself_in_a_notebook(study: Study) -> None:
+    assert repr(study) == "Study('s')"
+    assert "best: trial 1, val accuracy 0.9000" in study._repr_html_()
+
+
+def test_steering_is_seen_at_once(study: Study) -> None:
+    assert study.stop() is None
+    assert study.stop() is not None
+    assert study.start() is not None
+    assert (study.extend("+2").after, study.spec.n_trials) == (6, 6)
+    with pytest.raises(SearchError, match="3 trials of 's' are started already"):
+        study.extend(2)
+
+
+def test_a_deleted_study_says_so(study: Study) -> None:
+    assert study.delete() == ["s"]
+    with pytest.raises(SearchError, match="no study 's'"):
+        study.summary()
+
+
+class Here(Objective):
+    """Of this file, which is no file of an objective, but one that workers can load."""
+
+
+def test_a_class_is_named_so_that_workers_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reference_of("wine.py") == "wine.py"
+    assert reference_of(Digits) == "digits"
+    assert reference_of(Here) == f"{__name__}:Here"
+    with pytest.raises(SearchError, match=r"class Wine is defined in __main__.*%%writefile wine.py"):
+        reference_of(type("Wine", (Objective,), {"__module__": "__main__"}))
+
+
+def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:
+    path = folder / "wine.py"
+    before = load_objective(str(path))
+    path.write_text(path.read_text().replace("epochs = 20", "epochs = 7"))
+    assert (before.epochs, load_objective(str(path)).epochs) == (20, 7)
+
+
+def test_a_wrong_setting_is_told_before_anything_is_started() -> None:
+    with pytest.raises(SearchError, match="unknown sampler 'tpee'; did you mean 'tpe'"):
+        Study.create("digits", sampler="tpee")
+    with pytest.raises(SearchError, match="--trials is 0"):
+        Study.create("digits", trials=0)

@@ -1,0 +1,89 @@
+"""How a run shows itself in a notebook and in a file, and whose signals it handles."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from search.entry import handling
+from search.fleet.fleet import Fleet
+from search.run.live import LiveView
+from search.worker.join import WorkerOptions
+from storage.trials.progress import Progress, Running
+from tests.search.pruning.test_reasons import spec_of
+
+RUNNING = Running(number=3, worker="elsewhere:1", step=1, value=0.75)
+
+
+def progress(complete: int) -> Progress:
+    return Progress(budget=4, complete=complete, best_value=0.9, best_number=1, running=[RUNNING])
+
+
+def view(console: Console, folder: Path) -> LiveView:
+    return LiveView(console, spec_of(name="median"), Fleet("s", WorkerOptions(), workers=1, log_dir=folder, gpus=[]))
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What a notebook would show: for each place in its output all that was drawn there, as HTML."""
+    shown: list[list[str]] = []
+
+    def display(thing: Any, **_: object) -> SimpleNamespace:
+        drawn = [html(thing)]
+        shown.append(drawn)
+        return SimpleNamespace(update=lambda other: drawn.append(html(other)))
+
+    module = ModuleType("IPython.display")
+    module.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return shown
+
+
+def html(thing: Any) -> str:
+    """A thing as IPython shows it: by its own method."""
+    return str(thing._repr_mimebundle_((), ())["text/html"])
+
+
+def test_a_notebook_has_a_view_that_is_drawn_over(cells: list[list[str]], tmp_path: Path) -> None:
+    with view(Console(force_jupyter=True, width=100), tmp_path) as shown:
+        shown.update(progress(complete=1))
+        shown.update(progress(complete=2))
+    ((begin, first, second, end),) = cells
+    assert "1/4 trials" in first
+    assert "2/4 trials" in second
+    assert "best accuracy 0.9000 (trial 1)" in " ".join(second.split())
+    assert "elsewhere:1" in second
+    assert begin == end
+    assert "trials" not in end
+
+
+def test_a_file_has_a_line(tmp_path: Path) -> None:
+    file = io.StringIO()
+    with view(Console(file=file, width=100), tmp_path) as shown:
+        shown.update(progress(complete=4))
+    assert "4/4 trials: 4 done" in file.getvalue()
+
+
+def test_signals_are_handled_for_a_while_and_by_the_main_thread_alone() -> None:
+    def handler(_number: int, _frame: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), handling((signal.SIGTERM,), handler):  # noqa: PT012 both, within it
+        assert signal.getsignal(signal.SIGTERM) is handler
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    def elsewhere() -> object:
+        with handling((signal.SIGTERM,), handler):
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(elsewhere).result() is before
