@@ -13,7 +13,6 @@ from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of
 from storage.trials.finalist_sets import finalist_studies
 
 
@@ -25,9 +24,7 @@ def with_finalists(study: StoredStudy) -> list[StoredStudy]:
     Raises:
         SearchError: trials of one of them are running.
     """
-    of_finalists = [
-        load_study(study.storage, each) for each in finalist_studies(engine_of(study.storage), study.study_id)
-    ]
+    of_finalists = [load_study(study.storage, each) for each in finalist_studies(study.engine, study.study_id)]
     for each in (study, *of_finalists):
         if alive := running_trials(each):
             raise SearchError(
@@ -45,7 +42,7 @@ def what_goes(study: StoredStudy) -> str:
     """
     what = f"study {study.spec.name} with {counted(summarise(study).finished, 'finished trial')}"
     what += ", its finalists" if len(with_finalists(study)) > 1 else ""
-    opened = read_opening(engine_of(study.storage), study.study_id)
+    opened = read_opening(study.engine, study.study_id)
     return what + (", and the record that its test set was opened" if opened else "")
 
 

@@ -16,7 +16,7 @@ from search.study.study import StoredStudy, load_study
 from storage.attributes import SPEC, STOPPED
 from storage.records.promotions import promotions_of
 from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import open_storage
 from storage.trials.progress import read_progress
 
 
@@ -122,7 +122,7 @@ def list_studies(where: Where) -> list[StudyRow]:
 def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> StudyRow:
     if (stored := frozen.user_attrs.get(SPEC)) is None:
         return StudyRow(frozen.study_name, ours=False)
-    spec, engine = parse_spec(stored), engine_of(storage)
+    spec, engine = parse_spec(stored), storage.engine
     at = read_progress(engine, frozen._study_id, spec.direction)
     held = [promotion for promotion in promotions_of(engine, frozen._study_id) if promotion.ended_at is None]
     return StudyRow(

@@ -33,7 +33,6 @@ from storage.records.promotions import (
     was_recorded,
 )
 from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import engine_of
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class _Noticing:
         aliases = self.registry.aliases()
         if aliases == known:
             return aliases
-        engine = engine_of(self.storage)
+        engine = self.storage.engine
         with engine.connect() as connection:
             if not _differences(aliases, current_promotions(connection)):
                 return aliases

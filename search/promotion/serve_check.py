@@ -26,7 +26,6 @@ from storage.mlflow.client import Tracking
 from storage.mlflow.registry import Registry, Version
 from storage.records.promotions import trials_of_runs
 from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import engine_of
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def _like(name: str, with_alias: list[str]) -> str:
 
 
 def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StoredStudy, int]:
-    with engine_of(storage).connect() as connection:
+    with storage.engine.connect() as connection:
         found = trials_of_runs(connection, [version.run_id or ""]).get(version.run_id or "")
     if found is None:
         raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")

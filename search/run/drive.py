@@ -30,7 +30,6 @@ from search.worker.join import WorkerOptions
 from storage.database.locks import LockHeldError, LockLostError
 from storage.mlflow.client import RunDeletedError
 from storage.mlflow.health import TrackingAwayError, one_line
-from storage.study_storage.opening import engine_of
 from storage.trials.progress import Progress, read_progress
 
 _POLL = 0.5  # seconds
@@ -77,7 +76,7 @@ def drive(
     fleet = Fleet(study.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
     others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
-    engine = engine_of(study.storage)
+    engine = study.engine
     wake = threading.Event()
     signals = 0
 

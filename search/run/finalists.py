@@ -25,7 +25,6 @@ from storage.attributes import RUN_URL, STOPPED, TRACKING_URI
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line
 from storage.records.test_openings import read_opening
-from storage.study_storage.opening import engine_of
 
 
 @dataclass(frozen=True)
@@ -105,17 +104,17 @@ def run_finalists(
     return FinalistsRan(found, interrupted, gave_up)
 
 
-def _print_begin(console: Console, name: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
+def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
     of = chosen.spec.finalists_of
     assert of is not None
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
-    console.print(f"finalists of {name.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
-    opening = read_opening(engine_of(name.storage), name.study_id)
+    console.print(f"finalists of {study.spec.name}{' (new)' if created else ''}: trials {trials} on the seeds {seeds}")
+    opening = read_opening(study.engine, study.study_id)
     if created and opening is not None:
-        console.print(f"{opening_line(name, opening)}: another winner could not be tested any more", style="yellow")
+        console.print(f"{opening_line(study, opening)}: another winner could not be tested any more", style="yellow")
     if len(of.trials) < of.top:
         console.print(f"fewer than --top {of.top}: there are no more that are complete, differ and have their models")
-    if created and (gone := passed_over(name, of.top)):
+    if created and (gone := passed_over(study, of.top)):
         console.print(
             f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "
             "what could be tested and promoted",
@@ -132,11 +131,11 @@ def _print_end(console: Console, study: StoredStudy, found: Finalists) -> None:
         console.print(f"MLflow, study: {url}")
 
 
-def _tell(console: Console, services: Services, name: StoredStudy) -> None:
+def _tell(console: Console, services: Services, study: StoredStudy) -> None:
     try:
-        close_study(name, summarise(name), services.open_tracking())
+        close_study(study, summarise(study), services.open_tracking())
     except Exception as error:  # the values are in the database: a server that is away must not hide them
-        again = command("finalists", name.spec.name)
+        again = command("finalists", study.spec.name)
         console.print(
             f"MLflow was not told of the finalists ({one_line(error)}); tell it with: {again}", style="yellow"
         )

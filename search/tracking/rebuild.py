@@ -26,7 +26,6 @@ from search.tracking.trial_run import TrialTracking
 from storage.attributes import ATTEMPT, PENDING, REASON, TRACKING
 from storage.checkpoints.pointers import read_pointers
 from storage.mlflow.health import one_line
-from storage.study_storage.opening import engine_of
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
 
@@ -110,7 +109,7 @@ def _result(
         StorageError: the store does not answer.
         ObjectiveError: today's code does not fit it.
     """
-    pointers = read_pointers(engine_of(study.storage), trial._trial_id)
+    pointers = read_pointers(study.engine, trial._trial_id)
     if not pointers:
         raise SearchError("its checkpoint is gone, and the machine that trained it has not sent its model")
     last = folder / "last.pt"

@@ -20,7 +20,6 @@ from storage.mlflow.records import End, Open
 from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender import Sender
 from storage.mlflow.shipper import Shipper
-from storage.study_storage.opening import engine_of
 from storage.trials.claims import Lost
 from storage.trials.outcome import Outcome
 
@@ -58,7 +57,7 @@ class Tracker:
         self._making = threading.Lock()
         self.outbox = Outbox(outbox_folder(home, study))
         self._shipper = Shipper(
-            tracking, RunLinks(engine_of(study.storage)), parent=self.parent, delivered=checkpoints.forget_trial
+            tracking, RunLinks(study.engine), parent=self.parent, delivered=checkpoints.forget_trial
         )
         self.sender = Sender(self.outbox, self._shipper, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None

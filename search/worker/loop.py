@@ -21,7 +21,6 @@ from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.worker.attempt import Attempt
 from search.worker.context import WorkerContext
-from storage.study_storage.opening import engine_of
 from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
@@ -53,7 +52,7 @@ class Worker:
         device: str | None = None,
         lease: float = LEASE,
     ) -> None:
-        claims = Claims(engine_of(study.storage), study.study_id, worker=worker_name(), lease=lease)
+        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease)
         self._context = WorkerContext(
             study=study,
             sampled=study.open(),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from storage.database.connect import make_engine
 from storage.database.retry import PATIENCE
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-    from optuna.storages import BaseStorage
-
     from storage.study_storage import PostgresStorage
 
 
@@ -30,10 +27,3 @@ def open_storage(url: str, *, application_name: str, pool_size: int = 2, patienc
     # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
     return PostgresStorage(engine, patience=patience)
-
-
-def engine_of(storage: BaseStorage) -> sa.Engine:
-    """Return the engine under a storage of :func:`open_storage`, for queries of our own."""
-    backend: Any = getattr(storage, "_backend", storage)
-    engine: sa.Engine = backend.engine
-    return engine

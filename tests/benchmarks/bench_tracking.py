@@ -53,7 +53,7 @@ from search.tracking.trial_run import TrialTracking
 from storage.embedded import stack
 from storage.home import home_dir
 from storage.mlflow.client import Tracking
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claim, Claims
 from storage.trials.outcome import Outcome
 
@@ -174,7 +174,7 @@ class Worker:
     def __init__(self, kind: str, url: str, uri: str, study: str, folder: Path) -> None:
         self.handle = load_study(open_storage(url, application_name="bench"), study)
         self.study, self.folder = self.handle.open(), folder
-        self.claims = Claims(engine_of(self.handle.storage), self.handle.study_id, worker=f"bench-{os.getpid()}")
+        self.claims = Claims(self.handle.engine, self.handle.study_id, worker=f"bench-{os.getpid()}")
         self.tracker = tracker_of(kind, self.handle, uri)
 
     def trial(self, times: Times) -> None:

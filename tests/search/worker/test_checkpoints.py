@@ -22,7 +22,7 @@ from storage.attributes import SPEC
 from storage.checkpoints.pointers import read_pointers
 from storage.checkpoints.store import Checkpoints
 from storage.errors import CheckpointStoreError
-from storage.study_storage.opening import engine_of, open_storage
+from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claim, Claims
 from storage.trials.outcome import Outcome
 from tests.faults.harness import Zygote
@@ -49,7 +49,7 @@ class Study:
     def __init__(self, url: str, database_url: str, folder: Path) -> None:
         self.url = url
         self.storage = open_storage(database_url, application_name="test")
-        self.engine = engine_of(self.storage)
+        self.engine = self.storage.engine
         self.study_id = self.storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "s")
         self.storage.set_study_user_attr(self.study_id, SPEC, {"n_trials": 1, "retries": 9})
         self.claims = Claims(self.engine, self.study_id, worker="w")
