@@ -172,7 +172,11 @@ class StudySpec(_Model):
     seed: int = Field(default=0, ge=0, lt=2**31)
     retries: int = Field(default=2, ge=0, le=1000)
     # Not the non-finite loss: a resume is exact, and diverges again.
-    retry_on: list[Literal["lost", "error", "memory"]] = ["lost"]
+    retry_on: list[Literal["lost", "error", "memory"]] = Field(
+        default=["lost"],
+        description="After which ends a trial is tried again, from its last checkpoint: its worker died (`lost`), the "
+        "objective raised (`error`), it ran out of memory (`memory`)",
+    )
     timeout: float | None = Field(default=None, gt=0, strict=False, allow_inf_nan=False)
     models: Literal["complete", "all", "none"] = "complete"  # which trials leave a registrable model
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
