@@ -33,6 +33,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.timeout(900)  # seventeen commands, one after the other
 def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> None:
     """All in their order, with what a reader is told to expect of them."""
     here = dataclasses.replace(cli, cwd=tmp_path)
