@@ -78,7 +78,11 @@ class StudySpec(Options):
         default=2, ge=0, le=1000, description="How many attempts at a trial may come to nothing before it fails"
     )
     # Not the non-finite loss: a resume is exact, and diverges again.
-    retry_on: list[Literal["lost", "error", "memory"]] = Field(default=["lost"])
+    retry_on: list[Literal["lost", "error", "memory"]] = Field(
+        default=["lost"],
+        description="After which ends a trial is tried again, from its last checkpoint: its worker died (`lost`), the "
+        "objective raised (`error`), it ran out of memory (`memory`)",
+    )
     timeout: float | None = Field(
         default=None,
         gt=0,

@@ -1,0 +1,135 @@
+"""The Python API: what may be imported from the packages' roots, from signatures and docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from docs.rooms import PACKAGES
+from docs.tools.markdown import paragraphs, safe
+
+API = ("search", "objectives", "objectives.training")
+
+
+def api() -> str:
+    """What may be imported from the packages' roots, from the docstrings."""
+    parts = []
+    for package in API:
+        module = importlib.import_module(package)
+        names = [name for name in getattr(module, "__all__", []) if not name.startswith("_")]
+        if not names:
+            continue
+        parts.append(f"## {package}\n\n{paragraphs(inspect.getdoc(module) or '')}\n")
+        for name in sorted(names, key=str.lower):
+            parts.append(_member(name, getattr(module, name), level=3))
+    return "\n".join(parts)
+
+
+def _member(name: str, thing: Any, level: int) -> str:
+    head = "#" * level
+    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        return f"{head} {name}\n\n```python\n{name} = {json.dumps(thing)}\n```\n"
+    parts = [f"{head} {name}\n", f"```python\n{_signature(name, thing)}\n```\n"]
+    if (doc := _own_doc(thing)) is not None:
+        parts.append(_docstring(doc) + "\n")
+    if inspect.isclass(thing):
+        for each, member in _methods(thing):
+            parts.append(_member(f"{name}.{each}", member, level + 1))
+    return "\n".join(parts)
+
+
+def _own_doc(thing: Any) -> str | None:
+    """A docstring of one's own: dataclasses get one that repeats their signature."""
+    doc = inspect.getdoc(thing)
+    generated = dataclasses.is_dataclass(thing) and doc is not None and doc.startswith(f"{thing.__name__}(")
+    return None if generated else doc
+
+
+def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods that a class, or one of ours above it, defines and says something about."""
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] not in PACKAGES:
+            continue
+        for name, member in vars(base).items():
+            found = member.fget if isinstance(member, property) else getattr(cls, name, member)
+            if not name.startswith("_") and inspect.isroutine(found) and inspect.getdoc(found):
+                yield name, found
+
+
+def _signature(name: str, thing: Any) -> str:
+    """A signature of at most a hundred characters a line."""
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return name
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return f"class {name}(Exception)"
+    bare = [each.replace(annotation=_bare(each.annotation)) for each in signature.parameters.values()]
+    said = str(signature.replace(parameters=bare, return_annotation=_bare(signature.return_annotation)))
+    said = said.replace("<factory>", "...").replace(" -> None", "")
+    line = ("class " if inspect.isclass(thing) else "") + name + said
+    if len(line) <= 100:
+        return line
+    head, _, back = line[len(line) - len(said) :].rpartition(")")
+    inner = _split(head.removeprefix("("))
+    return line[: len(line) - len(said)] + "(\n" + "".join(f"    {part},\n" for part in inner) + ")" + back
+
+
+class _Bare(str):
+    """An annotation as its source has it, where `inspect` would quote it."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _bare(annotation: Any) -> Any:
+    return _Bare(annotation) if isinstance(annotation, str) else annotation
+
+
+def _split(parameters: str) -> list[str]:
+    """Parameters apart, at the commas that stand in no bracket."""
+    parts, depth, start = [], 0, 0
+    for place, sign in enumerate(parameters):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            parts.append(parameters[start:place].strip())
+            start = place + 1
+    return [*parts, parameters[start:].strip()]
+
+
+SECTIONS = {"Args:", "Attributes:", "Returns:", "Raises:", "Yields:", "Example:", "Examples:"}
+
+
+def _docstring(doc: str) -> str:
+    """A docstring in Google's style as Markdown."""
+    lines: list[str] = []
+    section = ""
+    for line in doc.replace("``", "`").splitlines():
+        if line.strip() in SECTIONS and not line.startswith(" "):
+            section = line.strip()
+            lines += ["", f"**{section.removesuffix(':')}**", ""]
+            lines += ["```python"] if section.startswith("Example") else []
+        elif section and line and not line.startswith(" "):
+            lines += ["```", ""] if section.startswith("Example") else [""]
+            section = ""
+            lines.append(line)
+        elif section.startswith("Example"):
+            lines.append(line.removeprefix("    "))
+        elif section and (item := re.match(r"    (\*{0,2}\w[\w., *]*): (.*)", line)):
+            lines.append(f"- `{item[1]}`: {safe(item[2])}")
+        elif section and not line.strip():
+            lines.append("")
+        elif section:
+            lines.append(safe("  " + line.strip() if lines and lines[-1].startswith(("- ", "  ")) else line.strip()))
+        else:
+            lines.append(safe(line))
+    if section.startswith("Example"):
+        while not lines[-1]:
+            lines.pop()
+        lines.append("```")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()

@@ -1,0 +1,54 @@
+"""Writes what the code says of itself into the pages: between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+Run it after a change of a setting, a verb, a docstring of the API, or the rooms:
+`.venv/bin/python -m docs.tools.generate`.
+tests/docs/test_generated.py fails where a page is behind.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from docs.rooms import ROOMS, ROOT, room_arrows
+from docs.tools import api, rooms_table, settings, verbs
+from docs.tools.picture import draw
+
+PAGES = ("reference/settings.md", "reference/cli.md", "reference/api.md", "architecture.md")
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+BLOCKS = {
+    "study-settings": settings.study_settings,
+    "samplers": lambda: settings.choices("sampler"),
+    "pruners": lambda: settings.choices("pruner"),
+    "training-settings": settings.training_settings,
+    "environment": settings.environment,
+    "command-line": verbs.command_line,
+    "api": api.api,
+    "rooms": rooms_table.rooms,
+}
+
+
+def generated(text: str) -> str:
+    """A page with its blocks as the code has them now."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n\n{block[3]}", text)
+
+
+def outputs() -> dict[str, str]:
+    """Every file that is generated, or has generated blocks, by its path below `docs`, as it should be."""
+    pages = {page: generated((ROOT / "docs" / page).read_text()) for page in PAGES}
+    return {**pages, "rooms.svg": draw(ROOMS, room_arrows())}
+
+
+def main() -> int:
+    """Write what has changed."""
+    for page, text in outputs().items():
+        path = ROOT / "docs" / page
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote docs/{page}")  # noqa: T201 it is for whoever runs it
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The command line: every verb with its arguments and options, as its `--help` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from docs.tools.markdown import code, paragraphs, table
+from search.cli import app
+
+
+def command_line() -> str:
+    """Every verb with its arguments and options, as its `--help` has them."""
+    parts = []
+    for verb, command in commands():
+        usage = " ".join(
+            [f"./hpsearch {verb}", *(_metavar(p) for p in command.params if p.param_type_name == "argument")]
+        )
+        parts.append(f"## {verb}\n\n{paragraphs(command.help or '')}\n\n```text\n{usage}\n```\n")
+        rows = [row for option in command.params if (row := _option(option))]
+        if rows:
+            parts.append(table(("option", "environment", "default", "what it does"), rows) + "\n")
+    return "\n".join(parts)
+
+
+def _option(option: Any) -> tuple[str, str, str, str] | None:
+    if option.param_type_name == "argument":
+        return (f"`{_metavar(option)}`", "", "", option.help) if option.help else None
+    names = ", ".join(f"`{name}`" for name in option.opts)
+    words, sign, told = (option.help or "").partition("  [default: ")
+    if sign:
+        default = told.removesuffix("]")
+    elif option.required:
+        default = "required"
+    elif option.is_flag:
+        default = "off"
+    else:
+        default = "" if option.default in (None, (), []) else str(option.default)
+    return (names, code(option.envvar or ""), default, words)
+
+
+def _metavar(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
+def command_of(verb: str) -> Any:
+    """A verb's command, as click has it."""
+    return typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every verb with its command, those of groups by both words."""
+    for verb, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for name, below in getattr(command, "commands", {}).items():
+            yield f"{verb} {name}", below
+        if not hasattr(command, "commands"):
+            yield verb, command

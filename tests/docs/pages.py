@@ -1,0 +1,20 @@
+"""The pages as tests read them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from docs.rooms import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """What a page says to type, line by line: the words of each command in its blocks of shell."""
+    for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words

@@ -1,0 +1,54 @@
+"""What is generated into the pages is what the code says now."""
+
+from docs.rooms import ROOMS, ROOT, room_arrows
+from docs.tools.api import _docstring, _signature
+from docs.tools.generate import PAGES, generated, outputs
+from docs.tools.picture import reduced
+
+
+def test_pages_are_up_to_date() -> None:
+    behind = [page for page, text in outputs().items() if (ROOT / "docs" / page).read_text() != text]
+    assert behind == [], "run .venv/bin/python -m docs.tools.generate"
+
+
+def test_a_page_that_is_behind_is_brought_up_to_date_and_stays_so() -> None:
+    page = "before\n\n<!-- generated: samplers -->\nold\n<!-- end -->\n\nafter\n"
+    once = generated(page)
+    assert "old" not in once
+    assert "`tpe`" in once
+    assert once.startswith("before\n")
+    assert once.endswith("after\n")
+    assert generated(once) == once
+
+
+def test_no_page_with_marks_is_forgotten() -> None:
+    marked = [path for path in (ROOT / "docs").rglob("*.md") if "<!-- generated: " in path.read_text()]
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in marked} == set(PAGES)
+
+
+def test_the_picture_has_every_room_and_only_arrows_that_are_needed() -> None:
+    picture = (ROOT / "docs" / "rooms.svg").read_text()
+    arrows = room_arrows()
+    assert [room for room in ROOMS if arrows[room] and f"<title>{room}</title>" not in picture] == []
+    assert reduced({"a": set(), "b": {"a"}, "c": {"a", "b"}}, "abc") == {"a": set(), "b": {"a"}, "c": {"b"}}
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    doc = "Does it.\n\nArgs:\n    a: one,\n        on two lines.\n    b, c: others.\n\nExample:\n    >>> f(1)\n    <S>"
+    assert _docstring(doc) == (
+        "Does it.\n\n**Args**\n\n- `a`: one,\n  on two lines.\n- `b, c`: others.\n\n"
+        "**Example**\n\n```python\n>>> f(1)\n<S>\n```"
+    )
+
+
+def test_a_long_signature_has_a_line_for_each_parameter() -> None:
+    def function(*, one: dict[str, tuple[int, str]], two: int = 2, longer_than_all_the_others: str = "") -> int: ...
+
+    assert _signature("function", function).splitlines() == [
+        "function(",
+        "    *,",
+        "    one: dict[str, tuple[int, str]],",
+        "    two: int = 2,",
+        "    longer_than_all_the_others: str = '',",
+        ") -> int",
+    ]

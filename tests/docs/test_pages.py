@@ -1,0 +1,98 @@
+"""The pages keep up with the code: what they name exists, and what exists is named."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from docs.rooms import PACKAGES, ROOT
+from search.cli import app
+from tests.docs.pages import PAGES, commands
+
+TEXT = "\n".join(path.read_text() for path in PAGES)
+SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
+# Between the processes of one command, not for people.
+INTERNAL = {"HPSEARCH_COMMAND", "HPSEARCH_FLEET_PID", "HPSEARCH_SERVICE"}
+VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+WRAPPERS = {"test", "lint", "docs"}  # verbs of ./hpsearch alone
+
+
+def test_every_setting_is_documented() -> None:
+    sources = [ROOT / "hpsearch", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
+    used = {name for path in sources for name in SETTING.findall(path.read_text())}
+    assert sorted(used - INTERNAL - set(SETTING.findall(TEXT))) == []
+
+
+def test_every_setting_of_compose_is_in_its_header_or_a_page() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    header = text[: text.index("\nx-")]
+    used = set(re.findall(r"\$\{(\w+):-", text))
+    assert used
+    assert sorted(used - set(re.findall(r"^#   (\w+) ", header, re.MULTILINE)) - set(SETTING.findall(TEXT))) == []
+
+
+def test_every_verb_is_in_a_how_to_page_and_no_other_is_named() -> None:
+    shown = set(re.findall(r"(?:\./hpsearch|`hpsearch) ([a-z-]+)", TEXT))
+    assert sorted(shown - WRAPPERS - set(VERBS)) == []
+    told = "\n".join(path.read_text() for path in PAGES if path.parent.name == "how-to" or path.name == "tutorial.md")
+    assert sorted(verb for verb in VERBS if not re.search(rf"[`/](?:hpsearch )?{verb}\b", told)) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_such_as_the_command_line_takes(path: Path) -> None:
+    for words in commands(path):
+        if "./hpsearch" not in words[:2]:
+            continue
+        verb, *arguments = words[words.index("./hpsearch") + 1 :]
+        if verb not in WRAPPERS:
+            if ">" in arguments:
+                arguments = arguments[: arguments.index(">")]
+            VERBS[verb].make_context(verb, arguments)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_files_on_the_way_of_a_trial_exist() -> None:
+    way = (ROOT / "docs" / "architecture.md").read_text().partition("## The way of a trial")[2].partition("\n## ")[0]
+    named = set(re.findall(r"(?:search|objectives|storage)/[\w/]+\.py", way))
+    assert len(named) > 10
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
+def test_tests_that_pages_name_exist() -> None:
+    named = set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", TEXT))
+    assert named
+    assert sorted(f"{path}::{name}" for path, name in named if name not in names_in(path)) == []
+
+
+@functools.cache
+def names_in(path: str) -> set[str]:
+    """The tests and classes of a file."""
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_every_guarantee_names_its_tests() -> None:
+    guarantees = (ROOT / "docs" / "guarantees.md").read_text().split("\n### ")[1:]
+    assert len(guarantees) > 20
+    assert [text.splitlines()[0] for text in guarantees if "- `tests/" not in text] == []
+
+
+def test_every_table_of_ours_is_described() -> None:
+    made = set()
+    for path in (ROOT / "storage" / "database" / "migrations" / "versions").glob("*.py"):
+        made |= set(re.findall(r'create_table\(\s*"(\w+)"', path.read_text()))
+    assert made
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert sorted(table for table in made if f"| `{table}` |" not in text) == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

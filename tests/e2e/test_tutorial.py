@@ -1,0 +1,78 @@
+"""Every command of the tutorial and of the README is run: here as it is written, or by the test that is named here."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+
+from docs.rooms import ROOT
+from tests.docs.pages import commands
+from tests.docs.test_pages import names_in
+from tests.e2e.support import Cli
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tutorial")]
+
+TUTORIAL, README = ROOT / "docs" / "tutorial.md", ROOT / "README.md"
+
+# What would stop the services of all tests, install, wait for somebody, or search for minutes: who runs it instead.
+ELSEWHERE = {
+    "./hpsearch run digits": (
+        "tests/e2e/test_search.py::test_the_budget_is_spent_exactly",
+        "tests/test_wrapper.py::test_first_call_installs_and_later_calls_only_run",
+    ),
+    "./hpsearch test": ("tests/test_wrapper.py::test_extras_are_added_for_their_verbs_and_kept",),
+    "./hpsearch retry wine --trial 7": (
+        "tests/e2e/test_steering.py::test_a_failed_trial_is_tried_again_in_its_own_run",
+    ),
+    "./hpsearch down": (
+        "tests/storage/embedded/test_stack.py::test_down_stops_everything_and_the_ports_are_kept_if_free",
+    ),
+}
+
+
+@pytest.mark.timeout(900)  # seventeen commands, one after the other
+def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> None:
+    """All in their order, with what a reader is told to expect of them."""
+    here = dataclasses.replace(cli, cwd=tmp_path)
+    said = {}
+    for words in commands(TUTORIAL):
+        if (line := shlex.join(words)) not in ELSEWHERE:
+            said[line] = here(*words[1:])
+    study = cli.study("wine")
+    assert [trial.number for trial in study.trials] == list(range(10)), "eight, and two more"
+    assert all(trial.state.is_finished() for trial in study.trials)
+    expected = {
+        "init": "wrote wine.py",
+        "objective": "weight_decay",
+        "smoke": "",
+        "run": "best: trial ",
+        "studies": "wine",
+        "show": "trial",
+        "report": "wine.html",
+        "extend": "wine: 8 -> 10 trials",
+        "stop": "stopped wine",
+        "start": "started wine",
+        "worker": "leaves with exit code 0",
+        "finalists": "seed",
+        "open-test": "test accuracy",
+        "promote": "models:/wine@champion (version 1)",
+        "serve-check": "reproduced, in a process without this project's code",
+        "gc": "freed",
+    }
+    for line, output in said.items():
+        assert expected[line.split()[1]] in output, line
+
+
+def test_the_readmes_commands_are_the_tutorials_or_run_elsewhere() -> None:
+    run = {shlex.join(words) for words in commands(TUTORIAL)} | set(ELSEWHERE)
+    assert sorted({shlex.join(words) for words in commands(README)} - run) == []
+
+
+def test_what_is_run_elsewhere_is_still_there() -> None:
+    written = {shlex.join(words) for page in (TUTORIAL, README) for words in commands(page)}
+    assert sorted(set(ELSEWHERE) - written) == []
+    named = [name.split("::") for names in ELSEWHERE.values() for name in names]
+    assert [(path, name) for path, name in named if name not in names_in(path)] == []

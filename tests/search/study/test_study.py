@@ -1,0 +1,28 @@
+"""A stored study knows the code that it was created with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+
+from objectives import load_objective, source_hash
+from objectives.template import write_template
+from search.study.study import load_study
+from storage.attributes import SOURCE, SPEC
+from storage.study_storage.opening import open_storage
+from tests.search.pruning.test_reasons import spec_of
+
+
+def test_code_that_changed_since_the_study_was_created_is_told(database_url: str, tmp_path: Path) -> None:
+    path = tmp_path / "wine.py"
+    write_template(path)
+    storage = open_storage(database_url, application_name="test")
+    study_id = optuna.create_study(study_name="s", storage=storage)._study_id
+    storage.set_study_user_attr(study_id, SPEC, spec_of(name="none").model_dump())
+    storage.set_study_user_attr(study_id, SOURCE, source_hash(load_objective(str(path))))
+    assert load_study(storage, "s").source_warning(load_objective(str(path))) is None
+    path.write_text(path.read_text().replace("1e-4", "1e-3"))
+    warning = load_study(storage, "s").source_warning(load_objective(str(path)))
+    assert warning is not None
+    assert "has changed since study 's' was created" in warning
