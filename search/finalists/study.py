@@ -20,7 +20,7 @@ from search.errors import SearchError
 from search.finalists.table import newest_set
 from search.pruners.none import NoPruning
 from search.samplers.random import Random
-from search.sampling.samplers import derive_seed
+from search.sampling.seeds import derive_seed
 from search.spec.spec import FINALISTS, FinalistsOf, StudySpec, parse_spec
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study, name_metric

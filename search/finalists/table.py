@@ -11,7 +11,7 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
-from search.finalists.choice import choose
+from search.finalists.winner import choose
 from search.study.study import StoredStudy, load_study
 from storage.attributes import INFEASIBLE
 from storage.trials.finalist_sets import finalist_studies

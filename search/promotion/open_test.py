@@ -23,7 +23,7 @@ from search.console import command
 from search.errors import SearchError
 from search.finalists import read_finalists
 from search.finalists.table import newest_set
-from search.sampling.samplers import training_seed
+from search.sampling.seeds import training_seed
 from search.study.steering import find_trial, whoami
 from search.study.study import StoredStudy
 from search.study.summary import summarise

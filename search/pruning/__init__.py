@@ -4,6 +4,6 @@ Imports: pruners, spec.
 """
 
 from search.pruners.decision import Decision
-from search.pruning.judge import Judge
+from search.pruning.study_pruner import StudyPruner
 
-__all__ = ["Decision", "Judge"]
+__all__ = ["Decision", "StudyPruner"]

@@ -16,8 +16,8 @@ from sqlalchemy.exc import DBAPIError
 from search.console import command
 from search.entry import handling
 from search.fleet.fleet import Fleet, visible_gpus
-from search.run.keep_up import kept_up
 from search.run.live import LiveView
+from search.run.supervisor import kept_up
 from search.services import Services
 from search.steps import steps
 from search.study.checkpoints import open_checkpoints

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial
 
 from objectives import Objective, ObjectiveError
 from objectives.training import TrainConfig
-from search.sampling.samplers import derive_seed, make_sampler
+from search.sampling.seeds import derive_seed, make_sampler
 from search.spec.spec import StudySpec
 from storage.database.locks import suggestion_turn
 from storage.study_storage import PostgresStorage

@@ -16,7 +16,7 @@ from objectives.errors import MetricError
 from objectives.loading import objective_reference
 from objectives.training import TrainConfig
 from search.errors import SearchError
-from search.sampling.samplers import derive_seed, make_sampler
+from search.sampling.seeds import derive_seed, make_sampler
 from search.services import Services
 from search.spec.spec import StudySpec
 from search.study.study import StoredStudy, complete_settings, create_or_join

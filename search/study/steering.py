@@ -16,9 +16,9 @@ from search.errors import SearchError
 from search.spec.spec import parse_spec
 from search.study.study import StoredStudy
 from storage.attributes import REASON, STOPPED
-from storage.trials.budget import change_spec
 from storage.trials.claims import running_now
 from storage.trials.reopening import reopen_trial
+from storage.trials.spec_change import change_spec
 
 
 def stop_study(study: StoredStudy) -> str | None:

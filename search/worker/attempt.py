@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import ObjectiveError
 from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
-from search.sampling.samplers import training_seed
+from search.sampling.seeds import training_seed
 from search.sampling.suggest import suggest
 from search.study.folders import open_attempt_dir, remove_earlier
 from search.tracking.trial_run import TrialTracking

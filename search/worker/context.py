@@ -9,7 +9,7 @@ from pathlib import Path
 import optuna
 
 from objectives import Objective
-from search.pruning import Judge
+from search.pruning import StudyPruner
 from search.spec.spec import StudySpec
 from search.study.checkpoints import StudyCheckpoints
 from search.study.study import StoredStudy
@@ -29,7 +29,7 @@ class WorkerContext:
         objective: what is trained.
         claims: the worker's way to trials.
         lease: renews the lease of the trial that runs.
-        judge: decides on pruning.
+        pruner: decides on pruning.
         tracker: takes what goes to MLflow.
         checkpoints: of the study.
         runs_dir: folder of the study's run directories on this machine.
@@ -42,7 +42,7 @@ class WorkerContext:
     objective: Objective
     claims: Claims
     lease: LeaseKeeper
-    judge: Judge
+    pruner: StudyPruner
     tracker: Tracker
     checkpoints: StudyCheckpoints
     runs_dir: Path

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 from dataclasses import dataclass
-from types import FrameType
 
 import optuna
 
@@ -26,6 +24,7 @@ from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
 from search.worker.loop import Worker, worker_name
 from search.worker.orphan import watch_fleet
+from search.worker.signals import stop_on_signals
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import LEASE
@@ -142,20 +141,6 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event) -> int:
         tracker.sender.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)
     return code
-
-
-def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; the second signal of a kind ends the process at once."""
-    stop = threading.Event()
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        log.info("%s: ending the epoch, then going", signal.Signals(number).name)
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    return stop
 
 
 def _log_to_stderr() -> None:

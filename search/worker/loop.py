@@ -14,7 +14,7 @@ import optuna
 
 from objectives import Objective
 from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
-from search.pruning import Judge
+from search.pruning import StudyPruner
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import runs_folder
 from search.study.study import StoredStudy
@@ -59,7 +59,7 @@ class Worker:
             objective=objective,
             claims=claims,
             lease=LeaseKeeper(claims),
-            judge=Judge(study.spec, study.storage, study.study_id, max_age=1.0),
+            pruner=StudyPruner(study.spec, study.storage, study.study_id, max_age=1.0),
             tracker=tracker,
             checkpoints=checkpoints,
             runs_dir=runs_folder(runs_dir, study),

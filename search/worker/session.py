@@ -59,7 +59,7 @@ class TrialSession(LocalSession):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
         if record.epoch < self._context.spec.epochs - 1:
-            self.decision = self._context.judge(self._frozen())
+            self.decision = self._context.pruner(self._frozen())
             if self.decision.prune:
                 return Verdict.PRUNE
         return Verdict.STOP if stopped else Verdict.CONTINUE

@@ -20,7 +20,7 @@ from laps import FOLDER, REST, Laps
 from objectives.digits import Digits
 from objectives.training import EpochRecord, Trainer, Verdict
 from objectives.training.session import promotable
-from search.sampling.samplers import derive_seed
+from search.sampling.seeds import derive_seed
 
 
 class PlainSession:

@@ -15,7 +15,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.pruning import Judge
+from search.pruning import StudyPruner
 from search.spec.spec import parse_spec
 from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
@@ -155,7 +155,7 @@ class Runner:
     def _claimed(self, claims: Claims) -> dict[str, float]:
         storage, clock = self.inner, Clock()
         assert isinstance(storage, PostgresStorage)
-        judge = Judge(SPECIFIED, storage, self.study._study_id, max_age=1.0)
+        judge = StudyPruner(SPECIFIED, storage, self.study._study_id, max_age=1.0)
         with self.watched.timed():
             claim = claims.claim()
         assert isinstance(claim, Claim)

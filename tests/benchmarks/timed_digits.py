@@ -12,7 +12,7 @@ import search.worker.loop
 from objectives.digits import Digits as _Digits
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.trainer import Trainer
-from search.pruning import Judge
+from search.pruning import StudyPruner
 from search.study.checkpoints import StudyCheckpoints
 from search.tracking.trial_run import TrialTracking
 from search.worker.checkpoints import TrialCheckpoints
@@ -32,7 +32,7 @@ def watched() -> Laps:
     laps = Laps()
     for owner, name, label in (
         (RunDir, "finish", "plots and report"),
-        (Judge, "__call__", "pruner"),
+        (StudyPruner, "__call__", "pruner"),
         (TrialSession, "save", "checkpoints"),
         (Trainer, "_build", "building the run"),
         (Trainer, "_epoch", "training"),

@@ -13,7 +13,7 @@ from search.errors import SearchError
 from search.finalists.study import best_configurations, create_or_join, passed_over
 from search.finalists.text import confirmation_lines
 from search.promotion.open_test import choose_candidate
-from search.sampling.samplers import derive_seed, training_seed
+from search.sampling.seeds import derive_seed, training_seed
 from search.sampling.suggest import suggest
 from search.study.study import StoredStudy, load_study, parent_of
 from storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED

@@ -9,8 +9,8 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
-from search.pruning import Decision, Judge
-from search.pruning.judge import StoredPeers
+from search.pruning import Decision, StudyPruner
+from search.pruning.study_pruner import StoredPeers
 from search.spec.spec import StudySpec, parse_spec
 
 
@@ -36,7 +36,7 @@ def decide(spec: StudySpec, finished: list[list[float]], curve: list[float]) -> 
     trial = study.ask()
     for step, value in enumerate(curve):
         trial.report(value, step)
-    return Judge(spec, study._storage, study._study_id)(study._storage.get_trial(trial._trial_id))
+    return StudyPruner(spec, study._storage, study._study_id)(study._storage.get_trial(trial._trial_id))
 
 
 FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]

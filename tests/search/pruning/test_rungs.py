@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from search.pruning import Decision, Judge
+from search.pruning import Decision, StudyPruner
 from search.spec.spec import StudySpec
 from storage.study_storage.opening import open_storage
 from storage.study_storage.rungs import read_rung, rung_key
@@ -26,7 +26,7 @@ class Search:
         self.storage = open_storage(url, application_name="test")
         self.study = optuna.create_study(study_name=spec.name, direction=spec.direction, storage=self.storage)
         self.twin = optuna.create_study(study_name=spec.name, direction=spec.direction, pruner=spec.pruner.build())
-        self.judge = Judge(spec, self.storage, self.study._study_id)
+        self.judge = StudyPruner(spec, self.storage, self.study._study_id)
 
     def ask(self) -> tuple[optuna.Trial, optuna.Trial]:
         return self.study.ask(), self.twin.ask()

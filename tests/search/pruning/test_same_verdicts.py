@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.pruning import Decision, Judge
-from search.pruning.judge import StoredPeers
+from search.pruning import Decision, StudyPruner
+from search.pruning.study_pruner import StoredPeers
 from search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12
@@ -103,7 +103,7 @@ def check_against_finished(pruner: dict[str, object], direction: str, history, c
     """Report `curve` epoch by epoch to a study that has finished `history`."""
     spec = spec_of(pruner, direction)
     study = study_of(spec, history)
-    judge = Judge(spec, study._storage, study._study_id)
+    judge = StudyPruner(spec, study._storage, study._study_id)
     trial = study.ask()
     for step in sorted(curve):
         trial.report(curve[step], step)
@@ -134,7 +134,7 @@ def test_a_trial_without_a_value_goes_on() -> None:
         check_against_finished({"name": name}, "maximize", [{0: 1.0}], {})
 
 
-class JudgeInMemory(Judge):
+class JudgeInMemory(StudyPruner):
     """Reads the rungs of Optuna's storage in memory instead of Postgres, and writes none, so that Optuna's can."""
 
     def __call__(self, trial: FrozenTrial) -> Decision:

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from objectives import Objective
 from objectives.training import TrainConfig
-from search.sampling.samplers import make_sampler
+from search.sampling.seeds import make_sampler
 from search.sampling.suggest import _Untried, suggest
 from search.spec.spec import StudySpec, parse_spec
 from storage.attributes import SPEC

@@ -16,9 +16,9 @@ from search.cli.settings import takes_settings
 from search.errors import SearchError
 from search.pruners import PrunerSpec
 from search.pruners.decision import Case, Decision, Peers
-from search.pruning import Judge
+from search.pruning import StudyPruner
 from search.samplers import SamplerSpec
-from search.sampling.samplers import make_sampler
+from search.sampling.seeds import make_sampler
 from search.spec import spec as specs
 from search.spec.spec import StudySpec, parse_spec
 from tests.search.pruning.test_reasons import spec_of
@@ -62,7 +62,7 @@ def test_a_sampler_from_outside_is_chosen_by_name_and_suggests() -> None:
 @pytest.mark.usefixtures("toys")
 def test_a_pruner_from_outside_judges_with_a_reason() -> None:
     study = optuna.create_study(direction="maximize")
-    judge = Judge(spec_of(name="toy_second"), study._storage, study._study_id)  # type: ignore[arg-type]
+    judge = StudyPruner(spec_of(name="toy_second"), study._storage, study._study_id)  # type: ignore[arg-type]
 
     def verdict() -> Decision:
         trial = study.ask()

@@ -11,7 +11,7 @@ from search.errors import SearchError
 from search.pruners import PrunerSpec
 from search.pruners.hyperband import bracket_of, shares
 from search.samplers import SamplerSpec
-from search.sampling.samplers import derive_seed, make_sampler
+from search.sampling.seeds import derive_seed, make_sampler
 from search.spec.spec import StudySpec, differences, parse_spec
 
 BASE: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 
 from objectives import load_objective
 from search.cli import _run
-from search.sampling.samplers import training_seed
+from search.sampling.seeds import training_seed
 from search.sampling.suggest import suggest
 from search.study.study import load_study
 from storage.database.migrate import migrate

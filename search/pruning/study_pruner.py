@@ -16,7 +16,7 @@ from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import read_rung, rung_key
 
 
-class Judge:
+class StudyPruner:
     """Decides about trials of one study as its pruner would.
 
     Args:
