@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from storage.trials.outcome import Outcome
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one line says."""
-
-    kind: ClassVar[str]
+    """What one line says; its kind is the name of its class in small letters."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record."""
-        return {"kind": self.kind, **vars(self)}
+        return {"kind": type(self).__name__.lower(), **vars(self)}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
@@ -45,7 +43,6 @@ class Open(Record):
         began: when, in unix milliseconds.
     """
 
-    kind = "open"
     study: str
     trial: int
     number: int
@@ -60,7 +57,6 @@ class Open(Record):
 class Params(Record):
     """Parameters of the run."""
 
-    kind = "params"
     values: dict[str, Any]
 
 
@@ -68,7 +64,6 @@ class Params(Record):
 class Epoch(Record):
     """The metrics of an epoch, `step`, at unix seconds `at`; sent unless the run has them from an earlier attempt."""
 
-    kind = "epoch"
     step: int
     at: float
     values: dict[str, float]
@@ -78,7 +73,6 @@ class Epoch(Record):
 class Metrics(Record):
     """Other metrics, at unix seconds `at`."""
 
-    kind = "metrics"
     step: int
     at: float
     values: dict[str, float]
@@ -88,7 +82,6 @@ class Metrics(Record):
 class Tags(Record):
     """Tags of the run."""
 
-    kind = "tags"
     values: dict[str, str]
 
 
@@ -96,14 +89,11 @@ class Tags(Record):
 class Files(Record):
     """The files beside the journal are whole, and become the run's artifacts."""
 
-    kind = "files"
-
 
 @dataclass(frozen=True)
 class Data(Record):
     """The dataset that the trial was trained on; `source` and `profile` are JSON."""
 
-    kind = "data"
     name: str
     digest: str
     source: str
@@ -114,7 +104,6 @@ class Data(Record):
 class Model(Record):
     """The exported model beside the journal is whole; it is of epoch `step`, which had these metrics at `at`."""
 
-    kind = "model"
     name: str
     step: int
     at: float
@@ -127,7 +116,6 @@ class Model(Record):
 class Problem(Record):
     """What will not arrive, and why."""
 
-    kind = "problem"
     text: str
 
 
@@ -135,14 +123,10 @@ class Problem(Record):
 class Published(Record):
     """All that the trial made stands before this."""
 
-    kind = "published"
-
 
 @dataclass(frozen=True)
 class Leave(Record):
     """The last record of a trial that was given back: the run stays open for its next attempt."""
-
-    kind = "leave"
 
 
 @dataclass(frozen=True)
@@ -156,7 +140,6 @@ class End(Record):
         kept: whether the trial's last checkpoint is kept until all of the journal has arrived.
     """
 
-    kind = "end"
     outcome: Outcome
     reason: str
     at: int
@@ -164,8 +147,8 @@ class End(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this record, with the outcome as a run's state in capitals."""
-        state = self.outcome.run_state.upper()
-        return {"kind": self.kind, "state": state, "reason": self.reason, "at": self.at, "kept": self.kept}
+        found = super().to_dict()
+        return {"kind": found.pop("kind"), "state": found.pop("outcome").run_state.upper(), **found}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
@@ -177,11 +160,12 @@ class End(Record):
 class Unknown(Record):
     """A record that this program does not know: one of a later version, or a damaged one."""
 
-    kind = "unknown"
     found: Any
 
 
-_KINDS = {kind.kind: kind for kind in Record.__subclasses__() if kind is not Unknown}
+Logged = Params | Tags | Epoch | Metrics  # several of them go in one request; the others stand alone
+
+_KINDS = {kind.__name__.lower(): kind for kind in Record.__subclasses__() if kind is not Unknown}
 
 
 def encode(record: Record) -> bytes:

@@ -12,26 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
-from storage.mlflow import exported_model
+from storage.mlflow import exported_model, records
 from storage.mlflow.artifacts import artifact_attrs
 from storage.mlflow.client import MODEL_ID, Tracking, allowed_name, epoch_metrics
 from storage.mlflow.health import is_away, one_line
 from storage.mlflow.outbox import Entry, Journal
-from storage.mlflow.records import (
-    Data,
-    End,
-    Epoch,
-    Files,
-    Leave,
-    Metrics,
-    Model,
-    Open,
-    Params,
-    Problem,
-    Published,
-    Record,
-    Tags,
-)  # fmt: skip
 from storage.mlflow.run_links import RunLinks, TrialGoneError
 from storage.trials.outcome import Outcome
 
@@ -149,56 +134,54 @@ class Shipper:
     def _ship(self, journal: Journal, entries: list[Entry]) -> bool:
         batch = _Batch()
         for entry in entries:
-            match entry.record:
-                case Params() | Tags() | Epoch() | Metrics() as record:
-                    more = self._batch_of(journal, entry, record)
-                    if not batch.takes(more):
-                        self._send(journal, batch)
-                        batch = _Batch()
-                    batch.add(more)
-                case record:
-                    self._send(journal, batch)
-                    batch = _Batch()
-                    self._deliver(journal, record)
-                    journal.moved([entry])
-                    if isinstance(record, End | Leave):
-                        return True
+            record = entry.record
+            more = self._batch_of(journal, entry, record) if isinstance(record, records.Logged) else None
+            if more is None or not batch.takes(more):
+                self._send(journal, batch)
+                batch = _Batch()
+            if more is not None:
+                batch.add(more)
+                continue
+            self._deliver(journal, record)
+            journal.moved([entry])
+            if isinstance(record, records.End | records.Leave):
+                return True
         self._send(journal, batch)
         return False
 
-    def _deliver(self, journal: Journal, record: Record) -> None:
+    def _deliver(self, journal: Journal, record: records.Record) -> None:
         """Bring a record that stands alone to MLflow."""
         match record:
-            case Open():
+            case records.Open():
                 self._open(journal)
-            case Data():
+            case records.Data():
                 self._log_data(journal, record)
-            case Files():
+            case records.Files():
                 self._upload_files(journal)
-            case Model():
+            case records.Model():
                 self._make_model(journal, record)
-            case Problem(text):
+            case records.Problem(text):
                 self._tracking.log(self._run(journal), tags={"hpsearch.tracking": text})
                 journal.position.problem = journal.position.problem or text
-            case Published():
+            case records.Published():
                 journal.position.published = True
-            case End():
+            case records.End():
                 if not self._superseded(journal):  # else it was given another go meanwhile
                     self._conclude(journal, record)
-            case Leave():
+            case records.Leave():
                 pass
             case _:
                 raise ValueError(f"a record of a kind that this version does not know: {record}")
 
     # What is logged: it is gathered, and goes in few requests.
 
-    def _batch_of(self, journal: Journal, entry: Entry, record: Params | Tags | Epoch | Metrics) -> _Batch:
+    def _batch_of(self, journal: Journal, entry: Entry, record: records.Logged) -> _Batch:
         match record:
-            case Params(values):
+            case records.Params(values):
                 return _Batch(params=values, entries=[entry])
-            case Tags(values):
+            case records.Tags(values):
                 return _Batch(tags=values, entries=[entry])
-            case Epoch() if self._has(journal, record):
+            case records.Epoch() if self._has(journal, record):
                 return _Batch(entries=[entry])
             case _:
                 return _Batch(epoch_metrics(record.step, record.at, record.values), entries=[entry])
@@ -233,7 +216,7 @@ class Shipper:
         log.warning("trial %d: %s", journal.head.number, problem)
         journal.position.problem = journal.position.problem or problem
 
-    def _has(self, journal: Journal, record: Epoch) -> bool:
+    def _has(self, journal: Journal, record: records.Epoch) -> bool:
         """Whether the run has this epoch from an earlier attempt, or from one whose journal did not say how far it was.
 
         A repetition with the same time changes nothing; an epoch that was trained again has another time, and would
@@ -293,7 +276,7 @@ class Shipper:
         if known or journal.head.resumed:
             self._tracking.log(run, tags=journal.head.tags)  # a new run was made with them
 
-    def _log_data(self, journal: Journal, record: Data) -> None:
+    def _log_data(self, journal: Journal, record: records.Data) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", "training")]
@@ -308,7 +291,7 @@ class Shipper:
         with self._links.locked(journal.head.trial) as noted:
             noted.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
 
-    def _make_model(self, journal: Journal, record: Model) -> None:
+    def _make_model(self, journal: Journal, record: records.Model) -> None:
         client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(journal)
         with self._links.locked(journal.head.trial) as noted:
             model = noted.read(MODEL)
@@ -328,7 +311,7 @@ class Shipper:
         self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
         exported_model.upload_model(client, model, run, journal.model)
 
-    def _conclude(self, journal: Journal, end: End) -> None:
+    def _conclude(self, journal: Journal, end: records.End) -> None:
         self._tracking.end_trial_run(self._run(journal), end.outcome, end.reason, at=end.at)
         problem = journal.position.problem
         if journal.lost:
@@ -345,4 +328,4 @@ class Shipper:
                 # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
                 journal.position.problem = f"{PENDING}: the process that sent it died before all was written down"
             kept = ended.outcome is not Outcome.FAILED  # the checkpoints of a failed trial stay: it may be tried again
-            self._conclude(journal, End(ended.outcome, ended.reason, at, kept))
+            self._conclude(journal, records.End(ended.outcome, ended.reason, at, kept))
