@@ -15,5 +15,5 @@ def load_modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
         package: its dotted name.
         path: its `__path__`.
     """
-    names = sorted(found.name for found in pkgutil.iter_modules(path) if found.name != "__main__")
+    names = sorted(found.name for found in pkgutil.iter_modules(path))
     return {name: importlib.import_module(f"{package}.{name}") for name in names}

@@ -108,7 +108,7 @@ class Study:
         Example:
             study = Study.from_spec({"objective": "wine.py", "name": "example"})
         """
-        from search.spec.settings import check_settings
+        from search.spec.check import check_settings
         from search.spec.spec_file import named, read_spec_file
 
         settings = read_spec_file(Path(spec)) if isinstance(spec, str | Path) else named(dict(spec))

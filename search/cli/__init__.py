@@ -1,4 +1,4 @@
-"""The command line: one module per verb, mistakes told in one line with exit code 2."""
+"""The command line: a thin layer over :class:`search.Study`; mistakes are told in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from search.cli import verbs
 from search.discovery import load_modules
 from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
 
@@ -31,11 +32,10 @@ ORDER = (
 
 
 def add_verbs(app: typer.Typer) -> None:
-    """Add every module of this package that has a `register` to a command line."""
-    found = load_modules(__name__, __path__)
+    """Add every module of :mod:`search.cli.verbs` to a command line."""
+    found = load_modules(verbs.__name__, verbs.__path__)
     for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
-        if register := getattr(found[name], "register", None):
-            register(app)
+        found[name].register(app)
 
 
 add_verbs(app)

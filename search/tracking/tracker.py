@@ -18,7 +18,7 @@ from storage.mlflow import records
 from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
-from storage.mlflow.sender import Sender
+from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper
 from storage.trials.claims import Lost
 from storage.trials.outcome import Outcome

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import search.cli
 from search.cli import _run
 from search.cli.confirm import confirm
-from search.cli.secrets import NAMES
+from search.cli.verbs.secrets import NAMES
 from search.errors import SearchError
 
 
@@ -213,8 +213,7 @@ def test_a_verb_from_outside_is_found_by_its_file(tmp_path: Path, monkeypatch: p
         "def register(app):\n    app.command()(toy_verb)\n"
         "def toy_verb(name: str):\n    '''Greet somebody.'''\n    typer.echo(f'hello {name}')\n"
     )
-    (tmp_path / "toy_helper.py").write_text("hello = 1\n")
-    monkeypatch.setattr(search.cli, "__path__", [*search.cli.__path__, str(tmp_path)])
+    monkeypatch.setattr(search.cli.verbs, "__path__", [*search.cli.verbs.__path__, str(tmp_path)])
     app = typer.Typer(rich_markup_mode=None)
     search.cli.add_verbs(app)
     assert CliRunner().invoke(app, ["toy-verb", "Ada"]).output == "hello Ada\n"

@@ -25,7 +25,7 @@ from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.records import End, Epoch, Leave, Model, Open, Params, Published, Tags
 from storage.mlflow.run_links import RunLinks
-from storage.mlflow.sender import Sender
+from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage

@@ -35,7 +35,7 @@ def run(
     """Run a search to the end of its budget; run it again to go on where it stopped."""
     from search.fleet.forking import load_ahead
     from search.services import check_pair
-    from search.spec.settings import check_settings
+    from search.spec.check import check_settings
 
     check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded
