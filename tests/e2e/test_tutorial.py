@@ -66,6 +66,11 @@ def test_the_tutorials_commands_do_what_it_says(cli: Cli, tmp_path: Path) -> Non
         assert expected[line.split()[1]] in output, line
 
 
+def test_the_tutorial_shows_the_script_that_a_test_runs() -> None:
+    code = (ROOT / "docs" / "notebook.py").read_text().split('"""', 2)[2].strip()
+    assert f"```python\n{code}\n```" in TUTORIAL.read_text()
+
+
 def test_the_readmes_commands_are_the_tutorials_or_run_elsewhere() -> None:
     run = {shlex.join(words) for words in commands(TUTORIAL)} | set(ELSEWHERE)
     assert sorted({shlex.join(words) for words in commands(README)} - run) == []

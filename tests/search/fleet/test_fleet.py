@@ -59,7 +59,7 @@ def test_two_runs_of_one_study_write_logs_of_their_own(fleet: Fleet, tmp_path: P
         return [slot.log.name for slot in made.slots]
 
     def another() -> Fleet:
-        return Fleet("study", workers=2, environment={}, log_dir=tmp_path, gpus=[])
+        return Fleet("study", WorkerOptions(), workers=2, log_dir=tmp_path, gpus=[])
 
     assert names(fleet) == ["worker-0.log"]
     with closing(another()) as second:
