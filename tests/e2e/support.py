@@ -29,7 +29,10 @@ class Cli:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"HPSEARCH_HOME": str(self.stack.home), "COLUMNS": "200"}
+        return {
+            "HPSEARCH_HOME": str(self.stack.home),
+            "COLUMNS": "1000",
+        }  # however many studies there are, and wherever this lies
 
     def start(self, *arguments: str, input: str = "", log: Path | None = None, **environment: str) -> Command:  # noqa: A002 as subprocess names it
         folder = Path(tempfile.mkdtemp(dir=self.cwd))
@@ -84,4 +87,4 @@ class Search:
         return self.name.replace(".", "_")
 
 
-EPOCHS = 6
+EPOCHS = 4

@@ -28,15 +28,15 @@ CHOICE = ("finalists", NAME, "--top", "2", "--seeds", "2")
 
 
 @pytest.fixture
-def study(arena: Arena) -> Iterator[StoredStudy]:
-    """A search of three trials of digits, by two workers."""
+def study(arena: Arena, request: pytest.FixtureRequest) -> Iterator[StoredStudy]:
+    """A search of so many trials of digits as the test asks for."""
     arena.name = NAME
     write(arena.orders, [])
     arena.home.mkdir()
     arena.home.chmod(0o755)
-    few = ("--trials", "3", "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none")
+    few = ("--trials", str(request.param), "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none")
     arena.run("run", "digits", "--workers", "0", *few)
-    arena.work(2)
+    arena.work(1)
     storage = open_storage(arena.storage_url, application_name="test")
     yield load_study(storage, NAME)
     storage.engine.dispose()
@@ -66,6 +66,7 @@ def train(arena: Arena, *orders: Order) -> None:
     arena.work(2)
 
 
+@pytest.mark.parametrize("study", [3], indirect=True)
 def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once(
     arena: Arena, study: StoredStudy
 ) -> None:
@@ -155,6 +156,7 @@ def assert_opened_once(arena: Arena, stored: StoredStudy, found: Finalists) -> N
     assert f"Test set: accuracy {opening.scores['accuracy']:.4f}" in note
 
 
+@pytest.mark.parametrize("study", [1], indirect=True)
 def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStudy) -> None:
     said = arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "1")
     found = table(study)
@@ -163,6 +165,7 @@ def test_the_verb_trains_with_workers_of_its_own(arena: Arena, study: StoredStud
     assert "with one seed the spread is unknown" in said
 
 
+@pytest.mark.parametrize("study", [2], indirect=True)
 def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: StoredStudy, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(arena.tracking_uri)
     runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in study.trials()]
@@ -178,6 +181,7 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
     assert "unconfirmed by finalists" in said
 
 
+@pytest.mark.parametrize("study", [2], indirect=True)
 def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
     write(arena.orders, [Order("score test", "kill", trial=OUTSIDE, attempt=0)])
     arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)

@@ -10,29 +10,24 @@ from tests.faults.harness import Arena
 from tests.faults.invariants import Trial, assert_tracked, assert_whole
 from tests.faults.orders import Order
 
-# Where the worker of each trial is killed: point, before or after, epoch, and what is to come of the trial.
-POINTS: list[tuple[str, str, int | None, list[str]]] = [
-    ("in claim", "after", None, ["complete"]),  # in its transaction: there is no trial yet
-    ("claim", "after", None, ["lost", "complete"]),
-    ("suggest", "before", None, ["lost", "complete"]),
-    ("log params", "before", None, ["lost", "complete"]),
-    ("training", "before", 0, ["lost", "complete"]),
-    ("training", "before", 2, ["lost", "complete"]),
-    ("write", "after", 1, ["lost", "complete"]),
-    ("put", "before", 1, ["lost", "complete"]),
-    ("put", "after", 1, ["lost", "complete"]),
-    ("report", "before", 0, ["lost", "complete"]),
-    ("report", "after", 1, ["lost", "complete"]),
-    ("committed", "after", 2, ["lost", "complete"]),
-    ("report", "after", 3, ["lost", "complete"]),
-    ("publish", "before", None, ["lost", "complete"]),
-    ("model", "after", None, ["lost", "complete"]),
-    ("settle", "before", None, ["lost", "complete"]),
-    ("settle", "after", None, ["complete"]),
-    ("finish", "after", None, ["complete"]),
-    ("forget", "after", None, ["complete"]),
+Point = tuple[str, str, int | None]  # point, before or after, epoch
+
+# Where the worker of each trial is killed, and who takes the trial up after it.
+LOST: list[list[Point]] = [
+    [("claim", "after", None), ("suggest", "before", None), ("log params", "before", None)],
+    [("training", "before", 0), ("write", "after", 1), ("committed", "after", 2)],
+    [("report", "before", 0), ("put", "before", 1), ("training", "before", 2)],
+    [("put", "after", 1), ("report", "after", 1), ("report", "after", 3)],
+    [("publish", "before", None), ("model", "after", None), ("settle", "before", None)],
+    [("training", "before", 2), ("bring", "after", None), ("restore", "after", None), ("epoch", "before", None)],
 ]
-TWICE = [("bring", "after"), ("restore", "after"), ("epoch", "before")]
+# Where that costs no attempt: in a transaction there is no trial yet, and what is settled stays so.
+FREE: list[Point] = [
+    ("in claim", "after", None),
+    ("settle", "after", None),
+    ("finish", "after", None),
+    ("forget", "after", None),
+]
 
 # Where the sender, a thread of the same process, is killed with it; the trial that is trained meanwhile is lost too.
 SENDING = [
@@ -60,23 +55,21 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 
 def test_killed_at_every_step(arena: Arena, undisturbed: Callable[[int], list[list[float]]]) -> None:
+    killed = [*LOST, *([point] for point in FREE)]
     orders = [
-        Order(point, "kill", trial=number, when=when, epoch=epoch)
-        for number, (point, when, epoch, _) in enumerate(POINTS)
+        Order(point, "kill", trial=number, attempt=attempt, when=when, epoch=epoch)
+        for number, points in enumerate(killed)
+        for attempt, (point, when, epoch) in enumerate(points, start=1)
     ]
-    # Then the worker that takes the trial up is killed as well, at its first steps.
-    for extra, (point, when) in enumerate(TWICE):
-        orders.append(Order("training", "kill", trial=len(POINTS) + extra, epoch=2))
-        orders.append(Order(point, "kill", trial=len(POINTS) + extra, attempt=2, when=when))
-    n_trials = len(POINTS) + len(TWICE)
-    arena.create(n_trials, orders)
+    n_trials = len(killed)
+    arena.create(n_trials, orders, retries=max(map(len, killed)))
     arena.work(2)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
     assert not missed, f"nobody was killed at {missed}"
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(n_trials), n_trials)
     assert {t.state for t in trials} == {"COMPLETE"}
-    outcomes = [outcomes for *_, outcomes in POINTS] + [["lost", "lost", "complete"]] * len(TWICE)
-    assert [t.outcomes for t in trials] == outcomes
+    lost = [*map(len, LOST), *[0] * len(FREE)]
+    assert [t.outcomes for t in trials] == [["lost"] * times + ["complete"] for times in lost]
     assert_resumed(arena, trials)
     assert_tracked(arena.tracking_uri, arena.name, trials)
 

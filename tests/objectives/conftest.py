@@ -12,6 +12,7 @@ from torch import nn
 
 from objectives import Objective
 from objectives.training import Splits, Standardize, TrainConfig
+from objectives.training.reports import run_dir
 
 
 class Wine(Objective):
@@ -38,6 +39,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at none: drawing them takes longer than such short runs take otherwise."""
+    for name in ("curves", "gradient_flow"):
+        monkeypatch.setattr(run_dir, name, lambda *_args, **_kwargs: None)
 
 
 @pytest.fixture

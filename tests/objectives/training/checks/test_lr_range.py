@@ -36,7 +36,7 @@ def test_a_suggested_rate_trains_well(name):
     default = objective.default_config()
     found = lr_range(objective)
     config = TrainConfig.from_dict({**default.to_dict(), "lr": found.suggestion})
-    result = Trainer(objective, config, epochs=10, seed=0).fit()
+    result = Trainer(objective, config, epochs=5, seed=0).fit()
     assert result.best_value > 0.95
 
 

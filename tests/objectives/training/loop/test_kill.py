@@ -1,4 +1,4 @@
-"""A real process, killed after each of its epochs and resumed by another, comes to the same bits: eighteen times."""
+"""A real process, killed after its first epoch and resumed by another, which is killed after its, comes to the same."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ def test_killed_at_every_epoch_and_resumed(zygote, tmp_path, name):
     said, _ = (done := zygote.python(run + "main(sys.argv[1], Path(sys.argv[2]))", name, tmp_path)).communicate()
     assert done.returncode == 0, said
     found = json.loads(said.splitlines()[-1])
-    assert found == {"ends": [-signal.SIGKILL] * EPOCHS, "same": [True] * EPOCHS, "epochs": EPOCHS}
+    assert found == {"ends": [-signal.SIGKILL] * EPOCHS, "same": True, "epochs": EPOCHS}
 
 
 class DiedError(Exception):
@@ -37,11 +37,12 @@ PAIRS = [(name, SCHEDULES[i % len(SCHEDULES)]) for i, name in enumerate(sorted(O
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), PAIRS)
+@pytest.mark.usefixtures("no_plots")
 def test_every_optimizer_and_schedule_goes_on_exactly(wine, tmp_path, optimizer, schedule):
     config = TrainConfig(optimizer=optimizer, schedule=schedule, lr=0.01, batch_size=16, plateau_patience=0)
 
     def trainer(session):
-        return Trainer(wine, config, epochs=4, seed=2, session=session)
+        return Trainer(wine, config, epochs=3, seed=2, session=session)
 
     with pytest.raises(DiedError):
         trainer(Dying(tmp_path)).fit()

@@ -76,6 +76,7 @@ def undisturbed():
     return get
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("name", "point"),
     [("cnn", "unsaved"), ("cnn", "unreported"), ("cnn", "reported"), ("sgd", "reported"), ("fp16", "reported")],
@@ -104,6 +105,7 @@ _trainer(CONFIGS[name], session=session).fit()
 """
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(("epoch", "point"), [(1, "unreported"), (2, "unsaved")])
 def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, undisturbed, epoch, point):
     said, _ = (done := zygote.python(KILLED, tmp_path, "cnn", str(epoch), point)).communicate()
@@ -111,6 +113,7 @@ def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, u
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbed):
     with pytest.raises(DiedError):
         _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", _die)).fit()
@@ -119,6 +122,7 @@ def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbe
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
     expected = undisturbed("cnn")
     _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
@@ -163,11 +167,13 @@ def test_a_stopped_run_saves_first_hands_over_nothing_and_goes_on_later(tmp_path
     assert [r.timestamp for r in second.history[:2]] == [r.timestamp for r in first.history]
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_stopping_at_the_last_epoch_is_completing(tmp_path):
     session = Recording(tmp_path, {EPOCHS - 1: Verdict.STOP})
     assert _trainer(CONFIGS["sgd"], session=session).fit().status == "completed"
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
     with pytest.raises(DiedError):
         _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "unreported", _die)).fit()
@@ -178,6 +184,7 @@ def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
     assert session.calls == [("report", 0), ("report", 1)]
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_patience_goes_on_where_it_was(tmp_path):
     config = TrainConfig(lr=1e-9, patience=3, schedule="constant", model={"kind": "mlp", "layers": 1, "width": 8})
     undisturbed = _trainer(config, epochs=9).fit()
@@ -189,6 +196,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
     assert len(_trainer(config, run_dir=tmp_path, epochs=9).fit().history) == 4
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -209,6 +217,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path, changed, mess
     assert {p.name: p.read_bytes() for p in tmp_path.glob("*.pt")} == before
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_resuming_with_other_threads_is_told(tmp_path):
     session = Recording(tmp_path, {0: Verdict.STOP})
     _trainer(CONFIGS["sgd"], session=session).fit()
@@ -219,6 +228,7 @@ def test_resuming_with_other_threads_is_told(tmp_path):
     assert "threads 1 -> 2" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
     """Also where the run died in the midst of what it wrote: a step is there once, by its own number."""
     config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
