@@ -48,7 +48,7 @@ class Trainer:
         >>> result.best_value
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
         self,
         objective: Objective,
         config: TrainConfig,

@@ -55,7 +55,7 @@ class Study:
     # --- made and found ---
 
     @classmethod
-    def create(
+    def create(  # noqa: PLR0913 a keyword for each setting
         cls,
         objective: str | type[Objective],
         *,

@@ -36,7 +36,7 @@ class FinalistsRan:
     gave_up: tuple[str, ...] = ()
 
 
-def run_finalists(
+def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by keyword
     services: Services,
     study: StoredStudy,
     options: WorkerOptions,

@@ -39,7 +39,7 @@ def worker_name(pid: int | None = None) -> str:
 class Worker:
     """Runs trials of one study in this process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what one process is told, by keyword
         self,
         study: StoredStudy,
         objective: Objective,

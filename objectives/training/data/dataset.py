@@ -58,7 +58,7 @@ class Splits:
     test: Dataset
 
     @classmethod
-    def make(
+    def make(  # noqa: PLR0913 each is a way to divide, and all but the data are by keyword
         cls,
         x: Any,
         y: Any,

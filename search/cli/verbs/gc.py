@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command()(gc)
 
 
-def gc(  # noqa: PLR0917 typer wants them so
+def gc(
     name: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="How many of the best trials keep their models.")

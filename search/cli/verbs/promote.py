@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
     app.command()(promote)
 
 
-def promote(  # noqa: PLR0917 typer wants them so
+def promote(
     name: o.StudyName,
     trial: Annotated[
         int | None,
