@@ -22,8 +22,9 @@ from search.pruners.none import NoPruning
 from search.samplers.random import Random
 from search.sampling.seeds import derive_seed
 from search.spec.spec import FINALISTS, FinalistsOf, StudySpec, parse_spec
+from search.study.create_or_join import name_metric
 from search.study.steering import running_trials
-from search.study.study import StoredStudy, load_study, name_metric
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import (
     CHECKPOINT_URL,

@@ -19,7 +19,8 @@ from search.errors import SearchError
 from search.sampling.seeds import derive_seed, make_sampler
 from search.services import Services
 from search.spec.spec import StudySpec
-from search.study.study import StoredStudy, complete_settings, create_or_join
+from search.study.create_or_join import complete_settings, create_or_join
+from search.study.study import StoredStudy
 from storage.attributes import STARTED_AT, TRACKING_URI
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import running_now

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from storage.mlflow import records
+from storage.mlflow import journal_records
 from storage.mlflow.outbox import Journal
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SystemMetrics:
                 except Exception as error:  # a driver that went away says nothing about the trial
                     log.debug("no system metrics of %s: %s", type(monitor).__name__, error)
             named = {f"system/{name}": float(value) for name, value in values.items()}
-            journal.append(records.Metrics(max(int(now - since), 0), now, named))
+            journal.append(journal_records.Metrics(max(int(now - since), 0), now, named))
 
 
 def _monitors() -> list[BaseMetricsMonitor]:

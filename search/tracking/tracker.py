@@ -14,7 +14,7 @@ from search.study.folders import outbox_folder
 from search.study.study import StoredStudy
 from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
-from storage.mlflow import records
+from storage.mlflow import journal_records
 from storage.mlflow.client import Tracking
 from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
@@ -81,7 +81,7 @@ class Tracker:
             tags: of its run.
         """
         spec = self._study.spec
-        head = records.Open(
+        head = journal_records.Open(
             study=spec.name,
             trial=trial_id,
             number=number,
@@ -99,7 +99,7 @@ class Tracker:
         """End the run of a trial whose workers died; nobody else will."""
         name = f"{lost.number:04d}-{lost.attempt}-lost"
         journal = self.begin(name, trial_id=lost.trial_id, number=lost.number, attempt=lost.attempt, resumed=True)
-        journal.append(records.End(Outcome.LOST, lost.reason, at, kept=False))
+        journal.append(journal_records.End(Outcome.LOST, lost.reason, at, kept=False))
         self.sender.wake(at_once=True)
 
     def deliver(

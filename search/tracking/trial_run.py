@@ -16,7 +16,7 @@ from objectives.training import FitResult
 from search.spec.spec import StudySpec
 from search.tracking.tracker import Tracker
 from storage.attributes import PENDING
-from storage.mlflow import exported_model, records
+from storage.mlflow import exported_model, journal_records
 from storage.mlflow.client import FINALIST_OF, SEED
 from storage.mlflow.outbox import Journal
 from storage.study_storage import PostgresStorage
@@ -69,7 +69,7 @@ class TrialTracking:
 
     def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
-        self.journal.append(records.Params(self._params()))
+        self.journal.append(journal_records.Params(self._params()))
         self._tracker.sender.wake()
 
     def _params(self) -> dict[str, object]:
@@ -78,13 +78,13 @@ class TrialTracking:
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
         """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
-        self.journal.append(records.Epoch(epoch, timestamp, metrics))
+        self.journal.append(journal_records.Epoch(epoch, timestamp, metrics))
         self._tracker.sender.wake()
 
     def log_file(self, path: Path) -> None:
         """Keep a file of the run directory for the run's artifacts."""
         if self.journal.keep(path):
-            self.journal.append(records.Files())
+            self.journal.append(journal_records.Files())
 
     def publish(self, result: FitResult, files: list[Path]) -> bool:
         """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
@@ -105,16 +105,16 @@ class TrialTracking:
             last = result.history[-1]
             best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
             best["best_epoch"] = float(result.best_epoch)
-            journal.append(records.Metrics(last.epoch, last.timestamp, best))
+            journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
         whole = result.status == "completed" and self._spec.finalists_of is None
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
-            journal.append(records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
+            journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
         elif self._spec.models == "all" or (whole and self._spec.models == "complete"):
             self._log_model(result)
-        journal.append(records.Published())
+        journal.append(journal_records.Published())
         return whole
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
@@ -124,34 +124,34 @@ class TrialTracking:
             return False
         kept = [self.journal.keep(path) for path in files]
         kept += [self.journal.keep(best, folder="checkpoints")] if best is not None else []
-        self.journal.append(records.Files())
+        self.journal.append(journal_records.Files())
         return all(kept)
 
     def _log_data(self, result: FitResult) -> None:
         source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": result.split_hash}
-        data = records.Data(
+        data = journal_records.Data(
             name=self._spec.objective.rpartition(":")[2],
             digest=result.split_hash[:_LONGEST_DIGEST],
             source=json.dumps(source),
             profile=json.dumps({"validation_samples": len(result.val)}),
         )
         self.journal.append(data)
-        self.journal.append(records.Tags({"hpsearch.data_sha256": result.split_hash}))
+        self.journal.append(journal_records.Tags({"hpsearch.data_sha256": result.split_hash}))
 
     def _log_model(self, result: FitResult) -> None:
         try:
             exported_model.export_model(result.model, result.example, self.journal.model)
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
-            self.journal.append(records.Problem(f"{PENDING}: there was no room on disk for its model"))
+            self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))
             return
         except Exception as error:  # it leaves its checkpoint and the reason
             reason = f"no model: it cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
             log.warning("trial %d: %s", self._claim.number, reason)
-            self.journal.append(records.Problem(reason))
+            self.journal.append(journal_records.Problem(reason))
             return
         best = next(record for record in result.history if record.epoch == result.best_epoch)
-        model = records.Model(
+        model = journal_records.Model(
             name=f"{self._spec.name.replace('.', '_')}-trial-{self._claim.number}",  # MLflow refuses dots
             step=best.epoch,
             at=best.timestamp,
@@ -163,7 +163,7 @@ class TrialTracking:
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-        self.journal.append(records.Tags({"hpsearch.pruning": json.dumps(record)}))
+        self.journal.append(journal_records.Tags({"hpsearch.pruning": json.dumps(record)}))
 
     def pending(self) -> str:
         """Return what to note at the trial until all of it is in MLflow."""
@@ -181,13 +181,13 @@ class TrialTracking:
             at: when, in unix milliseconds; now, unless given.
         """
         at = int(time.time() * 1000) if at is None else at
-        self._close(records.End(outcome, reason, at, kept))
+        self._close(journal_records.End(outcome, reason, at, kept))
 
     def leave(self) -> None:
         """Leave the run open for the trial's next attempt."""
-        self._close(records.Leave())
+        self._close(journal_records.Leave())
 
-    def _close(self, last: records.Record) -> None:
+    def _close(self, last: journal_records.Record) -> None:
         if self._tracker.system_metrics is not None:
             self._tracker.system_metrics.stop()
         self.journal.append(last)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from storage.files import size_of, sync_folder
-from storage.mlflow.records import Open, Record, decode, encode
+from storage.mlflow.journal_records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
-from storage.mlflow import exported_model, records
+from storage.mlflow import exported_model, journal_records
 from storage.mlflow.artifacts import artifact_attrs
 from storage.mlflow.client import MODEL_ID, Tracking, allowed_name, epoch_metrics
 from storage.mlflow.health import is_away, one_line
@@ -135,7 +135,7 @@ class Shipper:
         batch = _Batch()
         for entry in entries:
             record = entry.record
-            more = self._batch_of(journal, entry, record) if isinstance(record, records.Logged) else None
+            more = self._batch_of(journal, entry, record) if isinstance(record, journal_records.Logged) else None
             if more is None or not batch.takes(more):
                 self._send(journal, batch)
                 batch = _Batch()
@@ -144,44 +144,44 @@ class Shipper:
                 continue
             self._deliver(journal, record)
             journal.moved([entry])
-            if isinstance(record, records.End | records.Leave):
+            if isinstance(record, journal_records.End | journal_records.Leave):
                 return True
         self._send(journal, batch)
         return False
 
-    def _deliver(self, journal: Journal, record: records.Record) -> None:
+    def _deliver(self, journal: Journal, record: journal_records.Record) -> None:
         """Bring a record that stands alone to MLflow."""
         match record:
-            case records.Open():
+            case journal_records.Open():
                 self._open(journal)
-            case records.Data():
+            case journal_records.Data():
                 self._log_data(journal, record)
-            case records.Files():
+            case journal_records.Files():
                 self._upload_files(journal)
-            case records.Model():
+            case journal_records.Model():
                 self._make_model(journal, record)
-            case records.Problem(text):
+            case journal_records.Problem(text):
                 self._tracking.log(self._run(journal), tags={"hpsearch.tracking": text})
                 journal.position.problem = journal.position.problem or text
-            case records.Published():
+            case journal_records.Published():
                 journal.position.published = True
-            case records.End():
+            case journal_records.End():
                 if not self._superseded(journal):  # else it was given another go meanwhile
                     self._conclude(journal, record)
-            case records.Leave():
+            case journal_records.Leave():
                 pass
             case _:
                 raise ValueError(f"a record of a kind that this version does not know: {record}")
 
     # What is logged: it is gathered, and goes in few requests.
 
-    def _batch_of(self, journal: Journal, entry: Entry, record: records.Logged) -> _Batch:
+    def _batch_of(self, journal: Journal, entry: Entry, record: journal_records.Logged) -> _Batch:
         match record:
-            case records.Params(values):
+            case journal_records.Params(values):
                 return _Batch(params=values, entries=[entry])
-            case records.Tags(values):
+            case journal_records.Tags(values):
                 return _Batch(tags=values, entries=[entry])
-            case records.Epoch() if self._has(journal, record):
+            case journal_records.Epoch() if self._has(journal, record):
                 return _Batch(entries=[entry])
             case _:
                 return _Batch(epoch_metrics(record.step, record.at, record.values), entries=[entry])
@@ -216,7 +216,7 @@ class Shipper:
         log.warning("trial %d: %s", journal.head.number, problem)
         journal.position.problem = journal.position.problem or problem
 
-    def _has(self, journal: Journal, record: records.Epoch) -> bool:
+    def _has(self, journal: Journal, record: journal_records.Epoch) -> bool:
         """Whether the run has this epoch from an earlier attempt, or from one whose journal did not say how far it was.
 
         A repetition with the same time changes nothing; an epoch that was trained again has another time, and would
@@ -276,7 +276,7 @@ class Shipper:
         if known or journal.head.resumed:
             self._tracking.log(run, tags=journal.head.tags)  # a new run was made with them
 
-    def _log_data(self, journal: Journal, record: records.Data) -> None:
+    def _log_data(self, journal: Journal, record: journal_records.Data) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", "training")]
@@ -291,7 +291,7 @@ class Shipper:
         with self._links.locked(journal.head.trial) as noted:
             noted.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
 
-    def _make_model(self, journal: Journal, record: records.Model) -> None:
+    def _make_model(self, journal: Journal, record: journal_records.Model) -> None:
         client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(journal)
         with self._links.locked(journal.head.trial) as noted:
             model = noted.read(MODEL)
@@ -311,7 +311,7 @@ class Shipper:
         self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
         exported_model.upload_model(client, model, run, journal.model)
 
-    def _conclude(self, journal: Journal, end: records.End) -> None:
+    def _conclude(self, journal: Journal, end: journal_records.End) -> None:
         self._tracking.end_trial_run(self._run(journal), end.outcome, end.reason, at=end.at)
         problem = journal.position.problem
         if journal.lost:
@@ -328,4 +328,4 @@ class Shipper:
                 # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
                 journal.position.problem = f"{PENDING}: the process that sent it died before all was written down"
             kept = ended.outcome is not Outcome.FAILED  # the checkpoints of a failed trial stay: it may be tried again
-            self._conclude(journal, records.End(ended.outcome, ended.reason, at, kept))
+            self._conclude(journal, journal_records.End(ended.outcome, ended.reason, at, kept))

@@ -15,7 +15,7 @@ import torch
 
 from objectives.errors import ObjectiveError
 from objectives.training.config import TrainConfig
-from objectives.training.data.feed import Window
+from objectives.training.data.batches import Window
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart

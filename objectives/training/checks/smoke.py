@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.feed import Batch
+from objectives.training.data.batches import Batch
 from objectives.training.evaluation.evaluate import summed
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
+from objectives.training.data.batches import build_feed, steps_of
 from objectives.training.data.dataset import Splits
-from objectives.training.data.feed import build_feed, steps_of
 from objectives.training.evaluation.evaluate import check_loss, summed
 from objectives.training.evaluation.metrics import DIRECTIONS, fitting, largest_class, unfit
 from objectives.training.loop.guards import FiniteGuard

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.feed import Batch
+from objectives.training.data.batches import Batch
 from objectives.training.evaluation.evaluate import as_floats, mean
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.loop.guards import Point

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from objectives.training.config import TrainConfig
+from objectives.training.data.batches import Feed
 from objectives.training.data.dataset import Dataset, Splits
-from objectives.training.data.feed import Feed
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.loop.guards import FiniteGuard

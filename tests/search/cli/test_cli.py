@@ -190,7 +190,7 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
     from objectives import load_objective
-    from search.study.study import complete_settings
+    from search.study.create_or_join import complete_settings
 
     digits = load_objective("digits")
     assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"

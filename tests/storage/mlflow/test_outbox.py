@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from storage.mlflow import outbox
+from storage.mlflow.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
 from storage.mlflow.outbox import Journal, Outbox
-from storage.mlflow.records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
 from storage.trials.outcome import Outcome
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
@@ -51,7 +51,7 @@ _WRITER = """
 import os, signal, sys
 from pathlib import Path
 from storage.mlflow.outbox import Outbox
-from storage.mlflow.records import Epoch, Open
+from storage.mlflow.journal_records import Epoch, Open
 journal = Outbox(Path(sys.argv[1])).open("0007-1", Open("s", 1, 7, 1, False, "val_loss", {}))
 for epoch in range(50):
     journal.append(Epoch(epoch, 0.0, {"loss": 1 / 3}))

@@ -22,8 +22,8 @@ from storage.embedded.stack import StackInfo
 from storage.errors import StorageError
 from storage.mlflow import exported_model
 from storage.mlflow.client import Tracking
+from storage.mlflow.journal_records import End, Epoch, Leave, Model, Open, Params, Published, Tags
 from storage.mlflow.outbox import Journal, Outbox
-from storage.mlflow.records import End, Epoch, Leave, Model, Open, Params, Published, Tags
 from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper

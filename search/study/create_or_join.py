@@ -1,0 +1,110 @@
+"""A study is created with its spec, or joined by its name; refused where the spec differs."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+
+from objectives import Objective
+from objectives.loading import source_hash
+from search.console import command
+from search.errors import SearchError
+from search.spec.spec import StudySpec, differences, parse_spec, searched_by
+from search.study.study import StoredStudy, find_study
+from storage.attributes import FOLDER, SOURCE, SPEC
+from storage.database.locks import name_lock
+from storage.study_storage import PostgresStorage
+
+
+def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
+    """Return `settings` with the objective's own defaults where they say nothing."""
+    from objectives.training.evaluation.metrics import DIRECTIONS
+
+    metric = settings.get("metric", objective.metric)
+    own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
+    defaults = {
+        "name": objective.name,
+        "metric": metric,
+        "direction": own_way,
+        "epochs": objective.epochs,
+        "n_trials": objective.n_trials,
+    }
+    return {**defaults, **settings}
+
+
+def create_or_join(
+    storage: PostgresStorage,
+    settings: dict[str, Any],
+    objective: Objective,
+    *,
+    rehearse: Callable[[Objective, StudySpec], None],
+) -> tuple[StoredStudy, bool]:
+    """Create the study, or join it when its stored spec agrees with every one of `settings`.
+
+    Settings that are not given are taken from the stored spec on joining, from the objective on creating.
+    `rehearse` is called before a study is created, and raises when the objective cannot be searched.
+
+    Returns:
+        The study, and whether it was created now.
+
+    Raises:
+        SearchError: a setting is wrong, or the stored spec has it otherwise.
+    """
+    wanted = parse_spec(complete_settings(settings, objective))
+    with name_lock(storage.engine, wanted.name):
+        study_id = find_study(storage, wanted.name)
+        if study_id is None:
+            if (searched := searched_by(wanted.name)) is not None:
+                raise SearchError(
+                    f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
+                    f"{command('finalists', searched)}, or choose another --name"
+                )
+            rehearse(objective, wanted)
+            direction = optuna.study.StudyDirection[wanted.direction.upper()]
+            study_id = storage.create_new_study([direction], wanted.name)
+        stored = storage.get_study_user_attrs(study_id).get(SPEC)
+        if stored is not None:
+            if (of := parse_spec(stored).finalists_of) is not None:
+                raise SearchError(
+                    f"study {wanted.name!r} holds the finalists of {of.study!r}: run them with "
+                    f"{command('finalists', of.study)}, or choose another --name"
+                )
+            spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
+            # Parsed first: a setting that a later version has, with its default, is no difference.
+            if lines := differences(parse_spec(stored).model_dump(), spec.model_dump()):
+                more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
+                raise SearchError(
+                    f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
+                    "leave these settings out to go on with it, or choose another --name"
+                    + (more if spec.n_trials != stored["n_trials"] else "")
+                )
+            return StoredStudy(spec, storage, study_id), False
+        # No spec: made by somebody else, or by a process that died between the two steps.
+        if storage.get_n_trials(study_id):
+            raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
+        storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
+        storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
+        storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
+        name_metric(storage, wanted)
+        return StoredStudy(wanted, storage, study_id), True
+
+
+def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
+    """Tell the dashboard what the values of a study are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
+
+
+def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Lay `settings` over a stored spec; options of the same sampler or pruner are laid over one by one."""
+    merged = {**stored, **settings}
+    for key in ("sampler", "pruner"):
+        given = settings.get(key)
+        if isinstance(given, dict) and given.get("name", stored[key]["name"]) == stored[key]["name"]:
+            merged[key] = {**stored[key], **given}
+    return merged
