@@ -70,7 +70,7 @@ class Fleet:
         logs = ((index, log_dir / f"worker-{index}.log") for index in itertools.count())
         free = ((index, log) for index, log in logs if self._take(log))
         self.slots = [Slot(index, log) for index, log in itertools.islice(free, workers)]
-        self._study, self._options = study, options
+        self._study, self._options, self._command = study, options, ["worker", "--study", study]
         self._workers = workers
         self._forking = can_fork()
         self._environment = {**os.environ, **options.environment(), **thread_settings(workers)}
@@ -105,14 +105,15 @@ class Fleet:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot.index % len(self._gpus)]
-        slot.process = self._forked(environment, slot.log) or _executed(self._study, environment, slot.log)
+        slot.process = self._forked(environment, slot.log) or _executed(self._command, environment, slot.log)
         slot.pids.append(slot.process.pid)
 
     def _forked(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
         if self._forking:
             try:
                 load_ahead(self._workers)
-                return ForkedProcess(functools.partial(join_study, self._study, self._options), environment, log)
+                work = functools.partial(join_study, self._study, self._options)
+                return ForkedProcess(work, self._command, environment, log)
             except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
                 self._forking = False
         return None
@@ -167,13 +168,13 @@ class Fleet:
         return sum(len(slot.pids) - 1 for slot in self.slots)
 
 
-def _executed(study: str, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _executed(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start a worker in a fresh interpreter."""
     with log.open("ab") as output:
         # -P: a search.py in the user's folder must not take the place of this package.
         # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "search.cli", "worker", "--study", study],
+            [sys.executable, "-P", "-m", "search.cli", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -84,6 +84,7 @@ class ForkedProcess:
 
     Args:
         work: of a module, with arguments that can be pickled; it returns the exit code.
+        command: the arguments of the command line that it stands for, which runs note as theirs.
         environment: all of it.
         log: appended to.
 
@@ -91,8 +92,8 @@ class ForkedProcess:
         OSError: nothing could be forked.
     """
 
-    def __init__(self, work: Callable[[], int], environment: dict[str, str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(work, environment, str(log)))
+    def __init__(self, work: Callable[[], int], command: list[str], environment: dict[str, str], log: Path) -> None:
+        self._process = _context.Process(target=_run, args=(work, command, environment, str(log)))
         with _no_main():
             self._process.start()
         assert self._process.pid is not None
@@ -124,12 +125,13 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def _run(work: Callable[[], int], environment: dict[str, str], log: str) -> None:
+def _run(work: Callable[[], int], command: list[str], environment: dict[str, str], log: str) -> None:
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
     os.environ.clear()
     os.environ.update(environment)
+    sys.argv[1:] = command
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # else all workers draw the same
     # What a worker starts itself, such as the processes of a data loader, is started as in any other program.

@@ -70,6 +70,10 @@ def test_two_runs_of_one_study_write_logs_of_their_own(fleet: Fleet, tmp_path: P
             assert [slot.index for slot in third.slots] == [0, 3]
 
 
+def forked(arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> ForkedProcess:
+    return ForkedProcess(partial(main, arguments), arguments, environment or dict(os.environ), log)
+
+
 def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
     while (code := process.poll()) is None:
         time.sleep(0.01)
@@ -82,11 +86,16 @@ def test_a_forked_command_is_as_one_of_its_own(tmp_path: Path) -> None:
     load_ahead(MANY)
     log = tmp_path / "log"
     environment = {**os.environ, "HPSEARCH_HOME": str(tmp_path / "nowhere"), "ONLY_HERE": "1"}
-    process = ForkedProcess(partial(main, ["worker", "--study", "s", "--lease", "0"]), environment, log)
+    process = ForkedProcess(
+        partial(main, ["worker", "--study", "s", "--lease", "0"]),
+        ["worker", "--study", "s", "--lease", "0"],
+        environment,
+        log,
+    )
     assert ended(process) == 2
     assert "--lease" in log.read_text()
     assert "ONLY_HERE" not in os.environ
-    again = ForkedProcess(partial(main, ["--help"]), environment, log)
+    again = forked(["--help"], log, environment)
     assert ended(again) == 0
     assert "Usage: hpsearch" in log.read_text()
 
@@ -104,7 +113,7 @@ def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    process = ForkedProcess(partial(main, arguments), dict(os.environ), tmp_path / "log")
+    process = forked(arguments, tmp_path / "log")
     assert ended(process) == 0, (tmp_path / "log").read_text()
 
 
@@ -149,7 +158,9 @@ def test_a_forked_worker_knows_when_its_fleet_is_killed(tmp_path: Path) -> None:
 def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
     """But for a memory allocator's (pyarrow's jemalloc), which takes care of forks itself."""
     load_ahead(MANY)
-    forked = ForkedProcess(["--help"], dict(os.environ), tmp_path / "log")  # it answers when all is loaded
+    forked = ForkedProcess(
+        partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log"
+    )  # it answers when all is loaded
     assert ended(forked) == 0
     (server,) = [one for one in psutil.Process().children() if "search.fleet.preload" in "".join(one.cmdline())]
     names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{server.pid}/task").iterdir()]
