@@ -31,7 +31,7 @@ from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.urls import build
-from tests.faults.harness import Zygote
+from tests.faults.harness import Zygote, server_in, zygotes
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
 for _name in ("COLUMNS", "LINES"):
@@ -45,35 +45,43 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take from us how our children ended
 signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
-# Stops the services of a home folder and removes it when its input closes: at the end of the tests, or when they were
-# killed, for the services would outlive them.
+# Stops the services of home folders and removes the folder they are in when its input closes: at the end of the tests,
+# or when they were killed, for the services would outlive them.
 _GUARD = """
 import shutil, sys
 from pathlib import Path
 sys.stdin.read()
 from storage.embedded.stack import down
-home = Path(sys.argv[1])
-down(home)
-shutil.rmtree(home.parent, ignore_errors=True)
+homes = [Path(home) for home in sys.argv[1:]]
+for home in homes:
+    down(home)
+shutil.rmtree(homes[0].parent, ignore_errors=True)
 """
 
 
 @contextmanager
 def guarded_home() -> Iterator[Path]:
     """Yield a path for a home folder, whose services are stopped however the tests end."""
-    parent = Path(tempfile.mkdtemp(prefix="hpsearch-test-")).resolve()
-    parent.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
-    home = parent / "home"
-    guard = subprocess.Popen([sys.executable, "-c", _GUARD, home], stdin=subprocess.PIPE, start_new_session=True)
+    with guarded_folder("home") as folder:
+        yield folder / "home"
+
+
+@contextmanager
+def guarded_folder(*homes: str) -> Iterator[Path]:
+    """Yield a folder, of which these are to be home folders; it goes in the end, when their services are stopped."""
+    folder = Path(tempfile.mkdtemp(prefix="hpsearch-test-")).resolve()
+    folder.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
+    command = [sys.executable, "-c", _GUARD, *(folder / home for home in homes)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        yield home
+        yield folder
     finally:
         guard.communicate()
     assert guard.returncode == 0
 
 
-# The homes of the services that all processes of a run share: each starts what it needs first and nobody else has.
-_SHARED = pytest.StashKey[tuple[Path, Path]]()
+# The folder of the services that all processes of a run share: each starts what it needs first.
+_SHARED = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,21 +95,24 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("hpsearch", deadline=None, max_examples=600 if config.getoption("--soak") else 100)
     settings.load_profile("hpsearch")
     if given := getattr(config, "workerinput", {}).get("shared"):
-        config.stash[_SHARED] = (Path(given[0]), Path(given[1]))
+        config.stash[_SHARED] = Path(given)
         return
-    homes = ExitStack()
-    config.add_cleanup(homes.close)
-    config.stash[_SHARED] = (homes.enter_context(guarded_home()), homes.enter_context(guarded_home()))
+    shared = ExitStack()
+    config.add_cleanup(shared.close)
+    parent = shared.enter_context(guarded_folder("stack", "postgres"))
+    shared.enter_context(zygotes(parent / "zygote"))
+    config.stash[_SHARED] = parent
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a process of pytest-xdist where they are."""
-    node.workerinput["shared"] = [str(home) for home in node.config.stash[_SHARED]]
+    node.workerinput["shared"] = str(node.config.stash[_SHARED])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was not asked for."""
+    """Leave out what was not asked for, and put last what only needs a stack that others start."""
+    items.sort(key=lambda item: "own_stack" in getattr(item, "fixturenames", ()))
     left_out = [item for item in items if not _is_wanted(config, item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -120,7 +131,7 @@ def _is_quick(item: pytest.Item) -> bool:
     )
 
 
-_SLOW = {"stack", "own_stack", "guarded_homes", "fresh_home", "postgres_server"}
+_SLOW = {"stack", "own_home", "guarded_homes", "zygote", "fresh_home", "postgres_server"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -137,14 +148,28 @@ def _no_settings_of_the_user() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedded.StackInfo:
     """The whole embedded stack, shared by all tests: leave no study behind that another test could trip over."""
-    return embedded.up(pytestconfig.stash[_SHARED][0])
+    return embedded.up(pytestconfig.stash[_SHARED] / "stack")
 
 
 @pytest.fixture(scope="session")
-def own_stack(_no_settings_of_the_user: None) -> Iterator[embedded.StackInfo]:
-    """Another stack, for the tests that break its services: all in one group of pytest-xdist, one after another."""
-    with guarded_home() as home:
-        yield embedded.up(home)
+def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
+    """The home of another stack, for the tests that break it: all in one group of pytest-xdist, one after another.
+
+    It has spaces and a long path, and each test finds its stack in whatever state the last one left it.
+    """
+    with guarded_home() as fresh:
+        home = fresh / ("a long path " * 10).strip() / "home"
+        home.parent.mkdir(parents=True)
+        for folder in (fresh, *fresh.rglob("*")):
+            folder.chmod(0o755)
+        yield home
+        embedded.down(home)
+
+
+@pytest.fixture
+def own_stack(own_home: Path) -> embedded.StackInfo:
+    """The stack in `own_home`, running. Who asks for it comes after the tests of how it is started."""
+    return embedded.up(own_home)
 
 
 @dataclass
@@ -181,7 +206,7 @@ class PostgresServer:
 @pytest.fixture(scope="session")
 def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> PostgresServer:
     """A Postgres without the rest of the stack, shared by all tests: it is there in two seconds."""
-    home = pytestconfig.stash[_SHARED][1]
+    home = pytestconfig.stash[_SHARED] / "postgres"
     with FileLock(home.with_suffix(".lock")):
         known = home / "server.json"
         if known.exists():
@@ -207,9 +232,11 @@ def _databases(admin: str) -> Databases:
 
 
 @pytest.fixture(scope="session")
-def zygote(_no_settings_of_the_user: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """A process that has all libraries loaded, and forks commands."""
-    made = Zygote(tmp_path_factory.mktemp("zygote") / "log")
+def zygote(
+    _no_settings_of_the_user: None, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Zygote]:
+    """A process that has all libraries loaded, and forks commands; shared by all tests."""
+    made = Zygote(server_in(pytestconfig.stash[_SHARED] / "zygote"), tmp_path_factory.mktemp("zygote"))
     yield made
     made.close()
 

@@ -136,7 +136,9 @@ def test_signals_reach_the_command(installed: Clone) -> None:
     assert process.returncode == 7
 
 
-def test_extras_are_added_for_their_verbs_and_kept(clone: Clone) -> None:
+def test_extras_are_added_for_their_verbs_and_kept_and_a_clone_that_moved_is_installed_again(
+    clone: Clone, tmp_path: Path
+) -> None:
     (clone.root / "test_one.py").write_text("")
     tested = clone.run("test", "-q")
     assert "No module named pytest" in tested.stderr  # the tiny clone has none: pytest was what it came to
@@ -146,15 +148,6 @@ def test_extras_are_added_for_their_verbs_and_kept(clone: Clone) -> None:
     assert (clone.venv / "hpsearch.stamp").read_text().splitlines()[-1] == "lint test"
     assert clone.run("lint", "--fix").returncode == 2
 
-
-def test_what_changed_and_a_clone_that_moved_are_installed_again(clone: Clone, tmp_path: Path) -> None:
-    clone.run("x")
-    for builds, name in enumerate(("constraints.txt", "pyproject.toml"), start=2):
-        with (clone.root / name).open("a") as file:
-            file.write("# changed\n")
-        assert "installed in" in clone.run("x").stderr
-        assert clone.run("x").stderr == ""
-        assert clone.builds() == builds
     clone.root = clone.root.rename(tmp_path / "elsewhere")
     moved = clone.run("x")
     assert "starting over" in moved.stderr
@@ -234,28 +227,40 @@ def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> Non
     assert clone.run("x").returncode == 0
 
 
-@pytest.mark.parametrize("way", ["environment", "file", "index"])
-def test_uv_obeys_what_is_configured_for_pip(clone: Clone, tmp_path: Path, way: str) -> None:
-    wheels = tmp_path / "some wheels" if way != "environment" else tmp_path / "wheels"
-    (clone.root / "requires.txt").write_text("onlyhere")
-    make_wheel(wheels, "onlyhere")
-    if way == "environment":
-        clone.environment |= {"PIP_NO_INDEX": "true", "PIP_FIND_LINKS": str(wheels)}
-    elif way == "file":
-        wheels = wheels.rename(tmp_path / "in-a-file")
-        (tmp_path / "pip.conf").write_text(f"[global]\nfind-links =\n    {wheels}\n[install]\nno-index = true\n")
-        clone.environment["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
-    else:
-        page = tmp_path / "simple" / "onlyhere" / "index.html"
-        page.parent.mkdir(parents=True)
-        name = "onlyhere-1.0-py3-none-any.whl"
-        page.write_text(f'<!DOCTYPE html><html><body><a href="{(wheels / name).as_uri()}">{name}</a></body></html>')
-        clone.environment["PIP_INDEX_URL"] = (tmp_path / "simple").as_uri()
-        clone.environment["PIP_EXTRA_INDEX_URL"] = (tmp_path / "simple").as_uri()
-    done = clone.run("x")
-    assert done.returncode == 0, done.stderr
-    assert "with pip" not in done.stderr
-    assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
+def test_uv_obeys_what_is_configured_for_pip_and_what_changed_is_installed_again(clone: Clone, tmp_path: Path) -> None:
+    """By the environment at first, then by a file, then by an index: each has a package that nobody else has."""
+    plain = dict(clone.environment)
+
+    def install(package: str, folder: Path, **configured: str) -> None:
+        (clone.root / "requires.txt").write_text(package)
+        make_wheel(folder, package)
+        clone.environment = plain | configured
+        done = clone.run("x")
+        assert done.returncode == 0, done.stderr
+        assert "installed in" in done.stderr
+        assert "with pip" not in done.stderr
+        assert list(clone.site_packages().glob(f"__pycache__/{package}.*.pyc")), "not compiled"
+        assert clone.run("x").stderr == ""
+
+    install("first", tmp_path / "wheels", PIP_NO_INDEX="true", PIP_FIND_LINKS=str(tmp_path / "wheels"))
+
+    change(clone.root / "constraints.txt")
+    folder = tmp_path / "in-a-file"
+    (tmp_path / "pip.conf").write_text(f"[global]\nfind-links =\n    {folder}\n[install]\nno-index = true\n")
+    install("second", folder, PIP_CONFIG_FILE=str(tmp_path / "pip.conf"))
+
+    change(clone.root / "pyproject.toml")
+    page, wheel = tmp_path / "simple" / "third" / "index.html", tmp_path / "some wheels" / "third-1.0-py3-none-any.whl"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<!DOCTYPE html><html><body><a href="{wheel.as_uri()}">{wheel.name}</a></body></html>')
+    index = (tmp_path / "simple").as_uri()
+    install("third", wheel.parent, PIP_INDEX_URL=index, PIP_EXTRA_INDEX_URL=index)
+    assert clone.builds() == 3
+
+
+def change(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("# changed\n")
 
 
 def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> None:

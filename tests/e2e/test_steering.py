@@ -53,7 +53,7 @@ def test_a_running_study_is_stopped_and_started(cli: Cli, say: Say, tmp_path: Pa
     assert "was stopped by" in cli("run", GATED, "--name", name, code=2)
     say("start", name)
     cli("run", GATED, "--name", name, "--workers", "1")
-    assert states(cli, name) == [TrialState.COMPLETE] * 3
+    assert states(cli, name) == [TrialState.COMPLETE] * 2
 
 
 def test_a_study_is_extended_while_it_runs_and_when_it_is_done(cli: Cli, say: Say, tmp_path: Path) -> None:

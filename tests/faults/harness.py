@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
+from tests.faults import zygote
 from tests.faults.orders import Order, write
 
 ROOT = Path(__file__).parents[2]
@@ -74,26 +78,17 @@ class Command:
 
 
 class Zygote:
-    """Forks commands; see :mod:`tests.faults.zygote`."""
+    """Forks commands; see :mod:`tests.faults.zygote`.
 
-    def __init__(self, log: Path) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.zygote"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("wb"),
-            text=True,
-        )
-        self._log = log
-        self._codes: dict[int, int] = {}
+    Args:
+        server: where the server listens.
+        folder: of the outputs of commands that are given no other place.
+    """
+
+    def __init__(self, server: str, folder: Path) -> None:
+        self._server = zygote.Server(server)
+        self._folder = folder
+        self._processes: dict[int, BaseProcess] = {}
         self._numbers = itertools.count()
 
     def start(
@@ -104,18 +99,23 @@ class Zygote:
         *,
         puppet: bool = True,
         cwd: Path = ROOT,
-        input: Path | None = None,  # noqa: A002 as subprocess names it
+        input: Path = Path(os.devnull),  # noqa: A002 as subprocess names it
         alone: bool = False,
     ) -> int:
-        """Fork a command and return its process id."""
-        more = {"alone": alone} if input is None else {"alone": alone, "input": str(input)}
-        pid = int(self.ask(start=arguments, environment=environment, log=str(log), puppet=puppet, cwd=str(cwd), **more))
-        self._codes.pop(pid, None)
-        return pid
+        """Fork a command and return its process id; see :func:`tests.faults.zygote.become`."""
+        if not log.exists():
+            log.touch()
+        if not alone:  # the server may have been started with another
+            environment = {"HPSEARCH_HOME": os.environ.get("HPSEARCH_HOME", ""), **environment}
+        told = {"start": arguments, "environment": environment, "puppet": puppet, "alone": alone}
+        process = self._server.fork({**told, "log": str(log), "cwd": str(cwd), "input": str(input)})
+        assert process.pid is not None
+        self._processes[process.pid] = process
+        return process.pid
 
     def command(self, arguments: list[str], *, cwd: Path = ROOT) -> Command:
         """Start a command of the product's."""
-        log = self._log.with_name(f"{next(self._numbers)}.log")
+        log = self._folder / f"{next(self._numbers)}.log"
         return Command(self, self.start(arguments, {}, log, puppet=False, cwd=cwd), log)
 
     def python(self, program: str, *arguments: str | Path) -> Command:
@@ -124,26 +124,48 @@ class Zygote:
 
     def exit_code(self, pid: int) -> int | None:
         """How a command ended; None while it runs."""
-        self._codes |= {int(ended): code for ended, code in self.ask(reap=True).items()}
-        return self._codes.get(pid)
-
-    def ask(self, **told: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, self._log.read_text()
-        return json.loads(answer)
+        return self._processes[pid].exitcode
 
     def undisturbed(self, n_trials: int, path: Path) -> list[list[float]]:
         """Return the values of the first trials of any study, an epoch each, trained alone and without a service."""
-        pid = self.start(["undisturbed", str(n_trials), str(path)], {}, self._log)
-        wait_for(lambda: self.exit_code(pid) is not None, "the undisturbed runs")
+        said, _ = self.command(["undisturbed", str(n_trials), str(path)]).communicate()
+        assert path.exists(), said
         return [[float.fromhex(value) for value in trial] for trial in json.loads(path.read_text())]
 
     def close(self) -> None:
-        self._process.communicate()
+        """End what still runs."""
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+
+
+@contextmanager
+def zygotes(folder: Path) -> Iterator[Callable[[], str]]:
+    """Yield what returns where the server listens, and starts it first if need be; it ends with this block.
+
+    Args:
+        folder: whose other users are other processes of the same run of tests.
+    """
+    folder.mkdir(exist_ok=True)
+    os.mkfifo(folder / "alive")
+    held = os.open(folder / "alive", os.O_RDWR)
+    try:
+        yield lambda: server_in(folder)
+    finally:
+        os.close(held)
+
+
+def server_in(folder: Path) -> str:
+    """Return where the server of this folder listens; start it unless somebody did."""
+    alive, known = folder / "alive", folder / "known"
+    with FileLock(folder / "lock"):
+        if not known.exists():
+            command = [sys.executable, "-m", "tests.faults.zygote", alive, known]
+            null = subprocess.DEVNULL
+            subprocess.Popen(command, cwd=ROOT, stdin=null, stdout=null, stderr=null, start_new_session=True)
+            wait_for(known.exists, "the server that commands are forked from")
+    return str(json.loads(known.read_text()))
 
 
 @dataclass

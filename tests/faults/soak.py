@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wait_for, wire
+from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wait_for, wire, zygotes
 from tests.faults.invariants import assert_whole
 
 # A fault, and how often it is chosen.
@@ -138,10 +139,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--period", type=float, default=1.0)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hpsearch-soak-") as name:
+    with tempfile.TemporaryDirectory(prefix="hpsearch-soak-") as name, ExitStack() as shared:
         folder = Path(name).resolve()
         folder.chmod(0o755)
-        zygote = Zygote(folder / "zygote.log")
+        zygote = Zygote(shared.enter_context(zygotes(folder / "zygote"))(), folder)
         info = stack.up(folder / "stack")
         server = Breakable.started(folder / "postgres")
         try:

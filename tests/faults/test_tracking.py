@@ -40,7 +40,7 @@ class Server:
 @pytest.fixture
 def server(own_stack: embedded.StackInfo, arena: Arena) -> Iterator[Server]:
     """The server of the arena."""
-    found = Server(embedded.up(own_stack.home))
+    found = Server(own_stack)
     arena.tracking_uri = found.uri
     yield found
     found.start()

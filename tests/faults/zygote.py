@@ -1,35 +1,120 @@
-"""A process that has imported everything and forks workers: a worker costs milliseconds, not seconds, to start.
+"""A process that has imported everything and forks commands: a command costs milliseconds, not seconds, to start.
 
-Told by lines of JSON on its input: `{"start": [arguments], "environment": {}, "log": PATH}` is answered by the process
-id, `{"reap": true}` by the exit statuses of those that ended meanwhile. When its input closes, it kills what is left.
-With `"puppet": false` the command is the product's as it is, in the folder `"cwd"` and on the input `"input"`; it may
-also be `-c` with a program, as of Python. With `"alone"` the environment that is given is all of it.
-The server that a fleet forks its workers from is another 7 s of imports: all commands of a zygote share one.
+It is the server of :mod:`multiprocessing` that a fleet forks its workers from, with more loaded, and all processes of a
+run of tests share it, and so do the fleets of the commands: to load it takes 10 s of a core, and a fleet 10 s more.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
-import io
+import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from itertools import pairwise
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from search.fleet.cores import cores
-from search.fleet.forking import load_ahead
+ROOT = Path(__file__).parents[2]
+_context = multiprocessing.get_context("forkserver")
+
+
+# --- the process that starts the server, and ends it ---
+
+
+def keep(alive: Path, known: Path) -> None:
+    """Start the server, write down where it listens, and go when nobody writes to the pipe `alive` any more."""
+    os.environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    _context.set_forkserver_preload(["search.fleet.preload", "tests.faults.warm"])
+    forkserver.ensure_running()
+    new = known.with_suffix(".new")
+    new.write_text(json.dumps(forkserver._forkserver._forkserver_address))  # type: ignore[attr-defined]
+    new.rename(known)
+    alive.read_bytes()
+
+
+# --- in the tests ---
+
+
+class Server(forkserver.ForkServer):
+    """The server as one who did not start it sees it."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        self._forkserver_alive_fd = os.pipe()[1]  # who started it keeps it alive
+
+    def ensure_running(self) -> None:
+        """It runs, or connecting will fail."""
+
+    def fork(self, told: dict[str, Any]) -> BaseProcess:
+        """Start a command."""
+        process = _context.Process(target=become, args=({**told, "server": self._forkserver_address},))
+        before = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = self.connect_to_new_process
+        try:
+            process.start()
+        finally:
+            forkserver.connect_to_new_process = before
+        return process
+
+
+# --- in the process of a command ---
+
+
+def become(told: dict[str, Any]) -> None:
+    """Be a command to the end.
+
+    Args:
+        told: `start`, its arguments; `environment`, which is added, or with `alone` is all of it; `cwd`, `input` and
+            `log`. With `puppet` it obeys orders; else it is the product's as it is, or of Python, which `-c` begins.
+    """
+    try:
+        os.setsid()
+        if sys.platform == "linux":  # who started it may be killed, and it is to end with the tests
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if told["alone"]:
+            os.environ.clear()
+        os.environ.update(told["environment"])
+        log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdin = Path(told["input"]).open()  # noqa: SIM115 for as long as the process lives
+        multiprocessing.set_start_method(None, force=True)  # of what the command starts itself
+        server = Server(told["server"])  # its fleet's as well
+        forkserver.ensure_running = server.ensure_running
+        forkserver.connect_to_new_process = server.connect_to_new_process
+        os.chdir(told["cwd"])
+        code = run(told["start"], puppet=told["puppet"])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:  # a forked child must not go on as its parent
+        traceback.print_exc()
+        code = 70
+    leave(code)
+
+
+def run(start: list[str], *, puppet: bool) -> int:
+    """Run what is to be started, and return its exit code."""
+    if start[0] == "undisturbed":
+        return undisturbed(int(start[1]), Path(start[2]))
+    if start[0] == "-c":
+        return program(start)
+    if not puppet:
+        return command_line(start)
+    from tests.faults import puppet as puppets
+
+    return puppets.main(start)
 
 
 def leave(code: int) -> None:
-    """End a forked child as an interpreter ends, but for taking every imported module apart: that costs seconds."""
+    """End as an interpreter ends, but for taking every imported module apart: that costs seconds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -37,69 +122,12 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def serve() -> None:
-    """Answer until the input closes."""
-    children: set[int] = set()
-    for line in sys.stdin:
-        told = json.loads(line)
-        answer: Any
-        if "start" in told:
-            if has_fleet(told["start"]):
-                load_ahead(cores())
-            if (pid := os.fork()) == 0:
-                try:
-                    code = become(told)
-                except BaseException:  # a forked child must not go on as its parent
-                    traceback.print_exc()
-                    code = 70
-                leave(code)
-            children.add(pid)
-            answer = pid
-        else:
-            answer = {}
-            while children:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                children.discard(pid)
-                answer[pid] = os.waitstatus_to_exitcode(status)
-        print(json.dumps(answer), flush=True)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-
-
-def become(told: dict[str, Any]) -> int:
-    os.setsid()
-    if told.get("alone"):
-        os.environ.clear()
-    os.environ.update(told["environment"])
-    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    null = os.open(told.get("input", os.devnull), os.O_RDONLY)
-    for target, source in ((0, null), (1, log), (2, log)):
-        os.dup2(source, target)
-    if told["start"][0] == "undisturbed":
-        return undisturbed(int(told["start"][1]), Path(told["start"][2]))
-    if has_fleet(told["start"]):
-        use_parents_server()
-    if told["start"][0] == "-c":
-        return program(told["start"])
-    if not told["puppet"]:
-        return command_line(told["start"], told["cwd"])
-    from tests.faults import puppet
-
-    return puppet.main(told["start"])
-
-
-def command_line(arguments: list[str], cwd: str) -> int:
+def command_line(arguments: list[str]) -> int:
     """Run the product's command line as it is."""
     from search.cli import main
 
-    os.chdir(cwd)
     sys.argv[1:] = arguments
-    try:
-        main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    main()
     raise AssertionError("it ends by exiting")
 
 
@@ -109,16 +137,6 @@ def program(arguments: list[str]) -> int:
     sys.argv[:] = ["-c", *rest]
     exec(code, {"__name__": "__main__"})
     return 0
-
-
-def has_fleet(arguments: list[str]) -> bool:
-    """Whether a command is going to start workers of its own."""
-    return arguments[0] in {"run", "finalists"} and ("--workers", "0") not in pairwise(arguments)
-
-
-def use_parents_server() -> None:
-    """Fork workers from the zygote's server; to look whether it runs, as is done, takes the one who started it."""
-    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
 def undisturbed(n_trials: int, path: Path) -> int:
@@ -143,37 +161,5 @@ def undisturbed(n_trials: int, path: Path) -> int:
     return 0
 
 
-# What workers import, some of it late: the deterministic switch alone takes torch's compiler, 2.7 s of imports.
-MODULES = (
-    *("mlflow.pytorch", "optuna_dashboard", "sklearn.datasets", "torch._inductor", "torchmetrics", "psycopg2"),
-    *("fsspec.implementations.local", "search.publish.study", "search.worker.join", "search.run.search", "search.cli"),
-    *("torch.export._trace", "torch.export.pt2_archive._package", "sklearn.model_selection", "yaml"),
-    *("matplotlib.figure", "matplotlib.backends.backend_agg", "sqlalchemy.dialects.postgresql.psycopg2"),
-)
-
-
-def warm_up() -> None:
-    """Do once what each command would do again: build the command line, find the fonts of a plot."""
-    import typer
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from search.cli import app
-
-    typer.main.get_command(app)
-    figure = Figure()
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.semilogy([1.0, 1000.0], label="a")
-    axes.legend(fontsize="small")
-    figure.savefig(io.BytesIO())
-
-
 if __name__ == "__main__":
-    for name in MODULES:
-        importlib.import_module(name)
-    warm_up()
-    assert threading.active_count() == 1, "a fork of a process with threads is not to be trusted"
-    gc.collect()
-    gc.freeze()  # a collection in a child would copy every page
-    serve()
+    keep(Path(sys.argv[1]), Path(sys.argv[2]))

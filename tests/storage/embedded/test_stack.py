@@ -10,9 +10,8 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlflow
 import optuna
@@ -39,20 +38,13 @@ print(up(Path(sys.argv[1]), progress=lambda line: print(line, flush=True)).track
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
 
 
-# Each test of `home` finds it as the one before left it.
-pytestmark = pytest.mark.xdist_group("stack")
+# With the other tests that break it: each finds the stack of `own_home` as the one before left it.
+pytestmark = pytest.mark.xdist_group("faults")
 
 
-@pytest.fixture(scope="module")
-def home(guarded_homes: Any) -> Iterator[Path]:
-    """A home with spaces and a long path, whose stack each test finds in whatever state the last one left it."""
-    with guarded_homes() as fresh:
-        home = fresh / ("a long path " * 10).strip() / "home"
-        home.parent.mkdir(parents=True)
-        for folder in (fresh, *fresh.rglob("*")):
-            folder.chmod(0o755)
-        yield home
-        down(home)
+@pytest.fixture
+def home(own_home: Path) -> Path:
+    return own_home
 
 
 def _pids(home: Path) -> dict[str, int | None]:
@@ -104,14 +96,40 @@ def test_down_and_status_on_nothing(tmp_path: Path) -> None:
     assert not home.exists()
 
 
+def test_starters_killed_at_every_step_then_four_at_once(home: Path) -> None:
+    """Of a home that nobody has used yet."""
+    for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
+        (starter,) = _starters(home, 1)
+        assert starter.stdout
+        assert any(step in line for line in starter.stdout), f"{step!r} was never reached"
+        starter.kill()
+        starter.communicate()
+
+    starters = _starters(home, 4)
+    output = [starter.communicate() for starter in starters]
+
+    assert [starter.returncode for starter in starters] == [0] * 4, output
+    assert len({out.splitlines()[-1] for out, _ in output}) == 1
+    processes = _processes(home)
+    assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
+    assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
+    assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
+    stack = info(home)
+    assert stack
+    _works(stack)
+
+
+def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _UP, str(home)]
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(number)]
+
+
 def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    stack = up(home, progress=lines.append)
-    assert lines
+    stack = up(home)
     assert _states(home) == dict.fromkeys(_NAMES, "running")
     _works(stack)
 
-    lines.clear()
     before = _pids(home)
     assert up(home, progress=lines.append) == info(home) == stack
     assert (lines, _pids(home)) == ([], before)
@@ -153,18 +171,18 @@ def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
     assert stack.storage_url != stack.owner_url
 
 
-@pytest.mark.parametrize("name", ["Postgres", "Optuna dashboard"])  # MLflow: where it cannot start, below
-def test_a_service_killed_with_sigkill_is_started_again(home: Path, name: str) -> None:
+def test_a_service_killed_with_sigkill_is_started_again(home: Path) -> None:
+    """One of those that speak HTTP: where it cannot start, below."""
     stack = up(home)
     before = _pids(home)
-    _kill(home, name)
+    _kill(home, "Postgres")
     assert info(home) is None
-    assert _states(home)[name] == "dead"
-    _is_started_again(stack, name, before)
+    assert _states(home)["Postgres"] == "dead"
+    assert up(home) == stack  # at the same addresses
+    _was_started_again(stack, "Postgres", before)
 
 
-def _is_started_again(stack: StackInfo, name: str, before: dict[str, int | None]) -> None:
-    assert up(stack.home) == stack  # at the same addresses
+def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None]) -> None:
     after = _pids(stack.home)
     assert after.pop(name) != before.pop(name)
     assert after == before  # the others were adopted
@@ -200,33 +218,10 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
 
 
-def test_a_service_that_cannot_start_says_why_and_is_started_again_when_it_can(home: Path) -> None:
-    stack, before = up(home), _pids(home)
-    port = stack.storage_url.rsplit(":", 1)[1].split("/")[0]
-    password = (home / "postgres" / "password").read_text()
-    connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
-    with connection, connection.cursor() as cursor:
-        cursor.execute("SELECT version_num FROM alembic_version")
-        (revision,) = cursor.fetchone() or ("",)
-        cursor.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
-    _kill(home, "MLflow")
-    try:
-        with pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised:
-            up(home)
-        assert "\n" not in str(raised.value)
-        assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
-    finally:
-        with connection, connection.cursor() as cursor:
-            cursor.execute("UPDATE alembic_version SET version_num = %s", (revision,))
-        connection.close()
-    begun = EmbeddedStack(home, load(home) or State())
-    begun.mlflow.begin(begun.state.postgres.port or 0)
-    assert _states(home)["MLflow"] == "starting"  # it takes its time
-    _is_started_again(stack, "MLflow", before)
-
-
-def test_ids_that_others_have_now_are_left_alone_and_ports_are_kept_if_free(home: Path) -> None:
+def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start_says_why(home: Path) -> None:
+    """All are killed; then one cannot start, and is started again alone as soon as it can."""
     stack = up(home)
+    revision = _set_mlflows_revision(stack, "451aebb31d03")
     for name in _NAMES:
         _kill(home, name)
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -243,57 +238,42 @@ def test_ids_that_others_have_now_are_left_alone_and_ports_are_kept_if_free(home
         down(home)
         assert bystander.poll() is None
         taken = int(stack.dashboard_url.rsplit(":", 1)[1])
-        with socket.create_server(("127.0.0.1", taken)):
-            again = up(home)
-        assert again.dashboard_url != stack.dashboard_url
-        assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url)
-        _works(again)
+        with (
+            socket.create_server(("127.0.0.1", taken)),
+            pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised,
+        ):
+            up(home)
+        assert "\n" not in str(raised.value)
+        assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
         assert bystander.poll() is None
         assert bystander.pid not in _pids(home).values()
     finally:
         bystander.communicate(b"\n")
+    _set_mlflows_revision(stack, revision)
+    before = _pids(home)
+    begun = EmbeddedStack(home, load(home) or State())
+    begun.mlflow.begin(begun.state.postgres.port or 0)
+    assert _states(home)["MLflow"] == "starting"  # it takes its time
+    again = up(home)
+    assert again.dashboard_url != stack.dashboard_url
+    assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url), "ports are kept if free"
+    _was_started_again(again, "MLflow", before)
 
 
-def test_down_finds_what_a_lost_state_file_knew(home: Path) -> None:
-    up(home)
-    (home / "stack.json").unlink()
-    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
-    assert _processes(home) == []
+def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
+    """Make MLflow take its tables for those of another release; return which they were of."""
+    port = stack.storage_url.rsplit(":", 1)[1].split("/")[0]
+    password = (stack.home / "postgres" / "password").read_text()
+    connection = psycopg2.connect(f"postgresql://postgres:{password}@127.0.0.1:{port}/mlflow")
+    with connection, connection.cursor() as cursor:
+        cursor.execute("SELECT version_num FROM alembic_version")
+        ((before,),) = cursor.fetchall()
+        cursor.execute("UPDATE alembic_version SET version_num = %s", (revision,))
+    connection.close()
+    return str(before)
 
 
-def test_starters_killed_at_every_step_then_four_at_once_and_down(fresh_home: Path) -> None:
-    for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
-        (starter,) = _starters(fresh_home, 1)
-        assert starter.stdout
-        assert any(step in line for line in starter.stdout), f"{step!r} was never reached"
-        starter.kill()
-        starter.communicate()
-
-    starters = _starters(fresh_home, 4)
-    output = [starter.communicate() for starter in starters]
-
-    assert [starter.returncode for starter in starters] == [0] * 4, output
-    assert len({out.splitlines()[-1] for out, _ in output}) == 1
-    processes = _processes(fresh_home)
-    assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
-    assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
-    assert len([one for one in processes if Path(one.cmdline()[0]).name == "postgres"]) == 1
-    stack = info(fresh_home)
-    assert stack
-    _works(stack)
-
-    assert [line.split(" (")[0] for line in down(fresh_home)] == _NAMES[::-1]
-    assert _processes(fresh_home) == []
-    assert down(fresh_home) == []
-    assert _states(fresh_home) == dict.fromkeys(_NAMES, "stopped")
-    assert info(fresh_home) is None
-
-
-def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _UP, str(home)]
-    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(number)]
-
-
+@pytest.mark.soak  # where the tests run as root; elsewhere every test of a stack is this one
 def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     login = ordinary_user.own(open_folder / "a login")
     home = login / ".local" / "share" / "hpsearch"
@@ -313,3 +293,13 @@ def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> 
         stopped = ordinary_user.python(stop, home, HOME=str(login))
     assert stopped.stdout.count("process") == 3
     assert _processes(home) == []
+
+
+def test_down_stops_everything_and_finds_what_a_lost_state_file_knew(own_stack: StackInfo) -> None:
+    home = own_stack.home
+    (home / "stack.json").unlink()
+    assert [line.split(" (")[0] for line in down(home)] == _NAMES[::-1]
+    assert _processes(home) == []
+    assert down(home) == []
+    assert _states(home) == dict.fromkeys(_NAMES, "stopped")
+    assert info(home) is None

@@ -20,6 +20,14 @@ needs_headers = pytest.mark.skipif(
 )
 
 
+def _without_cpp(monkeypatch):
+    """Leaves out what is torch's alone: a library made of the graphs, which takes a C++ compiler 15 s."""
+    import torch._inductor.compile_fx
+    from torch._dynamo.backends.debugging import aot_eager
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+
+
 def _fit(objective, config, epochs=2):
     return Trainer(objective, config, epochs=epochs, seed=0).fit()
 
@@ -67,8 +75,12 @@ def test_channels_last_reaches_the_convolutions_and_not_the_result():
     assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
 
 
-@needs_headers
-def test_a_model_is_compiled_when_asked_for(wine):
+@pytest.mark.parametrize(
+    "backend", ["traced alone", pytest.param("compiled to C++", marks=[needs_headers, pytest.mark.soak])]
+)
+def test_a_model_is_compiled_when_asked_for(wine, monkeypatch, backend):
+    if backend == "traced alone":
+        _without_cpp(monkeypatch)
     plain = _fit(wine, TrainConfig(batch_size=16), epochs=3)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -128,8 +140,9 @@ def test_peak_memory_is_recorded_on_a_gpu(wine):
     assert result.history[0].metrics["peak_memory_bytes"] > 0
 
 
-@needs_headers
 def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch, tmp_path):
+    _without_cpp(monkeypatch)
+
     class Stopping(LocalSession):
         def report(self, record):
             super().report(record)

@@ -1,0 +1,36 @@
+"""Loaded by the server that commands are forked from (tests.faults.zygote): what each would load and do anew."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+
+import typer
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from search.cli import app
+
+for _name in (
+    *(
+        "search.publish.study",
+        "search.run.search",
+        "optuna_dashboard",
+        "psycopg2",
+        "sqlalchemy.dialects.postgresql.psycopg2",
+    ),
+    *("fsspec.implementations.local", "tests.faults.puppet", "tests.faults.zygote"),
+):
+    importlib.import_module(_name)
+
+# The command line, the fonts of a plot, and the formulas of its powers of ten.
+typer.main.get_command(app)
+_figure = Figure()
+FigureCanvasAgg(_figure)
+_axes = _figure.add_subplot()
+_axes.semilogy([1.0, 1000.0], label="a")
+_axes.legend(fontsize="small")
+_figure.savefig(io.BytesIO())
+
+gc.freeze()  # a collection in a child would copy every page
