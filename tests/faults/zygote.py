@@ -144,8 +144,8 @@ def undisturbed(n_trials: int, path: Path) -> int:
     import optuna
 
     from objectives.training import Trainer
+    from search.samplers.random import Random
     from search.sampling.seeds import derive_seed, make_sampler
-    from search.spec.spec import Random
     from tests.faults.scripted import EPOCHS, Scripted
 
     values = []
