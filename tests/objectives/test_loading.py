@@ -136,7 +136,7 @@ def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
         ("import sys\nsys.exit(3)\n", "mine.py:2: SystemExit: 3"),
         ("raise RuntimeError('two\\nlines')\n", "mine.py:1: RuntimeError: two"),
         ("import wrong_neighbour\n", "wrong_neighbour.py:2: SyntaxError"),
-        ("from objectives.training import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1.0"),
+        ("from objectives.training import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1"),
     ],
 )
 @pytest.mark.parametrize("reference", ["mine.py", "mine:Mine"])

@@ -156,7 +156,7 @@ def test_an_error_of_augmentation_is_told_in_a_line_with_its_place(objective_wit
     def augment(x):
         return x @ torch.zeros(2, 2)
 
-    with pytest.raises(ObjectiveError, match=r"test_feed.py:\d+: RuntimeError: mat1 and mat2") as caught:
+    with pytest.raises(ObjectiveError, match=r"test_batches.py:\d+: RuntimeError: mat1 and mat2") as caught:
         _fit(objective_with(augment=lambda *_: augment), workers)
     assert "\n" not in str(caught.value)
 
