@@ -104,9 +104,6 @@ class Killed(LocalSession):
         return verdict
 
 
-run_dir_module.curves = run_dir_module.gradient_flow = lambda *_args, **_kwargs: None  # half of such a short run
-
-
 def train(name, session, result_file):
     """Trains to the end and leaves what a run comes to, to the last bit."""
     result = Trainer(Augmented(), CONFIGS[name], epochs=EPOCHS, seed=11, split_seed=5, session=session).fit()
@@ -127,6 +124,7 @@ def in_a_process_of_its_own(name, session, result_file):
 def main(name, folder):
     """Prints a line of JSON: how the killed children ended, and whether the last one came to the same."""
     torch.set_num_threads(1)
+    run_dir_module.curves = run_dir_module.gradient_flow = lambda *_args, **_kwargs: None  # half of such a short run
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     undisturbed = folder / "undisturbed.json"
