@@ -78,7 +78,7 @@ def become(told: dict[str, Any]) -> None:
     """
     try:
         os.setsid()
-    logging.getLogger().handlers.clear()  # a library that is loaded sets some up, which a fresh interpreter has not
+        logging.getLogger().handlers.clear()  # a library that is loaded sets some up, which a fresh interpreter has not
         if sys.platform == "linux":  # who started it may be killed, and it is to end with the tests
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if told["alone"]:
