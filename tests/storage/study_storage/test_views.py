@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optuna
+import optuna.cli
 import optuna_dashboard
 import pytest
 import sqlalchemy as sa
