@@ -27,7 +27,7 @@ from psycopg2 import sql
 from storage.database.migrate import migrate
 from storage.database.roles import OWNER, WORKER, Databases, create_databases
 from storage.embedded import stack as embedded
-from storage.embedded.postgres_account import make_folder
+from storage.embedded.postgres_account import find_folder, make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.urls import build
@@ -36,6 +36,10 @@ from tests.faults.harness import Zygote, server_in, zygotes
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+
+# Threads that share a core with those of the other process of pytest-xdist spin while they wait for each other, and so
+# take half as much again for the same work. The zygote has one thread too; a fleet divides the cores itself.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 # A suite in the background of a script, or under nohup, is started with signals ignored, and what it starts would be
 # too. It goes on ignoring them, by a function; children begin with the system's defaults, as those of a terminal do.
@@ -148,7 +152,16 @@ def _no_settings_of_the_user() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedded.StackInfo:
     """The whole embedded stack, shared by all tests: leave no study behind that another test could trip over."""
-    return embedded.up(pytestconfig.stash[_SHARED] / "stack")
+    home = pytestconfig.stash[_SHARED] / "stack"
+    with FileLock(home.with_suffix(".lock")):
+        first = not home.exists()
+        made = embedded.up(home)
+        if first:
+            folder = find_folder(home)
+            assert folder is not None
+            server = Server(folder, home / "logs" / "postgres.log")
+            forget_power_cuts(_admin_url(server, server.port()))
+        return made
 
 
 @pytest.fixture(scope="session")
@@ -194,13 +207,33 @@ class PostgresServer:
 
     def execute(self, statement: str, *names: str) -> None:
         """Run a statement as superuser, outside of a transaction, with `{}` replaced by quoted names."""
-        connection = psycopg2.connect(self.admin_url.replace("+psycopg2", ""))
-        connection.autocommit = True
-        try:
-            with connection.cursor() as cursor:
-                cursor.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
-        finally:
-            connection.close()
+        execute(self.admin_url, sql.SQL(statement).format(*map(sql.Identifier, names)))
+
+
+def execute(url: str, *statements: str | sql.Composable) -> None:
+    """Run statements, each in a transaction of its own."""
+    connection = psycopg2.connect(url.replace("+psycopg2", ""))
+    connection.autocommit = True
+    try:
+        with connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+    finally:
+        connection.close()
+
+
+def forget_power_cuts(admin_url: str) -> None:
+    """Let a server of the tests wait for no disk, of which a test's database costs it most.
+
+    What is written outlives its processes all the same, however they end.
+    """
+    settings = ("fsync", "full_page_writes")
+    execute(admin_url, *(f"ALTER SYSTEM SET {name} = off" for name in settings), "SELECT pg_reload_conf()")
+
+
+def _admin_url(server: Server, port: int | None) -> str:
+    url = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port or 0, database="postgres")
+    return f"{url}?sslmode=disable"
 
 
 @pytest.fixture(scope="session")
@@ -216,10 +249,8 @@ def postgres_server(_no_settings_of_the_user: None, pytestconfig: pytest.Config)
         home.chmod(0o755)
         embedded_server = Server(make_folder(home), home / "logs" / "postgres.log")
         port = embedded_server.start(None)
-        admin = build(
-            user=SUPERUSER, password=embedded_server.password, host="127.0.0.1", port=port, database="postgres"
-        )
-        admin += "?sslmode=disable"
+        admin = _admin_url(embedded_server, port)
+        forget_power_cuts(admin)
         server = PostgresServer(port, admin, _databases(admin))
         server.execute("CREATE DATABASE {} OWNER {}", server.template, OWNER)
         migrate(server.url(server.template, user=OWNER))
@@ -268,7 +299,7 @@ _numbers = itertools.count()
 
 def _database(server: PostgresServer, *, template: str) -> Iterator[str]:
     name = f"test_{os.getpid()}_{next(_numbers)}"
-    server.execute("CREATE DATABASE {} OWNER {} TEMPLATE {}", name, OWNER, template)
+    server.execute("CREATE DATABASE {} OWNER {} TEMPLATE {} STRATEGY file_copy", name, OWNER, template)
     yield name
     server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
