@@ -6,7 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -21,9 +22,8 @@ from storage.embedded.postgres_server import Server
 from storage.errors import StorageError
 
 
-@pytest.fixture
-def home(fresh_home: Path) -> Path:
-    """A home with spaces and a path beyond the 107 bytes of a socket's."""
+def _home_in(fresh_home: Path) -> Path:
+    """Make a home with spaces and a path beyond the 107 bytes of a socket's."""
     home = fresh_home / ("long path " * 12).strip() / "home"
     home.mkdir(parents=True)
     for folder in (fresh_home, *fresh_home.rglob("*")):
@@ -32,10 +32,32 @@ def home(fresh_home: Path) -> Path:
 
 
 @pytest.fixture
+def home(fresh_home: Path) -> Path:
+    return _home_in(fresh_home)
+
+
+@pytest.fixture
 def server(home: Path) -> Iterator[Server]:
+    """A server that was never started."""
     server = Server(make_folder(home), home / "postgres.log")
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def _old(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iterator[Server]:
+    with guarded_homes() as fresh_home:
+        home = _home_in(fresh_home)
+        server = Server(make_folder(home), home / "postgres.log")
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def old(_old: Server) -> Server:
+    """A running server, which the tests before have stopped, killed and started again."""
+    _old.start(None)
+    return _old
 
 
 def _answers(server: Server, port: int | None) -> bool:
@@ -79,49 +101,53 @@ def test_it_starts_stops_and_keeps_its_port_and_its_data(server: Server) -> None
         cursor.execute("SELECT count(*) FROM kept")
 
 
-def test_only_the_password_opens_it(server: Server) -> None:
-    port = server.start(None)
-    assert _answers(server, port)
+def test_only_the_password_opens_it(old: Server) -> None:
+    port = old.port()
+    assert port is not None
+    assert _answers(old, port)
     for password in ("", "wrong"):
-        assert not server.answers(user=SUPERUSER, password=password, database="postgres", port=port)
-    assert (server.folder / "password").stat().st_mode & 0o077 == 0
-    assert server.data.stat().st_mode & 0o077 == 0
-    listening = {item.laddr.ip for item in psutil.Process(server.running().pid).net_connections()}  # type: ignore[union-attr]
+        assert not old.answers(user=SUPERUSER, password=password, database="postgres", port=port)
+    assert (old.folder / "password").stat().st_mode & 0o077 == 0
+    assert old.data.stat().st_mode & 0o077 == 0
+    listening = {item.laddr.ip for item in psutil.Process(old.running().pid).net_connections()}  # type: ignore[union-attr]
     assert listening == {"127.0.0.1"}
 
 
-def test_it_is_started_again_after_sigkill(server: Server) -> None:
-    port = server.start(None)
-    client = _connect(server, port)
+def test_it_is_started_again_after_sigkill(old: Server) -> None:
+    port = old.port()
+    assert port is not None
+    client = _connect(old, port)
     client.cursor().execute("CREATE TABLE kept AS SELECT 1 AS x")
-    _kill(server)
-    assert server.running() is None
-    assert server.start(port) == port
-    with _connect(server, port).cursor() as cursor:
+    _kill(old)
+    assert old.running() is None
+    assert old.start(port) == port
+    with _connect(old, port).cursor() as cursor:
         cursor.execute("SELECT x FROM kept")
         assert cursor.fetchone() == (1,)
 
 
 @pytest.mark.parametrize("pid", ["ours", "init", "garbage"])
-def test_a_stale_pid_file_is_not_believed(server: Server, pid: str) -> None:
-    port = server.start(None)
-    pid_file = server.data / "postmaster.pid"
+def test_a_stale_pid_file_is_not_believed(old: Server, pid: str) -> None:
+    port = old.port()
+    assert port is not None
+    pid_file = old.data / "postmaster.pid"
     lines = pid_file.read_text().splitlines()
-    _kill(server)
+    _kill(old)
     lines[0] = {"ours": str(os.getpid()), "init": "1", "garbage": ""}[pid]
     pid_file.write_text("\n".join(lines) + "\n")
-    assert server.running() is None
-    assert server.adopt() is None
-    assert server.start(port) == port
-    assert _answers(server, port)
+    assert old.running() is None
+    assert old.adopt() is None
+    assert old.start(port) == port
+    assert _answers(old, port)
 
 
-def test_a_port_that_is_taken_is_left_to_who_has_it(server: Server) -> None:
+def test_a_port_that_is_taken_is_left_to_who_has_it(old: Server) -> None:
+    old.stop()
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        port = server.start(taken)
+        port = old.start(taken)
     assert port != taken
-    assert _answers(server, port)
+    assert _answers(old, port)
 
 
 def test_a_setup_that_was_killed_is_done_again(server: Server) -> None:
@@ -151,41 +177,46 @@ def test_a_folder_that_is_no_data_directory_is_left_alone(server: Server) -> Non
     assert (server.data / "letter.txt").exists()
 
 
-def test_a_lost_password_is_named(server: Server) -> None:
-    server.start(None)
-    server.stop()
-    (server.folder / "password").unlink()
+def test_a_lost_password_is_named(old: Server) -> None:
+    old.stop()
+    password = old.folder / "password"
+    kept = password.rename(password.with_name("kept"))
     with pytest.raises(StorageError, match="password of the embedded Postgres, is missing"):
-        server.start(None)
+        old.start(None)
+    kept.rename(password)
 
 
-def test_why_it_ended_is_told(server: Server) -> None:
-    server.start(None)
-    server.stop()
-    with (server.data / "postgresql.conf").open("a") as settings:
+def test_why_it_ended_is_told(old: Server) -> None:
+    old.stop()
+    conf = old.data / "postgresql.conf"
+    kept = conf.read_bytes()
+    with conf.open("a") as settings:
         settings.write("nonsense = yes\n")
     with pytest.raises(StorageError, match=r"ended at its start: .*nonsense.* \(see .*postgres\.log\)") as raised:
-        server.start(None)
+        old.start(None)
+    conf.write_bytes(kept)
     assert "\n" not in str(raised.value)
 
 
-def test_a_server_on_another_machine_is_not_joined_by_a_second(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = server.start(None)
-    pid_file = server.data / "postmaster.pid"
+def test_a_server_on_another_machine_is_not_joined_by_a_second(old: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = old.port()
+    assert port is not None
+    pid_file = old.data / "postmaster.pid"
     genuine = pid_file.read_text()
     # On a shared folder: its process id means nothing on this machine, but its lock is held.
     pid_file.write_text(genuine.replace(genuine.split("\n", 1)[0], "999999999", 1))
     monkeypatch.setattr(postgres_server, "_LOCK_TIMEOUT", 0.2)
     with pytest.raises(StorageError, match=f"still runs on {os.uname().nodename}: run hpsearch down there"):
-        server.start(port)
+        old.start(port)
     pid_file.write_text(genuine)
-    assert server.adopt() == port
+    assert old.adopt() == port
 
 
-def test_a_server_that_nobody_waited_for_is_adopted(server: Server) -> None:
+def test_a_server_that_nobody_waited_for_is_adopted(old: Server) -> None:
     """Its starter was killed before it wrote anything down; the pid file comes a moment later."""
-    port = server.start(None)
-    pid_file = server.data / "postmaster.pid"
+    port = old.port()
+    assert port is not None
+    pid_file = old.data / "postmaster.pid"
     hidden = pid_file.rename(pid_file.with_name("hidden"))
     back = subprocess.Popen(
         [sys.executable, "-c", "import os, sys; sys.stdin.read(); os.rename(*sys.argv[1:])", hidden, pid_file],
@@ -193,21 +224,22 @@ def test_a_server_that_nobody_waited_for_is_adopted(server: Server) -> None:
     )
     assert back.stdin
     back.stdin.close()
-    assert server.start(None) == port
+    assert old.start(None) == port
     back.wait()
 
 
-def test_a_server_that_is_stuck_is_replaced(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_stuck_is_replaced(old: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ADOPT_TIMEOUT", "_STOP_TIMEOUT"):
         monkeypatch.setattr(postgres_server, name, 0.2)
     monkeypatch.setattr(postgres_server, "_CONNECT_TIMEOUT", 2)
-    port = server.start(None)
-    stuck = server.running()
+    port = old.port()
+    assert port is not None
+    stuck = old.running()
     assert stuck is not None
     stuck.send_signal(signal.SIGSTOP)
-    assert server.adopt() is None
+    assert old.adopt() is None
     assert not process.is_running(stuck)
-    assert server.start(port) == port
+    assert old.start(port) == port
 
 
 def test_binaries_of_the_version_asked_for() -> None:
@@ -238,13 +270,12 @@ def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, whose Postgres runs as another user")
 class TestAsRoot:
-    def test_it_runs_as_somebody_else(self, server: Server) -> None:
-        server.start(None)
-        running = server.running()
+    def test_it_runs_as_somebody_else(self, old: Server) -> None:
+        running = old.running()
         assert running is not None
         assert running.uids().effective != 0
         assert running.gids().effective != 0
-        assert server.data.stat().st_uid == running.uids().effective
+        assert old.data.stat().st_uid == running.uids().effective
 
     def test_a_home_that_nobody_else_can_enter(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         outside = home.parent / "outside"
@@ -282,11 +313,10 @@ class TestAsRoot:
         with pytest.raises(StorageError, match="may not execute"):
             reachable(Binaries(hidden.bin, hidden.version, None), account, home)
 
-    def test_data_stays_with_who_owns_it(self, server: Server) -> None:
-        server.start(None)
-        server.stop()
-        owner = find_account(server.data)
-        assert (owner.uid, owner.switch) == (server.data.stat().st_uid, True)
+    def test_data_stays_with_who_owns_it(self, old: Server) -> None:
+        old.stop()
+        owner = find_account(old.data)
+        assert (owner.uid, owner.switch) == (old.data.stat().st_uid, True)
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
