@@ -12,7 +12,7 @@ import pytest
 from storage.embedded.stack import StackInfo
 from storage.mlflow.client import Tracking
 from storage.study_storage.opening import open_storage
-from tests.search.promotion.support import Tracked, track
+from tests.search.promotion.support import Left, Tracked, leave, track, unregister
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,27 @@ def tracking(stack: StackInfo) -> Tracking:
     return Tracking(stack.tracking_uri)
 
 
+# Trials 0 to 2 COMPLETE, the second one the best, and trial 3 PRUNED.
+_VALUES = [0.5, 0.9, 0.8, None]
+
+
+@pytest.fixture(scope="session")
+def _left(tracking: Tracking, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    return leave(tracking, tmp_path_factory.mktemp("left"), values=_VALUES)
+
+
 @pytest.fixture
-def tracked(database_url: str, tracking: Tracking, tmp_path: Path) -> Tracked:
-    """Trials 0 to 2 COMPLETE, the second one the best, and trial 3 PRUNED."""
-    return track(open_storage(database_url, application_name="test"), tracking, tmp_path, values=[0.5, 0.9, 0.8, None])
+def tracked(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Tracked]:
+    """Three COMPLETE trials, the second one the best, and a PRUNED one: their runs and models are those of all tests.
+
+    What is registered goes after the test; what it does to the runs and the models themselves stays.
+    """
+    yield track(open_storage(database_url, application_name="test"), tracking, _left)
+    unregister(tracking, _left)
+
+
+@pytest.fixture
+def own_tracked(database_url: str, tracking: Tracking, tmp_path: Path) -> Tracked:
+    """The same with runs and models of the test's own, to be removed."""
+    left = leave(tracking, tmp_path, values=_VALUES)
+    return track(open_storage(database_url, application_name="test"), tracking, left)

@@ -54,23 +54,46 @@ class Tracked:
         return self.client.get_model_version_by_alias(model or self.name, alias)
 
 
-def track(storage: PostgresStorage, tracking: Tracking, files: Path, *, values: list[float | None]) -> Tracked:
-    """Make a study of COMPLETE trials with these values, and their models; of None, a PRUNED one without a model."""
+@dataclass(frozen=True)
+class Left:
+    """What a search of such values left on the MLflow server: its run, and one for each trial."""
+
+    values: list[float | None]
+    parent: str
+    runs: list[str]
+
+
+def leave(tracking: Tracking, files: Path, *, values: list[float | None]) -> Left:
+    """Make the runs of a search and the models of its trials; those of None are without one."""
     name = f"s-{secrets.token_hex(4)}"
-    study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
-    spec = spec_of(name="median")
-    storage.set_study_user_attr(study._study_id, SPEC, {**spec.model_dump(), "name": name, "n_trials": len(values)})
-    parent = tracking.study_run(name, study._study_id, params={}, known=None)
-    storage.set_study_user_attr(study._study_id, RUN_ID, parent)
-    for number, value in enumerate(values):
-        run = tracking.create_trial_run(name, number, parent=parent, tags={})
+    parent = tracking.study_run(name, 1, params={}, known=None)
+    runs = [tracking.create_trial_run(name, number, parent=parent, tags={}) for number in range(len(values))]
+    for number, (run, value) in enumerate(zip(runs, values, strict=True)):
         if value is not None:
             _leave(tracking, run, f"{name}-{number}", files)
+    return Left(values, parent, runs)
+
+
+def track(storage: PostgresStorage, tracking: Tracking, left: Left) -> Tracked:
+    """Make a study of COMPLETE trials, and a PRUNED one for each None, that left this."""
+    name = f"s-{secrets.token_hex(4)}"
+    study = optuna.create_study(study_name=name, direction="maximize", storage=storage)
+    spec = {**spec_of(name="median").model_dump(), "name": name, "n_trials": len(left.values)}
+    storage.set_study_user_attr(study._study_id, SPEC, spec)
+    storage.set_study_user_attr(study._study_id, RUN_ID, left.parent)
+    for value, run in zip(left.values, left.runs, strict=True):
         attrs = {RUN_ID: run, REASON: "best accuracy" if value is not None else "median pruner at epoch 2"}
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
-        values_ = {} if value is None else {"value": value}
-        study.add_trial(create_trial(state=state, user_attrs=attrs, **values_))
+        values = {} if value is None else {"value": value}
+        study.add_trial(create_trial(state=state, user_attrs=attrs, **values))
     return Tracked(load_study(storage, name), tracking, name)
+
+
+def unregister(tracking: Tracking, left: Left) -> None:
+    """Remove the registered models of these runs: to the next study of theirs they would be promotions."""
+    runs = ", ".join(f"'{run}'" for run in left.runs)
+    for name in {version.name for version in tracking.client.search_model_versions(f"run_id IN ({runs})")}:
+        tracking.client.delete_registered_model(name)
 
 
 def _leave(tracking: Tracking, run_id: str, name: str, files: Path) -> None:

@@ -102,16 +102,18 @@ def test_a_trial_that_has_nothing_to_promote(tracked: Tracked) -> None:
             promote(tracked.stored, tracked.tracking, trial=number)
 
 
-def test_an_infeasible_unknown_or_modelless_trial(tracked: Tracked) -> None:
+def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
     attrs = {"hpsearch:infeasible": True, "hpsearch:reason": "NaN"}
-    tracked.storage.import_trials(tracked.stored.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)])
+    own_tracked.storage.import_trials(
+        own_tracked.stored.study_id, [create_trial(state=TrialState.PRUNED, user_attrs=attrs)]
+    )
     with pytest.raises(SearchError, match=r"^--trial 4: it is infeasible \(NaN\)"):
-        promote(tracked.stored, tracked.tracking, trial=4)
+        promote(own_tracked.stored, own_tracked.tracking, trial=4)
     with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has 0 to 4$"):
-        promote(tracked.stored, tracked.tracking, trial=9)
-    tracked.client.delete_logged_model(tracked.model_of(2))
+        promote(own_tracked.stored, own_tracked.tracking, trial=9)
+    own_tracked.client.delete_logged_model(own_tracked.model_of(2))
     with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote another trial$"):
-        promote(tracked.stored, tracked.tracking, trial=2)
+        promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 
 def test_finalists_are_promoted_by_the_study_that_they_confirm(tracked: Tracked) -> None:

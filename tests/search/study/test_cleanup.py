@@ -50,22 +50,22 @@ def files_of(stack: StackInfo, tracked: Tracked, trial: int) -> set[str]:
 
 
 def test_models_beyond_the_best_go_with_their_files(
-    tracked: Tracked, tmp_path: Path, stack: StackInfo, database_url: str
+    own_tracked: Tracked, tmp_path: Path, stack: StackInfo, database_url: str
 ) -> None:
-    (garbage,) = find(tracked, tmp_path)
+    (garbage,) = find(own_tracked, tmp_path)
     assert garbage.trials == (0, 2)
     assert garbage.size == 2 * 2 * 1000
-    assert [has_model(tracked, trial) for trial in range(3)] == [True, True, True], "finding removes nothing"
+    assert [has_model(own_tracked, trial) for trial in range(3)] == [True, True, True], "finding removes nothing"
     assert garbage.remove() == 4000
-    assert [has_model(tracked, trial) for trial in range(3)] == [False, True, False]
-    assert files_of(stack, tracked, 0) == {"config.yaml"}
-    assert files_of(stack, tracked, 1) == {"config.yaml", "best.pt"}
-    assert find(tracked, tmp_path) == []
-    again = load_study(open_storage(database_url, application_name="another process"), tracked.stored.spec.name)
+    assert [has_model(own_tracked, trial) for trial in range(3)] == [False, True, False]
+    assert files_of(stack, own_tracked, 0) == {"config.yaml"}
+    assert files_of(stack, own_tracked, 1) == {"config.yaml", "best.pt"}
+    assert find(own_tracked, tmp_path) == []
+    again = load_study(open_storage(database_url, application_name="another process"), own_tracked.stored.spec.name)
     with pytest.raises(SearchError, match=r"MLflow has no model of it \(hpsearch gc removed its model"):
-        promote(again, tracked.tracking, trial=2)
+        promote(again, own_tracked.tracking, trial=2)
     with pytest.raises(SearchError, match=r"trial 2 are not kept \(hpsearch gc removed .*nothing was opened"):
-        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), tracked.tracking)
+        open_for(again, choose_candidate(again, trial=2, unconfirmed=True), own_tracked.tracking)
 
 
 def test_what_is_registered_or_was_a_finalist_stays(tracked: Tracked, tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_what_becomes_needed_after_it_was_shown_stays(tracked: Tracked, tmp_path
 
 
 def test_what_could_not_be_removed_is_not_called_so(
-    tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
+    own_tracked: Tracked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_url: str
 ) -> None:
-    (garbage,) = find(tracked, tmp_path)
+    (garbage,) = find(own_tracked, tmp_path)
     remove, removed = RunStorage.remove, []
 
     def first_only(storage: RunStorage, kept: Kept) -> None:
@@ -100,18 +100,18 @@ def test_what_could_not_be_removed_is_not_called_so(
     monkeypatch.setattr(RunStorage, "remove", first_only)
     with pytest.raises(StorageError, match="MLflow is away"):
         garbage.remove()
-    again = load_study(open_storage(database_url, application_name="another process"), tracked.stored.spec.name)
+    again = load_study(open_storage(database_url, application_name="another process"), own_tracked.stored.spec.name)
     marked = [trial.user_attrs[RUN_ID] for trial in again.trials() if REMOVED in trial.user_attrs]
     assert marked == removed
 
 
-def test_a_removal_that_was_cut_short_is_gone_on_with(tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
-    folder = next((stack.home / "artifacts").glob(f"*/models/{tracked.model_of(0)}"))
+def test_a_removal_that_was_cut_short_is_gone_on_with(own_tracked: Tracked, tmp_path: Path, stack: StackInfo) -> None:
+    folder = next((stack.home / "artifacts").glob(f"*/models/{own_tracked.model_of(0)}"))
     shutil.rmtree(folder)  # the files are gone, the model is still listed
-    (garbage,) = find(tracked, tmp_path)
+    (garbage,) = find(own_tracked, tmp_path)
     assert garbage.trials == (0, 2)
     garbage.remove()
-    assert not has_model(tracked, 0)
+    assert not has_model(own_tracked, 0)
 
 
 @pytest.fixture
