@@ -25,6 +25,7 @@ from storage.embedded.services import EmbeddedStack
 from storage.embedded.stack import StackInfo, down, info, status, up
 from storage.embedded.state import State, load
 from storage.errors import StorageError
+from tests.faults.harness import Zygote, wait_for
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
@@ -96,20 +97,20 @@ def test_down_and_status_on_nothing(tmp_path: Path) -> None:
     assert not home.exists()
 
 
-def test_starters_killed_at_every_step_then_four_at_once(home: Path) -> None:
+def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zygote) -> None:
     """Of a home that nobody has used yet."""
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
-        (starter,) = _starters(home, 1)
-        assert starter.stdout
-        assert any(step in line for line in starter.stdout), f"{step!r} was never reached"
+        starter = zygote.python(_UP, home)
+        wait_for(lambda: starter.poll() is not None or step in starter.log.read_text(), f"{step!r}")  # noqa: B023 called at once
+        assert starter.poll() is None, f"{step!r} was never reached: {starter.log.read_text()}"
         starter.kill()
-        starter.communicate()
+        starter.wait()
 
-    starters = _starters(home, 4)
-    output = [starter.communicate() for starter in starters]
+    starters = [zygote.python(_UP, home) for _ in range(4)]
+    output = [starter.communicate()[0] for starter in starters]
 
     assert [starter.returncode for starter in starters] == [0] * 4, output
-    assert len({out.splitlines()[-1] for out, _ in output}) == 1
+    assert len({out.splitlines()[-1] for out in output}) == 1
     processes = _processes(home)
     assert len([one for one in processes if "mlflow" in one.cmdline()]) == 1
     assert len([one for one in processes if "dashboard" in one.cmdline()]) == 1
@@ -117,11 +118,6 @@ def test_starters_killed_at_every_step_then_four_at_once(home: Path) -> None:
     stack = info(home)
     assert stack
     _works(stack)
-
-
-def _starters(home: Path, number: int) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _UP, str(home)]
-    return [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(number)]
 
 
 def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
@@ -189,6 +185,7 @@ def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None
     _works(stack)
 
 
+@pytest.mark.soak  # of a small service: test_web_service.py
 def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = up(home)
     pid = _pids(home)["Optuna dashboard"]
@@ -203,6 +200,7 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
     _works(stack)
 
 
+@pytest.mark.soak  # of a small service: test_web_service.py; of all of them: `down`, below
 def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
     study = optuna.create_study(study_name="kept", storage=up(home).storage_url)
     study.add_trial(optuna.trial.create_trial(value=0.5))
@@ -218,6 +216,7 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
 
 
+@pytest.mark.soak  # of a small service: test_web_service.py
 def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start_says_why(home: Path) -> None:
     """All are killed; then one cannot start, and is started again alone as soon as it can."""
     stack = up(home)

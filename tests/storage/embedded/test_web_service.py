@@ -1,0 +1,170 @@
+"""What happens to a service of the stack that speaks HTTP, seen at one that starts in a moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.embedded import process, web_service
+from storage.embedded.state import ServiceRecord, State, load
+from storage.embedded.web_service import WebService
+from storage.errors import StorageError
+
+# Answers each request with 200, or tells why it cannot and ends; -S spares the interpreter its packages.
+_PROGRAM = """
+import socket, sys
+if sys.argv[2:]:
+    raise SystemExit(f"starting\\n{sys.argv[2]}")
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    while True:
+        with server.accept()[0] as client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.0 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+"""
+
+pytestmark = pytest.mark.slow
+
+
+class Small:
+    """Makes the service as each command of a user finds it: anew, with what the last one has written down."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.state = State()
+        self.refusing: list[str] = []
+
+    def found(self, record: ServiceRecord | None = None) -> WebService:
+        return WebService(
+            name="Small",
+            health_path="/",
+            command=lambda port: ([sys.executable, "-S", "-c", _PROGRAM, str(port), *self.refusing], {}),
+            record=record or self.state.mlflow,
+            save=lambda: self.state.save(self.home),
+            home=self.home,
+            log=self.home / "small.log",
+        )
+
+    def up(self, database_port: int = 1) -> WebService:
+        service = self.found()
+        service.begin(database_port)
+        service.finish()
+        return service
+
+    def running(self) -> list[psutil.Process]:
+        return process.find_marked(self.found().marker)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Small]:
+    made = Small(tmp_path)
+    yield made
+    made.refusing.clear()
+    made.found().stop()
+
+
+def pid_of(service: WebService) -> int:
+    found = service.find()
+    assert found is not None
+    return found.pid
+
+
+def test_what_runs_is_adopted_unless_its_database_is_elsewhere(small: Small) -> None:
+    first = small.up()
+    assert first.answers()
+    assert pid_of(small.up()) == pid_of(first)
+    port, before = first.record.port, pid_of(first)
+    again = small.up(database_port=2)
+    assert (again.record.port, len(small.running())) == (port, 1)
+    assert pid_of(again) != before
+    known = load(small.home)
+    assert known is not None
+    assert known.mlflow == again.record, "it is written down"
+
+
+def test_what_was_killed_is_started_again_at_its_port_and_elsewhere_when_that_is_taken(small: Small) -> None:
+    service = small.up()
+    port = service.record.port
+    assert port is not None
+    kill(service)
+    assert not service.answers()
+    assert small.up().record.port == port
+    kill(service)
+    with socket.create_server(("127.0.0.1", port)):
+        assert small.up().record.port != port
+    assert service.answers()
+
+
+def kill(service: WebService) -> None:
+    victim = service.find()
+    assert victim is not None
+    victim.kill()
+    assert process.wait([victim], timeout=300)
+    assert service.find() is None
+
+
+def test_what_hangs_is_started_again(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = small.up()
+    hanging = pid_of(service)
+    os.kill(hanging, signal.SIGSTOP)
+    for name in ("_ADOPT_TIMEOUT", "_REQUEST_TIMEOUT"):
+        monkeypatch.setattr(web_service, name, 0.5)
+    while not service._is_adopted():  # else it is given the time that a start takes
+        time.sleep(0.02)
+    assert not service.answers()
+    monkeypatch.setattr(web_service, "_REQUEST_TIMEOUT", 60.0)
+    monkeypatch.setattr(web_service, "_ADOPT_TIMEOUT", 0.0)
+    assert pid_of(small.up()) != hanging
+    assert len(small.running()) == 1
+    assert service.answers()
+
+
+def test_what_cannot_start_says_why_and_is_started_as_soon_as_it_can(small: Small) -> None:
+    small.refusing.append("the tables are out of date")
+    with pytest.raises(StorageError, match=r"^Small ended at its start: the tables are out of date \(see .*log\)$"):
+        small.up()
+    assert small.running() == []
+    small.refusing.clear()
+    assert small.up().answers()
+
+
+def test_what_nobody_wrote_down_is_stopped(small: Small) -> None:
+    """Its starter was killed, or the file is lost: it is known by its marker."""
+    lost = pid_of(small.up())
+    small.state = State()
+    service = small.up()
+    assert [one.pid for one in small.running()] == [pid_of(service)] != [lost]
+    small.state = State()
+    assert small.found().stop() is not None
+    assert small.running() == []
+
+
+def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
+    service = small.up()
+    kill(service)
+    bystander = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert service.record.process is not None
+        then = service.record.process
+        service.record.process = process.Identity(bystander.pid, then.started, then.command)
+        assert service.find() is None
+        assert service.stop() is None
+        assert pid_of(small.up()) != bystander.pid
+        assert bystander.poll() is None
+    finally:
+        bystander.communicate(b"\n")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None])
+def test_a_file_that_is_lost_or_broken_is_no_state(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "stack.json").write_text(content)
+    assert load(tmp_path) is None
