@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -74,7 +75,8 @@ def become(told: dict[str, Any]) -> None:
 
     Args:
         told: `start`, its arguments; `environment`, which is added, or with `alone` is all of it; `cwd`, `input` and
-            `log`. With `puppet` it obeys orders; else it is the product's as it is, or of Python, which `-c` begins.
+            `log`. With `puppet` it obeys orders; else it is the product's as it is, or of Python: `-c` and a
+            program, or a file.
     """
     try:
         os.setsid()
@@ -108,6 +110,8 @@ def run(start: list[str], *, puppet: bool) -> int:
         return undisturbed(int(start[1]), Path(start[2]))
     if start[0] == "-c":
         return program(start)
+    if start[0].endswith(".py"):
+        return script(start)
     if not puppet:
         return command_line(start)
     from tests.faults import puppet as puppets
@@ -138,6 +142,14 @@ def program(arguments: list[str]) -> int:
     _, code, *rest = arguments
     sys.argv[:] = ["-c", *rest]
     exec(code, {"__name__": "__main__"})
+    return 0
+
+
+def script(arguments: list[str]) -> int:
+    """Run a file as `python file.py` does: it is the main module, and its folder the first that modules come from."""
+    sys.argv[:] = arguments
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Programs that a user writes, run as a user runs them: in a process of their own, on the stack of the tests."""
+"""Programs that a user writes, run as a user runs them: in a process of their own."""
 
 from __future__ import annotations
 
@@ -8,21 +8,32 @@ import sys
 from pathlib import Path
 
 from storage.embedded.stack import StackInfo
+from tests.faults.harness import Command, Zygote
 
 ROOT = Path(__file__).parents[3]
 
 
-def run_program(source: str, *, cwd: Path, stack: StackInfo | None = None) -> str:
-    """Run a program and return what it prints; the test fails when it does."""
+def run_program(source: str, *, cwd: Path) -> str:
+    """Run a program in a fresh interpreter and return what it prints; the test fails when it does."""
     (cwd / "program.py").write_text(source)
-    home = {} if stack is None else {"HPSEARCH_HOME": str(stack.home)}
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=cwd,
-        env={**os.environ, **home, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_forked(source: str, *, cwd: Path, stack: StackInfo, zygote: Zygote) -> str:
+    """Run a program on the stack of the tests, where all libraries are loaded already, and return what it says."""
+    (cwd / "program.py").write_text(source)
+    log = cwd / "said"
+    pid = zygote.start(["program.py"], {"HPSEARCH_HOME": str(stack.home)}, log, puppet=False, cwd=cwd)
+    done = Command(zygote, pid, log)
+    said, _ = done.communicate()
+    assert done.returncode == 0, said
+    return said

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from search import SearchError, Study
+from search import Study
 from storage.embedded.stack import StackInfo
+from tests.faults.harness import Zygote
+from tests.search.api.support import run_forked
 
 PROPERTIES_OF_A_PLACE = {"stored", "running", "dashboard_url", "mlflow_url"}
 
@@ -28,17 +29,31 @@ def example(doc: str) -> str:
     return textwrap.dedent(doc.partition("\nExample:\n")[2])
 
 
+# In another thread than the main one, as a server or a user interface runs a study: signals are not for it to set.
+PROGRAM = """
+from concurrent.futures import ThreadPoolExecutor
+from search import SearchError, Study
+
+print("from the first line")
+names = {{"Study": Study, "SearchError": SearchError}}
+with ThreadPoolExecutor(1) as thread:
+    for name, example in {examples!r}:
+        if name == "delete":
+            print(names["study"]._repr_html_())
+        thread.submit(exec, compile(example, f"example of {{name}}", "exec"), names).result()
+print("left:", [row.name for row in Study.list()])
+"""
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_every_example_runs(folder: Path, stack: StackInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("HPSEARCH_HOME", str(stack.home))
-    names: dict[str, object] = {"Study": Study, "SearchError": SearchError}
-    # In another thread than the main one, as a server or a user interface runs a study: signals are not for it to set.
-    with ThreadPoolExecutor(1) as thread:
-        for name, doc in documented():
-            thread.submit(exec, compile(example(doc), f"example of {name}", "exec"), names).result()
-    assert "example" not in [row.name for row in Study.list()]
+def test_every_example_runs(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
+    examples = [(name, example(doc)) for name, doc in documented()]
+    said = run_forked(PROGRAM.format(examples=examples), cwd=folder, stack=stack, zygote=zygote)
+    assert said.count("from the first line") == 1, "the workers ran the program again"
+    assert "winner: trial" in said
+    assert "test set: accuracy" in said
+    assert "example" not in said.rpartition("left:")[2]
 
 
 def test_every_method_has_an_example() -> None:

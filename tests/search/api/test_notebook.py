@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
 import mlflow
@@ -10,11 +11,12 @@ import pytest
 
 from search import Study
 from storage.embedded.stack import StackInfo
-from tests.search.api.support import ROOT, run_program
+from tests.faults.harness import Zygote
+from tests.search.api.support import ROOT, run_forked
 
 SCRIPT = ROOT / "docs" / "notebook.py"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.timeout(900)]
 
 
 def test_the_script_is_short_and_needs_the_study_alone() -> None:
@@ -26,8 +28,23 @@ def test_the_script_is_short_and_needs_the_study_alone() -> None:
     assert [ast.unparse(node) for node in imports] == ["from search import Study"]
 
 
-def test_the_script_does_what_the_tutorial_says(folder: Path, stack: StackInfo) -> None:
-    said = run_program(SCRIPT.read_text(), cwd=folder, stack=stack)
+def test_the_script_calls_what_there_is() -> None:
+    """By these names and with these arguments; each method is run, on the same objective, by its example."""
+    called = []
+    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            first = () if owner == "Study" else (None,)  # create is a class method
+            arguments = {str(keyword.arg): keyword.value for keyword in node.keywords}
+            inspect.signature(getattr(Study, name)).bind(*first, *node.args, **arguments)
+            called.append(f"{owner}.{name}")
+    assert {"Study.create", "study.run", "study.finalists", "study.promote"} <= set(called)
+
+
+@pytest.mark.e2e
+@pytest.mark.soak  # test_examples.py runs each method so, and that workers do not run the program again
+def test_the_script_does_what_the_tutorial_says(folder: Path, stack: StackInfo, zygote: Zygote) -> None:
+    said = run_forked(SCRIPT.read_text(), cwd=folder, stack=stack, zygote=zygote)
     study = Study.open("wine-notebook", home=str(stack.home))
     try:
         assert study.summary().finished == 4
