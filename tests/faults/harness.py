@@ -191,7 +191,7 @@ class Arena:
     """One study and its workers.
 
     Attributes:
-        cheap: leave out exported models, which cost a trial most.
+        models: trials whose models are exported, which costs a trial most; None for all.
     """
 
     zygote: Zygote
@@ -199,7 +199,7 @@ class Arena:
     folder: Path
     storage_url: str
     tracking_uri: str
-    cheap: bool = True
+    models: list[int] | None = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
 
     @property
@@ -221,9 +221,9 @@ class Arena:
 
     def environment(self, **more: str) -> dict[str, str]:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
-        cheap = {"CHEAP": "1"} if self.cheap else {}
+        models = {} if self.models is None else {"MODELS_OF": json.dumps(self.models)}
         where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
-        return {**urls, **cheap, **where, "HPSEARCH_LEASE": str(LEASE), **more}
+        return {**urls, **models, **where, "HPSEARCH_LEASE": str(LEASE), **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:
         """Start a worker, or another command."""

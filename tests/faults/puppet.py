@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
+import json
 import os
 import sys
 import time
@@ -57,7 +58,7 @@ SENDING = {
 
 def main(arguments: list[str]) -> int:
     """Wrap the steps, and run the command line."""
-    spare(models=bool(os.environ.get("CHEAP")))
+    spare(models_but_of=json.loads(os.environ.get("MODELS_OF", "null")))
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
@@ -162,7 +163,7 @@ def shift_clock(offset: float) -> None:
                     setattr(module, name, Shifted)
 
 
-def spare(*, models: bool) -> None:
+def spare(*, models_but_of: list[int] | None) -> None:
     """Leave out what costs most and is nothing that a fault could harm: plots, the smoke test, and exported models."""
     from objectives.training.reports import run_dir
     from search.run import search
@@ -170,5 +171,10 @@ def spare(*, models: bool) -> None:
 
     run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
     search.smoke_test = lambda *_: None
-    if models:
-        TrialTracking._log_model = lambda *_: None  # type: ignore[method-assign]
+    log_model = TrialTracking._log_model
+
+    def of_some(self: TrialTracking, result: Any) -> None:
+        if models_but_of is None or self._claim.number in models_but_of:
+            log_model(self, result)
+
+    TrialTracking._log_model = of_some  # type: ignore[method-assign]
