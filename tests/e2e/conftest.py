@@ -19,13 +19,11 @@ def cli(stack: StackInfo, zygote: Zygote, tmp_path_factory: pytest.TempPathFacto
 def search(cli: Cli) -> Search:
     """12 trials of digits by 3 workers on the embedded stack."""
     name = "end.to.end"  # with what MLflow does not want in the name of a model
-    process = cli.start_anew(
+    output = cli(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
         *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),
         *("--pruner-option", "n_warmup_steps=1"),
     )
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
     study = cli.study(name)
     mlflow.set_tracking_uri(cli.stack.tracking_uri)
     client = mlflow.MlflowClient(cli.stack.tracking_uri)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +44,6 @@ class Cli:
             input=folder / "input",
         )
         return Command(self.zygote, pid, log)
-
-    def start_anew(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start a command as a shell does, by an interpreter of its own."""
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "search.cli", *arguments],
-            env={**os.environ, **self.environment, **environment},
-            cwd=self.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
     def __call__(self, *arguments: str, code: int = 0, input: str = "", **environment: str) -> str:  # noqa: A002 as subprocess names it
         command = self.start(*arguments, input=input, **environment)

@@ -68,6 +68,7 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
     keep(page, "dashboard")
 
 
+@pytest.mark.soak  # MLflow's pages: that the links are there and answer says test_search.py
 def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_trials(
     page: Page, search: Search
 ) -> None:
@@ -83,6 +84,7 @@ def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_
     keep(page, "mlflow-study")
 
 
+@pytest.mark.soak  # MLflow's pages: that the model is registered and loaded says test_search.py
 def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
     best = search.study.best_trial
     page.goto(address(search, "MLflow, best trial"))
@@ -129,6 +131,7 @@ def test_the_reports_table_sorts_by_pointer_and_by_keyboard(page: Page, cli: Cli
     expect(page.locator("#trials th[aria-sort]")).to_have_text("trial")
 
 
+@pytest.mark.soak  # MLflow's pages, half a minute of them; what we make of it: search/promotion/test_promote.py
 def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cli, search: Search) -> None:
     """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
     model = "promoted-by-hand"

@@ -37,6 +37,7 @@ def test_the_best_trial_is_promoted_and_the_study_says_so(cli: Cli, search: Sear
     assert re.fullmatch("[0-9a-f]{64}", tags["hpsearch.data_sha256"])
 
 
+@pytest.mark.soak  # the tutorial's serve-check says so too, and the next test has the scores
 def test_it_reproduces_its_value_in_a_process_without_our_code(cli: Cli, search: Search, promoted: str) -> None:
     said = cli("serve-check", f"{MODEL}@champion")
     values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))

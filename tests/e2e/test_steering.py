@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 
 from search.cli import _run
 from tests.e2e.support import Cli
-from tests.e2e.test_interruptions import BROKEN, GATED, start, wait_for
+from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
 
@@ -58,7 +58,7 @@ def test_a_running_study_is_stopped_and_started(cli: Cli, say: Say, tmp_path: Pa
 
 def test_a_study_is_extended_while_it_runs_and_when_it_is_done(cli: Cli, say: Say, tmp_path: Path) -> None:
     name = "extended"
-    process = cli.start("run", GATED, "--name", name, "--workers", "1", "--trials", "1", GATE=str(tmp_path))
+    process = cli.start("run", GATED, "--name", name, "--workers", "1", "--trials", "1", *PLAIN, GATE=str(tmp_path))
     wait_for(lambda: list(tmp_path.glob("reached-*")), "the worker to arrive at the gate")
     assert "1 -> 2 trials" in say("extend", name, "--trials", "+1")
     (tmp_path / "open").touch()
