@@ -4,7 +4,6 @@ import http.client
 import socket
 
 import optuna
-import optuna_dashboard
 import pytest
 
 from storage.dashboard import app
@@ -51,6 +50,8 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
 
 
 def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import optuna_dashboard  # two seconds of whoever collects the tests otherwise
+
     given: list[object] = []
     monkeypatch.setattr(optuna_dashboard, "wsgi", lambda storage, artifact_store: given.append(storage))
     app._application(database_url, None)

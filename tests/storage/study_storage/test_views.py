@@ -11,7 +11,6 @@ from typing import Any
 
 import optuna
 import optuna.cli
-import optuna_dashboard
 import pytest
 import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -264,6 +263,8 @@ def test_the_dashboard_and_the_command_line_read_a_live_study(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    import optuna_dashboard  # two seconds of whoever collects the tests otherwise
+
     storage = ours()
     study = optuna.create_study(storage=storage, study_name="live", direction="maximize")
     study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3)
