@@ -183,6 +183,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     keep(page, "dashboard-note")
 
 
+@pytest.mark.soak  # that the dashboard serves it says test_promotion.py
 def test_the_dashboard_shows_what_a_trial_left(page: Page, search: Search) -> None:
     page.goto(address(search, "Optuna dashboard") + "/trials?numbers=0")
     expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)

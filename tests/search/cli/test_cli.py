@@ -19,6 +19,12 @@ from search.cli.verbs.secrets import NAMES
 from search.errors import SearchError
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `run` that is refused ends before what its workers need is loaded, and the process of the tests does not."""
+    monkeypatch.setattr("search.fleet.forking.can_fork", lambda: False)
+
+
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
     """Run a command that must be refused, and return its one line."""
