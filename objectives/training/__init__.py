@@ -6,7 +6,7 @@ from objectives.training.data.preprocess import Standardize
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.result import FitResult
 from objectives.training.session import LocalSession, Session, Verdict, promotable
 from objectives.training.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from objectives.training.data.dataset import Dataset
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 Status = Literal["completed", "pruned", "stopped"]
 

@@ -20,7 +20,7 @@ from objectives.training.loop.performance import peak_memory, reset_peak_memory
 from objectives.training.loop.resume import restore
 from objectives.training.loop.run import Run
 from objectives.training.reports.run_dir import RunDir
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from objectives.training.result import FitResult
 from objectives.training.session import LocalSession, Session, Verdict

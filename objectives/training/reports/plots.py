@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 _LEGEND = 12  # more layers than this are named by the first and the last
 _HEIGHT, _DPI = 3.8, 120  # inches, dots per inch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from objectives.training.reports.plots import curves, gradient_flow
 from objectives.training.reports.report import write_report
-from objectives.training.reproducibility.records import EpochRecord, MetricsFile, StepsFile
+from objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
