@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from objectives.search_space import Middle
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
     from torch import nn
@@ -26,6 +27,8 @@ class Objective(ABC):
         direction: whether the metric is better when it is higher or lower.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
+        loss_floor: what the loss of a batch that is fitted comes close to, for the smoke test; None where nobody knows,
+            as of a VAE's bound or of a density.
 
     Example:
         >>> class Wine(Objective):
@@ -43,6 +46,7 @@ class Objective(ABC):
     direction: Literal["maximize", "minimize"] = "maximize"
     epochs: ClassVar[int] = 20
     n_trials: ClassVar[int] = 24
+    loss_floor: ClassVar[float | None] = 0.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Gives a subclass without a name its class's name."""
@@ -67,14 +71,19 @@ class Objective(ABC):
         on the batch size, or the model does not export.
         """
 
-    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 - for those who override it
+    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """The training loss: (output, target) -> a loss per sample [n], or their mean.
 
-        Cross entropy over logits [n, classes], with the configuration's label smoothing, unless overridden.
-        """
-        from torch import nn
+        Unless overridden it follows from `metric`: squared error for rmse, mae and r2; binary cross entropy, of one
+        logit or two, for auroc and average_precision; cross entropy over logits [n, classes] where targets are
+        classes; the configuration's label smoothing is in both of the latter.
 
-        return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        A mean that is not over samples (of the tokens that count, say) is one whose batches do not add up, unless the
+        module says what it is over by a method `weigh(target)`; torch's cross entropies need none.
+        """
+        from objectives.training.evaluation.losses import usual_loss
+
+        return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
 
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
@@ -112,10 +121,13 @@ class Objective(ABC):
         self.metric, self.direction = metric, direction
 
     def default_config(self) -> TrainConfig:
-        """A configuration that is a fair start without any search."""
-        from objectives.training.config import TrainConfig
+        """A configuration that is a fair start without any search: the middle of the search space, unless overridden.
 
-        return TrainConfig()
+        Raises:
+            ObjectiveError: `suggest` failed.
+        """
+        with users_code(f"{type(self).__name__}.suggest"):
+            return self.configure(Middle())
 
     def configure(self, trial: SearchSpace) -> TrainConfig:
         """`suggest`, with its answer checked.

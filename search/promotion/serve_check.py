@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from objectives import Objective, load_objective
 from objectives.training import Splits, evaluate
-from objectives.training.loop.build import checked_splits
+from objectives.training.loop.prepared import prepared_splits
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
@@ -78,7 +78,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
-    splits = checked_splits(objective, study.spec.seed)
+    splits, _ = prepared_splits(objective, study.spec.seed)
     changed = _changes(study, objective, splits, version)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
         predictions, error = _predict(version, splits, objective, tracking.uri, Path(folder))

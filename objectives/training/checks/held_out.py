@@ -13,7 +13,8 @@ from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Dataset, Splits
 from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.loop.build import checked_splits
+from objectives.training.evaluation.losses import adding_up
+from objectives.training.loop.prepared import prepared_splits
 from objectives.training.reproducibility.seeds import reproducible, set_seed
 from objectives.training.result import FitResult
 
@@ -43,7 +44,7 @@ class Restored:
             return evaluate(
                 self.model,
                 split,
-                self.objective.loss(self.config, self.splits.train),
+                adding_up(self.objective.loss(self.config, self.splits.train), self.splits.train.y, split.y),
                 self.objective.metrics(self.splits.train),
                 batch_size=self.config.eval_batch_size or 256,
                 device="cpu",
@@ -88,7 +89,7 @@ def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, 
 
 
 def _same_splits(objective: Objective, split_seed: int, split_hash: str) -> Splits:
-    splits = checked_splits(objective, split_seed)
-    if splits.hash() != split_hash:
+    splits, found = prepared_splits(objective, split_seed)
+    if found != split_hash:
         raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since the run: its test is no test")
     return splits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from objectives.errors import ObjectiveError
-from objectives.training.data.split import by_time, divide
+from objectives.training.data.split import Rows, by_time, divide
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class Splits:
         """Splits arrays or tensors of n samples, at random or by time: a pure function of the arguments.
 
         Args:
-            x: inputs [n, ...]; floating point becomes float32.
+            x: inputs [n, ...]; floating point becomes float32, uint8 stays as it is, other integers become int64.
             y: targets [n, ...]; integers become int64, floating point float32.
             seed: the study's seed.
             val: share of the validation split.
             test: share of the test split.
             stratify: keep the shares of the classes in each split, where y has classes and there are no `groups`.
+                Integers that are not all of 0 to k - 1 and too rare for that are values, and are drawn at random.
             groups: a group per sample [n] (a patient, a scan): no group is divided between splits, and the shares
                 are shares of the groups.
             times: when each sample was taken [n], numbers or datetimes: the earliest are trained on, the latest are
@@ -89,7 +90,7 @@ class Splits:
         Raises:
             ObjectiveError: the shares leave a split empty, or a class is too rare to be in each split.
         """
-        data = Dataset(_tensor(x), _tensor(y), load=load)
+        data = Dataset(_inputs(x), _targets(y), load=load)
         if len(data.x) != len(data.y):
             raise ObjectiveError(f"x has {len(data.x)} samples and y has {len(data.y)}")
         if min(val, test) <= 0 or val + test >= 1:
@@ -102,9 +103,15 @@ class Splits:
         classes = data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
         grouped = None if groups is None else np.asarray(groups)
-        rest, held = divide(rows, test, labels, grouped, seed)
-        train, valid = divide(rest, val / (1 - test), labels, grouped, seed)
-        return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in (train, valid, held)))
+        try:
+            parts = _drawn(rows, val, test, labels, grouped, seed)
+        except ObjectiveError as error:
+            if labels is None:
+                raise
+            if _are_classes(labels):
+                raise ObjectiveError(f"{error}; stratify=False draws without regard to classes") from error
+            parts = _drawn(rows, val, test, None, grouped, seed)
+        return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in parts))
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """The splits with their names."""
@@ -124,7 +131,7 @@ class Splits:
         """Refuses data that cannot be trained on, before training starts.
 
         Raises:
-            ObjectiveError: an empty split, shapes that differ, NaN or infinity, a label out of range, shared rows.
+            ObjectiveError: an empty split, shapes that differ, NaN or infinity, shared rows.
         """
         for name, part in self.parts():
             _check_part(name, part, self.train)
@@ -135,12 +142,49 @@ class Splits:
                 raise ObjectiveError(f"the {name} split shares {len(seen & rows)} samples with another split")
             seen |= rows
 
+    def check_classes(self, ignored: int | None = None) -> None:
+        """Refuses targets that are not the classes of the train split.
 
-def _tensor(values: Any) -> Tensor:
+        Args:
+            ignored: a target that stands for none.
+
+        Raises:
+            ObjectiveError: a label below 0, or above all that are trained on.
+        """
+        counted = {name: part.y if ignored is None else part.y[part.y != ignored] for name, part in self.parts()}
+        classes = int(counted["train"].max()) + 1
+        for name, y in counted.items():
+            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+                raise ObjectiveError(
+                    f"the {name} labels go from {int(y.min())} to {int(y.max())}, "
+                    f"but the train split has classes 0 to {classes - 1}"
+                )
+
+
+def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
+    """Train, validation and test rows, drawn by `seed`."""
+    rest, held = divide(rows, test, labels, groups, seed)
+    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
+    return [train, valid, held]
+
+
+def _are_classes(labels: Rows) -> bool:
+    """Whether integers are numbers of classes: all of 0 to k - 1."""
+    found = np.unique(labels)
+    return int(found[0]) == 0 and int(found[-1]) == len(found) - 1
+
+
+def _inputs(values: Any) -> Tensor:
     tensor = torch.as_tensor(np.asarray(values) if not isinstance(values, Tensor) else values)
-    if tensor.dtype.is_floating_point:
-        return tensor.to(torch.float32)
-    return tensor.to(torch.int64)
+    return tensor if tensor.dtype == torch.uint8 else _plain(tensor)
+
+
+def _targets(values: Any) -> Tensor:
+    return _plain(torch.as_tensor(np.asarray(values) if not isinstance(values, Tensor) else values))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
@@ -158,12 +202,6 @@ def _check_part(name: str, part: Dataset, train: Dataset) -> None:
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
             raise ObjectiveError(f"the {name} {what} hold NaN or infinity in {bad} of {len(tensor)} samples")
-    if not part.y.dtype.is_floating_point and part.y.ndim == 1:
-        low, high, classes = int(part.y.min()), int(part.y.max()), int(train.y.max()) + 1
-        if low < 0 or high >= classes:
-            raise ObjectiveError(
-                f"the {name} labels go from {low} to {high}, but the train split has classes 0 to {classes - 1}"
-            )
 
 
 def _form(tensor: Tensor) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from objectives.errors import ObjectiveError
 from objectives.training.data.dataset import Dataset
 from objectives.training.data.loader import loaded
+from objectives.training.evaluation.losses import mean, weigh
 from objectives.training.evaluation.metrics import Metrics
 
 
@@ -25,14 +26,14 @@ def evaluate(
     device: torch.device | str,
     num_workers: int = 0,
 ) -> dict[str, float]:
-    """The mean loss per sample, as "loss", and each metric, over a whole dataset.
+    """The mean loss, as "loss", and each metric, over a whole dataset.
 
     The model runs in evaluation mode and fp32, as it will when it is served; its mode is put back.
 
     Args:
         model: on `device`.
         dataset: on any device.
-        loss: (output, target) -> losses [n] or their mean.
+        loss: (output, target) -> losses [n] or their mean; of a form that adds up.
         metrics: reset before use, on `device`.
         batch_size: rows in one forward pass; the answer does not depend on it.
         device: where the model is.
@@ -43,11 +44,14 @@ def evaluate(
     try:
         metrics.reset()
         total = torch.zeros((), dtype=torch.float64, device=device)
+        weight: Tensor | int = 0
         for x, y in _batches(dataset, batch_size, torch.device(device), num_workers):
             output = model(x)
-            total += summed(loss, output, y)
+            share = weigh(loss, y)
+            total += mean(loss, output, y) * share
+            weight = weight + share
             metrics.update(output, y)
-        return as_floats({"loss": total / len(dataset), **metrics.compute()})
+        return as_floats({"loss": total / weight, **metrics.compute()})
     finally:
         model.train(training)
 
@@ -61,36 +65,6 @@ def _batches(dataset: Dataset, size: int, device: torch.device, num_workers: int
     found = torch.split(torch.arange(len(dataset)), size)
     for x, y in loaded(dataset, found, device=device, num_workers=num_workers):
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-def summed(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-    """The sum of the losses of a batch, in fp32: sums add up over uneven batches, means do not."""
-    return mean(loss, output, target) * len(target)
-
-
-def mean(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-    """The mean over the samples of a batch of their losses, in fp32."""
-    value: Tensor = loss(output.float(), target).float()
-    if value.ndim == 0:
-        return value
-    if value.shape[0] != len(target):
-        raise ObjectiveError(f"the loss gave {list(value.shape)} for {len(target)} samples: give [n], or the mean")
-    return value.mean()
-
-
-def check_loss(loss: nn.Module) -> None:
-    """Refuses a loss whose value is not the mean over samples.
-
-    Raises:
-        ObjectiveError: `reduction="sum"`, or class weights in a mean: torch divides that by the sum of the weights
-            in the batch, so batches cannot be added up.
-    """
-    reduction = getattr(loss, "reduction", "none")
-    if reduction == "sum":
-        raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum': use 'none' or 'mean'")
-    weighted = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.weight is not None
-    if weighted and reduction == "mean":
-        raise ObjectiveError(f"{type(loss).__name__} with class weights must use reduction='none'")
 
 
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -51,11 +51,10 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     Raises:
         MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
     """
-    if metric in CLASSIFICATION or metric == "loss":
-        floating = train.y.dtype.is_floating_point
-        if metric == "loss" and floating:
-            return regression()
-        if not floating and train.y.ndim == 1:
+    if metric == "loss":
+        return _beside_the_loss(train.y)
+    if metric in CLASSIFICATION:
+        if not train.y.dtype.is_floating_point and train.y.ndim == 1:
             return classification(int(train.y.max()) + 1)
     elif metric in BINARY:
         return binary()
@@ -65,6 +64,14 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     if metric in known:
         raise unfit(metric, train.y)
     raise MetricError(metric, f"is not built in: {nearest(metric, known)}; or override metrics()")
+
+
+def _beside_the_loss(y: Tensor) -> Metrics:
+    """What is told beside a loss that decides: nothing where outputs and targets are no plain classes or values."""
+    labels = not y.dtype.is_floating_point and y.ndim == 1
+    if not labels or int(y.min()) < 0:
+        return _WhereFitting(regression())
+    return classification(int(y.max()) + 1)
 
 
 def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
@@ -82,7 +89,7 @@ def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
     two = wanted == 1 and bool(((y == 0) | (y == 1)).all())
     found: list[str] = []
     found += CLASSIFICATION if labels and enough else ()
-    found += BINARY if two and size in {None, 1} else ()
+    found += BINARY if two and size in {None, 1, 2} else ()
     found += REGRESSION if (size == wanted and (numbers or not two)) or (numbers and size is None) else ()
     return [*found, "loss"] if labels or size in {None, wanted} else found
 
@@ -116,7 +123,7 @@ def regression() -> Metrics:
 
 
 def binary() -> Metrics:
-    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from one logit [n] or [n, 1] and labels 0 or 1 [n].
+    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one logit [n] or [n, 1], or two.
 
     The base rate, the share of positives, is the average precision of a model that knows nothing.
     """
@@ -151,12 +158,34 @@ class _Flat:
         return self
 
 
+class _WhereFitting(_Flat):
+    """No metrics where outputs are not of the targets' shape: of a density they are its parameters."""
+
+    def __init__(self, inner: Metrics) -> None:
+        super().__init__(inner)
+        self._fits = True
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self._fits = self._fits and output.numel() == target.numel()
+        if self._fits:
+            super().update(output, target)
+
+    def compute(self) -> Mapping[str, Any]:
+        return super().compute() if self._fits else {}
+
+    def reset(self) -> None:
+        self._fits = True
+        super().reset()
+
+
 class _Binary(_Flat):
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
         self._positives = self._count = torch.zeros(())
 
     def update(self, output: Tensor, target: Tensor) -> None:
+        if output.ndim == 2 and output.shape[1] == 2:
+            output = output[:, 1] - output[:, 0]
         # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
         # In float64, so that confident scores do not become equal.
         super().update(output.double().sigmoid(), target.long())
@@ -197,6 +226,6 @@ def _collection(**metrics: Any) -> Metrics:
 
 def largest_class(data: Dataset) -> float | None:
     """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
-    if data.y.dtype.is_floating_point or data.y.ndim != 1:
+    if data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None
     return float(torch.bincount(data.y).max()) / len(data)

@@ -13,10 +13,11 @@ from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import build_feed, steps_of
 from objectives.training.data.dataset import Splits
-from objectives.training.evaluation.evaluate import check_loss, summed
-from objectives.training.evaluation.metrics import DIRECTIONS, fitting, largest_class, unfit
+from objectives.training.evaluation.losses import CountedCrossEntropy, adding_up, adds_up, mean
+from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, DIRECTIONS, fitting, largest_class, unfit
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
+from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.run import FORMAT, Run
 from objectives.training.loop.steplog import StepLog
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from objectives.objective import Objective
 
 _UNEVEN = 0.75  # share of one class from which accuracy tells little
+_TRIED = 32  # validation samples that a loss is tried on
 
 
 def build(
@@ -45,13 +47,14 @@ def build(
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits = checked_splits(objective, split_seed)
+    splits, split_hash = prepared_splits(objective, split_seed)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
         model = _module(objective.model(config, splits.train), "model").to(device)
     with users_code(f"{who}.loss"):
-        loss = _module(objective.loss(config, splits.train), "loss").to(device)
-        check_loss(loss)
+        loss = _module(objective.loss(config, splits.train), "loss")
+        loss = adding_up(loss, splits.train.y, splits.val.y).to(device)
+    _check_classes(objective, splits, loss)
     with users_code(f"{who}.metrics"):
         metrics = objective.metrics(splits.train)
         metrics.to(device)
@@ -79,7 +82,7 @@ def build(
             "epochs": epochs,
             "seed": seed,
             "split_seed": split_seed,
-            "split_hash": splits.hash(),
+            "split_hash": split_hash,
         },
         environment=environment(device, source),
         changes=uncommitted(source.parent if source else Path.cwd()),
@@ -116,6 +119,11 @@ def oddities(run: Run) -> list[str]:
     samples, size, found = len(run.splits.train), run.config.batch_size, []
     if size > samples:
         found.append(f"batch_size {size} is more than the {samples} training samples: a step takes all")
+    if not _loss_adds_up(run):
+        found.append(
+            "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
+            "loss on eval_batch_size"
+        )
     share = largest_class(run.splits.train)
     if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
@@ -123,6 +131,42 @@ def oddities(run: Run) -> list[str]:
             "judge by macro_f1, or by auroc beside average_precision"
         )
     return found
+
+
+@torch.inference_mode()
+def _loss_adds_up(run: Run) -> bool:
+    """Whether the loss of some validation samples is the mean of those of its parts."""
+    rows = torch.arange(min(len(run.val), _TRIED), device=run.val.y.device)
+    x, y = run.val.inputs(rows).to(run.device), run.val.y[rows].to(run.device)
+    training = run.judged.training
+    run.judged.eval()
+    output = run.judged(x)
+    run.judged.train(training)
+    return adds_up(run.loss, output, y)
+
+
+@torch.inference_mode()
+def _check_pairs(run: Run, output: Tensor) -> None:
+    """Refuses a loss that compares [n, 1] with [n]: every output with every target.
+
+    It is tried on outputs that equal the targets: of an untrained model all might be far off by the same.
+    """
+    y = run.splits.train.y
+    given, wanted = ["n", *output.shape[1:]], ["n", *y.shape[1:]]
+    if given == wanted or output[0].numel() != y[0].numel():
+        return
+    y = y[:_TRIED].reshape(min(len(y), _TRIED), -1)
+    y = y[y[:, 0].argsort()].to(run.device)
+    equal = y.reshape(len(y), *output.shape[1:]).float()
+    if not adds_up(run.loss, equal, y.reshape(len(y), *run.splits.train.y.shape[1:])):
+        raise ObjectiveError(
+            f"the loss compares every output with every target: outputs are {_dims(given)}, targets {_dims(wanted)}; "
+            "give one the shape of the other, as by output.squeeze(1)"
+        )
+
+
+def _dims(shape: list[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
@@ -143,29 +187,10 @@ def _trial_step(run: Run) -> None:
     try:
         with run.precision.autocast():
             output = run.model(x)
-        summed(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
+        mean(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)
-
-
-def checked_splits(objective: Objective, split_seed: int) -> Splits:
-    """The objective's data, found fit to train on.
-
-    Raises:
-        ObjectiveError: they are not.
-    """
-    who = type(objective).__name__
-    set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with users_code(f"{who}.data"):
-        splits = objective.data(split_seed)
-    if not isinstance(splits, Splits):
-        raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
-    try:
-        splits.check()
-    except ObjectiveError as error:
-        raise ObjectiveError(f"{who}.data: {error}") from error
-    return splits
 
 
 def _source(objective: Objective) -> Path | None:
@@ -174,6 +199,17 @@ def _source(objective: Objective) -> Path | None:
     except (TypeError, OSError):  # a class made in a console has none
         return None
     return Path(source).resolve() if source and Path(source).exists() else None
+
+
+def _check_classes(objective: Objective, splits: Splits, loss: nn.Module) -> None:
+    """Looks at labels where they are taken for numbers of classes."""
+    entropy = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy))
+    judged = objective.uses_builtin_metrics and objective.metric in (*CLASSIFICATION, *BINARY)
+    if splits.train.y.dtype.is_floating_point or not (entropy or judged):
+        return
+    ignored = loss.loss.ignore_index if isinstance(loss, CountedCrossEntropy) else None
+    with users_code(f"{type(objective).__name__}.data"):
+        splits.check_classes(ignored)
 
 
 def _module(value: object, what: str) -> nn.Module:
@@ -190,8 +226,9 @@ def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
     with users_code(f"{who} on the validation split"):
         output = _check_width(run)
-        if objective.uses_builtin_metrics and metric not in fitting(run.splits.train.y, output):
+        if objective.uses_builtin_metrics and metric not in ("loss", *fitting(run.splits.train.y, output)):
             raise unfit(metric, run.splits.train.y, output)
+        _check_pairs(run, output)
         scores = run.validate()
     if metric not in scores:
         raise MetricError(metric, f"is none that {who}.metrics() gives: {nearest(metric, list(scores))}")
@@ -214,8 +251,8 @@ def _check_width(run: Run) -> Tensor:
         raise ObjectiveError(
             f"the model gives {list(output.shape)} for {min(len(run.val), 2)} inputs: keep the first dim"
         )
-    classes = not labels.dtype.is_floating_point and labels.ndim == 1 and isinstance(run.loss, nn.CrossEntropyLoss)
-    if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
+    entropy = isinstance(run.loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy))
+    if entropy and not labels.dtype.is_floating_point and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
         raise ObjectiveError(
             f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
         )

@@ -46,7 +46,8 @@ def built(objective, epochs=3, **settings):
 def take_step(run, *window):
     """One optimizer step over the training rows of each micro-batch."""
     batches = [run.feed.batch(torch.tensor(rows)) for rows in window]
-    return train_step(run, batches, POINT, RunningMetrics(run.metrics))
+    step = train_step(run, batches, POINT, RunningMetrics(run.metrics))
+    return step.loss, step.norm
 
 
 def weights_of(run):

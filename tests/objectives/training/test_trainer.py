@@ -114,7 +114,7 @@ def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
 
     fit(objective_with(model=model), epochs=2)
     epoch = [(True, True)] * 3 + [(False, False)]
-    assert modes == [(False, False)] * 2 + epoch * 2  # two looks at it before training
+    assert modes == [(False, False)] * 3 + epoch * 2  # three looks at it before training
 
 
 def test_loss_and_metrics_see_training_data_alone(objective_with):

@@ -159,3 +159,22 @@ def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
                 parameter.sub_(0.1 * parameter.grad)
     train_epoch(run, 0)
     torch.testing.assert_close(weights_of(run), nn.utils.parameters_to_vector(by_hand.parameters()).detach())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_frozen_layers_keep_their_statistics(objective_with, affine):
+    def model(*_):
+        body = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8, affine=affine))
+        return nn.Sequential(body.requires_grad_(False), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    run = built(objective_with(model=model), batch_size=16)
+    frozen, free = run.model[0][1], run.model[2]
+    before = frozen.running_mean.clone(), free.running_mean.clone()
+    train_epoch(run, 0)
+    assert torch.equal(frozen.running_mean, before[0])
+    assert not torch.equal(free.running_mean, before[1])
+    run.model[0].requires_grad_(True)
+    if affine:  # a norm without parameters goes by the layer that it stands in
+        run.model[0][0].requires_grad_(False)
+    train_epoch(run, 1)
+    assert not torch.equal(frozen.running_mean, before[0]), "thawed"
