@@ -13,9 +13,10 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
 
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
-    from objectives.training.data.dataset import Dataset, Splits
+    from objectives.training.data.dataset import Batch, Dataset, Splits
     from objectives.training.data.loader import Augment
     from objectives.training.evaluation.metrics import Metrics
+    from objectives.training.evaluation.step import Step
 
 
 class Objective(ABC):
@@ -85,6 +86,31 @@ class Objective(ABC):
 
         return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
 
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
+        """What a batch comes to; override it where that is not the loss of the outputs and the targets.
+
+        It is called to train and, in evaluation mode and without gradients, to judge. Accumulation, mixed precision,
+        clipping, SAM, averages and guards hold for it as for any other. `loss` is not called then.
+
+        Args:
+            model: what `model()` gave, or an average of its weights; in training or in evaluation mode.
+            batch: `x` and `y` on the model's device, and their `size`.
+            config: the trial's.
+
+        Example:
+            >>> def step(self, model, batch, config):
+            ...     decoded, mean, log_var = model(batch.x)
+            ...     fit = functional.mse_loss(decoded, batch.x, reduction="none").flatten(1).sum(dim=1)
+            ...     kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(dim=1)
+            ...     return Step(fit + kl, metrics={"kl": kl.mean()})
+        """
+        raise NotImplementedError
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether `step` is overridden."""
+        return type(self).step is not Objective.step
+
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
 
@@ -94,9 +120,15 @@ class Objective(ABC):
         return None
 
     def metrics(self, train: Dataset) -> Metrics:
-        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to."""
-        from objectives.training.evaluation.metrics import metrics_for
+        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to.
 
+        Any object with `update`, `compute` and `reset` will do, such as a torchmetrics `Metric` or `MetricCollection`.
+        What `step` measures needs none.
+        """
+        from objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
+
+        if self.has_own_step and self.metric not in DIRECTIONS:
+            return NoMetrics()
         return metrics_for(self.metric, train)
 
     @property
@@ -113,7 +145,7 @@ class Objective(ABC):
         """
         from objectives.training.evaluation.metrics import DIRECTIONS
 
-        if self.uses_builtin_metrics:
+        if self.uses_builtin_metrics and not (self.has_own_step and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:

@@ -19,6 +19,7 @@ from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
 from objectives.training.loop.resume import restore
 from objectives.training.loop.run import Run
+from objectives.training.loop.stepping import call_in
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
@@ -102,7 +103,7 @@ class Trainer:
             trained = train_epoch(run, epoch)
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
-        run.average.after_epoch(epoch, run.feed.inputs)
+        run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
         scores = run.validate()
         _require_finite(scores, self.objective.metric, run, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])

@@ -13,8 +13,9 @@ from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Dataset, Splits
 from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.evaluation.losses import adding_up
+from objectives.training.evaluation.metrics import as_metrics
 from objectives.training.loop.prepared import prepared_splits
+from objectives.training.loop.stepping import build_stepping
 from objectives.training.reproducibility.seeds import reproducible, set_seed
 from objectives.training.result import FitResult
 
@@ -44,8 +45,8 @@ class Restored:
             return evaluate(
                 self.model,
                 split,
-                adding_up(self.objective.loss(self.config, self.splits.train), self.splits.train.y, split.y),
-                self.objective.metrics(self.splits.train),
+                build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu")),
+                as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
                 batch_size=self.config.eval_batch_size or 256,
                 device="cpu",
                 num_workers=self.config.num_workers or 0,

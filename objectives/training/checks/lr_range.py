@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from objectives.errors import ObjectiveError
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Window
-from objectives.training.evaluation.losses import mean
+from objectives.training.data.dataset import Batch
+from objectives.training.data.tree import moved
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
@@ -125,20 +125,19 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
     return rates, losses
 
 
-def _probe(run: Run) -> tuple[Tensor, Tensor]:
+def _probe(run: Run) -> Batch:
     train = run.splits.train
-    rows = torch.randperm(len(train))[:_PROBE]
-    return train.inputs(rows).to(run.device), train.y[rows].to(run.device)
+    batch = train.batch(torch.randperm(len(train))[:_PROBE])
+    return Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
 
 
 @torch.no_grad()
-def _loss(run: Run, probe: tuple[Tensor, Tensor]) -> float:
+def _loss(run: Run, probe: Batch) -> float:
     """The loss of the probe as training sees it, with the same dropout each time."""
-    x, y = probe
     on_device = torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else [])
-    with seeded(run.seed, "probe"), on_device, run.precision.autocast():
+    with seeded(run.seed, "probe"), on_device:
         torch.manual_seed(run.seed)
-        return float(mean(run.loss, run.model(x), y))
+        return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
 
 def _endless(run: Run) -> Iterator[Window]:

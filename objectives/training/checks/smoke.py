@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Batch
-from objectives.training.evaluation.losses import mean
+from objectives.training.data.batches import Pending
+from objectives.training.data.dataset import Batch
+from objectives.training.data.tree import moved
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
@@ -139,15 +141,16 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     set_seed(run.seed, "smoke")
     train = run.splits.train
     rows = torch.randperm(len(train))[:samples]
-    x, y = train.inputs(rows).to(run.device), train.y[rows].to(run.device)
-    batch = Batch(len(rows), lambda: (x, y))
-    losses = [_loss(run, x, y)]
+    found = train.batch(rows)
+    batch = Batch(moved(found.x, run.device), moved(found.y, run.device), found.size)
+    pending = Pending(batch.size, lambda: batch)
+    losses = [_loss(run, batch)]
     target = _target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            loss = train_step(run, [batch], Point(0, step, step, run.config.lr), running).loss
+            loss = train_step(run, [pending], Point(0, step, step, run.config.lr), running).loss
         except NonFiniteError as error:
             reason = str(error)
             break
@@ -170,7 +173,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
 
 
 @torch.no_grad()
-def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> float:
+def _loss(run: Run, batch: Batch) -> float:
     """Of the batch as training sees it: batch norm takes its statistics from the batch itself."""
     run.model.train()
-    return float(mean(run.loss, run.model(x), y))
+    return float(run.stepping(run.model, batch, nullcontext()).loss)

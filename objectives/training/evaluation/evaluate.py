@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Dataset
+from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.loader import loaded
-from objectives.training.evaluation.losses import mean, weigh
+from objectives.training.data.tree import moved
 from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.step import LossStep, Step, Stepping
 
 
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
     dataset: Dataset,
-    loss: nn.Module,
+    step: Stepping | nn.Module,
     metrics: Metrics,
     *,
     batch_size: int,
@@ -33,38 +35,61 @@ def evaluate(
     Args:
         model: on `device`.
         dataset: on any device.
-        loss: (output, target) -> losses [n] or their mean; of a form that adds up.
+        step: of the run; or a loss, (output, target) -> losses [n] or their mean, of a form that adds up.
         metrics: reset before use, on `device`.
         batch_size: rows in one forward pass; the answer does not depend on it.
         device: where the model is.
         num_workers: processes that load a dataset which is not in memory.
     """
+    stepping = LossStep(step) if isinstance(step, nn.Module) else step
     training = model.training
     model.eval()
     try:
         metrics.reset()
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        weight: Tensor | int = 0
-        for x, y in _batches(dataset, batch_size, torch.device(device), num_workers):
-            output = model(x)
-            share = weigh(loss, y)
-            total += mean(loss, output, y) * share
-            weight = weight + share
-            metrics.update(output, y)
-        return as_floats({"loss": total / weight, **metrics.compute()})
+        sums = Means(device)
+        for batch in batches(dataset, batch_size, torch.device(device), num_workers):
+            found = stepping(model, batch, nullcontext())
+            sums.add(found, batch.size)
+            if found.outputs is not None:
+                metrics.update(found.outputs, found.targets)
+        return as_floats({**sums.compute(), **metrics.compute()})
     finally:
         model.train(training)
 
 
-def _batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    if dataset.load is None:
+class Means:
+    """The mean loss and the means that steps measured, over all batches, on the device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums: dict[str, Tensor] = {}
+        self.weight: Tensor | float = 0
+
+    def add(self, step: Step, size: int) -> None:
+        """Adds a batch of `size` samples."""
+        weight = size if step.weight is None else step.weight
+        self._loss += step.loss.detach() * weight
+        for name, value in step.metrics.items():
+            found = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+            self._sums[name] = self._sums.get(name, 0) + found * weight
+        self.weight = self.weight + weight
+
+    def compute(self) -> dict[str, Tensor]:
+        """The mean `loss`, and each other by its name."""
+        return {"loss": self._loss / self.weight, **{name: sum_ / self.weight for name, sum_ in self._sums.items()}}
+
+
+def batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[Batch]:
+    """All samples in their order, on the device."""
+    if dataset.in_memory:
         for start in range(0, len(dataset), size):
-            rows = slice(start, start + size)
-            yield dataset.x[rows].to(device), dataset.y[rows].to(device)
+            batch = dataset.batch(slice(start, start + size))
+            yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size)
         return
     found = torch.split(torch.arange(len(dataset)), size)
-    for x, y in loaded(dataset, found, device=device, num_workers=num_workers):
-        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    for batch in loaded(dataset, found, device=device, num_workers=num_workers):
+        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size)
 
 
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:

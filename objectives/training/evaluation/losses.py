@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from objectives.errors import ObjectiveError
+from objectives.training.data.tree import form, map_tensors, taken, tensors
 from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, REGRESSION, unfit
 
 _ROUNDING = 1e-4  # of a mean of fp32 losses, and more than enough
 
 
-def usual_loss(metric: str, y: Tensor, *, label_smoothing: float = 0.0) -> nn.Module:
+def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
     """The loss that is usual where `metric` decides: squared error, binary cross entropy, or cross entropy.
 
     Args:
         metric: that the search optimises.
-        y: the training targets [n, ...].
+        y: the training targets [n, ...]; None where they are not known beforehand.
         label_smoothing: of the cross entropies.
 
     Raises:
         MetricError: a built-in metric that does not fit the targets.
         ObjectiveError: no loss is usual for the metric and such targets, or it has no labels to smooth.
     """
-    numbers = y.dtype.is_floating_point
+    numbers = isinstance(y, Tensor) and y.dtype.is_floating_point
+    if y is not None and not isinstance(y, Tensor):
+        raise ObjectiveError(f"no loss is usual for targets {form(y)}: override loss()")
     if metric in REGRESSION or (metric == "loss" and numbers):
         if label_smoothing:
             raise ObjectiveError(
@@ -38,7 +42,7 @@ def usual_loss(metric: str, y: Tensor, *, label_smoothing: float = 0.0) -> nn.Mo
         return BinaryLogits(label_smoothing)
     if not numbers:
         return nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-    if metric in CLASSIFICATION:
+    if metric in CLASSIFICATION and isinstance(y, Tensor):
         raise unfit(metric, y)
     raise ObjectiveError(f"no loss is usual for metric {metric!r} and targets that are not classes: override loss()")
 
@@ -100,12 +104,12 @@ class CountedCrossEntropy(nn.Module):
         return value / self.weigh(target).clamp_min(torch.finfo(value.dtype).tiny)
 
 
-def adding_up(loss: nn.Module, *targets: Tensor) -> nn.Module:
+def adding_up(loss: nn.Module, *targets: Any) -> nn.Module:
     """The loss in a form whose batches add up.
 
     Args:
         loss: the objective's.
-        targets: of the splits that it is to judge.
+        targets: of the splits that it is to judge, or None where they are not known.
 
     Raises:
         ObjectiveError: `reduction="sum"`, which is no mean.
@@ -114,43 +118,59 @@ def adding_up(loss: nn.Module, *targets: Tensor) -> nn.Module:
         raise ObjectiveError(f"{type(loss).__name__} must not use reduction='sum': use 'none' or 'mean'")
     if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
         return loss
-    if any(y.dtype.is_floating_point for y in targets):  # shares of classes: torch divides by the samples
+    known = [y for y in targets if isinstance(y, Tensor)]
+    if any(y.dtype.is_floating_point for y in known):  # shares of classes: torch divides by the samples
         return loss
-    uneven = loss.weight is not None or any(bool((y == loss.ignore_index).any()) for y in targets)
+    ignored = len(known) < len(targets) or any(bool((y == loss.ignore_index).any()) for y in known)
+    uneven = loss.weight is not None or ignored
     return CountedCrossEntropy(loss) if uneven else loss
 
 
-def weigh(loss: nn.Module, target: Tensor) -> Tensor | int:
+def weigh(loss: nn.Module, target: Any) -> Tensor | int:
     """What the mean loss of a batch is a mean over: its samples, unless the loss has a method `weigh(target)`."""
     own = getattr(loss, "weigh", None)
-    return len(target) if own is None else own(target)
+    return len(next(tensors(target))[1]) if own is None else own(target)
 
 
-def mean(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-    """The mean of the losses of a batch, in fp32."""
-    value: Tensor = loss(output.float(), target).float()
+def mean(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
+    """The mean of the losses of a batch of `size` samples, in fp32."""
+    value: Tensor = loss(_full(output), target).float()
     if value.ndim == 0:
         return value
-    if value.shape[0] != len(target) or (value.ndim > 1 and value.shape not in (output.shape, target.shape)):
+    shapes = [tensor.shape for tree in (output, target) for _, tensor in tensors(tree)]
+    if value.shape[0] != size or (value.ndim > 1 and value.shape not in shapes):
         raise ObjectiveError(
-            f"the loss gave {list(value.shape)} for outputs {list(output.shape)} and targets {list(target.shape)}: "
+            f"the loss gave {list(value.shape)} for outputs {_shape(output)} and targets {_shape(target)}: "
             "give one value a sample [n], or the mean"
         )
     return value.mean()
 
 
-def adds_up(loss: nn.Module, output: Tensor, target: Tensor) -> bool:
-    """Whether the loss of a batch is the mean of those of its parts.
+def _full(output: Any) -> Any:
+    """Outputs in fp32, whole numbers as they are."""
+    if isinstance(output, Tensor):
+        return output.float()
+    return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
 
-    One that draws at random cannot be told, and is taken to be.
+
+def _shape(tree: Any) -> str:
+    return str(list(tree.shape)) if isinstance(tree, Tensor) else f"{{{', '.join(name for name, _ in tensors(tree))}}}"
+
+
+def adds_up(loss: nn.Module, output: Any, target: Any, size: int) -> bool:
+    """Whether the loss of a batch of `size` samples is the mean of those of its parts.
+
+    One that draws at random cannot be told, and is taken to be; so is one whose outputs are not a row a sample.
     """
-    whole, again = (float(mean(loss, output, target)) for _ in range(2))
-    cut = len(target) // 3
-    if whole != again or not cut:
+    whole, again = (float(mean(loss, output, target, size)) for _ in range(2))
+    cut = size // 3
+    rows = {len(tensor) for tree in (output, target) for _, tensor in tensors(tree) if tensor.ndim}
+    if whole != again or not cut or rows != {size}:
         return True
     total = weight = 0.0
-    for part in (slice(None, cut), slice(cut, None)):
-        share = float(weigh(loss, target[part]))
-        total += share * float(mean(loss, output[part], target[part])) if share else 0.0
+    for part in (slice(None, cut), slice(cut, size)):
+        outputs, targets = taken(output, part), taken(target, part)
+        share = float(weigh(loss, targets))
+        total += share * float(mean(loss, outputs, targets, part.stop - (part.start or 0))) if share else 0.0
         weight += share
     return math.isclose(whole, total / (weight or 1.0), rel_tol=_ROUNDING, abs_tol=_ROUNDING)

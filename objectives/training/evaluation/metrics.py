@@ -51,6 +51,8 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     Raises:
         MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
     """
+    if train.y is None or not isinstance(train.y, Tensor):
+        return _without_targets(metric)
     if metric == "loss":
         return _beside_the_loss(train.y)
     if metric in CLASSIFICATION:
@@ -64,6 +66,17 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     if metric in known:
         raise unfit(metric, train.y)
     raise MetricError(metric, f"is not built in: {nearest(metric, known)}; or override metrics()")
+
+
+def _without_targets(metric: str) -> Metrics:
+    """The usual metrics where nothing is known of the targets."""
+    if metric == "loss":
+        return NoMetrics()
+    if metric in BINARY or metric in REGRESSION:
+        return binary() if metric in BINARY else regression()
+    if metric in CLASSIFICATION:
+        raise MetricError(metric, "needs the number of classes: give the data targets=, or override metrics()")
+    raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
 
 
 def _beside_the_loss(y: Tensor) -> Metrics:
@@ -134,6 +147,61 @@ def binary() -> Metrics:
             average_precision=library.BinaryAveragePrecision(validate_args=False),
         )
     )
+
+
+class NoMetrics:
+    """Nothing beside the loss, and what steps measure."""
+
+    def update(self, output: Any, target: Any) -> None:
+        """Adds nothing."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def reset(self) -> None:
+        """Forgets nothing."""
+
+    def to(self, device: torch.device) -> Any:  # noqa: ARG002 as metrics are moved
+        """Moves nothing."""
+        return self
+
+
+class Named:
+    """A single torchmetrics metric, under the name that the objective optimises."""
+
+    def __init__(self, metric: Any, name: str) -> None:
+        self._metric, self._name = metric, name
+
+    def update(self, output: Any, target: Any) -> None:
+        """Adds a batch."""
+        self._metric.update(output, target)
+
+    def compute(self) -> Mapping[str, Any]:
+        """The metric by its name."""
+        return {self._name: self._metric.compute()}
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+        self._metric.reset()
+
+    def to(self, device: torch.device) -> Any:
+        """Moves what was gathered to a device."""
+        self._metric.to(device)
+        return self
+
+
+def as_metrics(found: Any, metric: str) -> Metrics:
+    """Metrics in their names: a lone torchmetrics `Metric` is the one that is optimised.
+
+    Raises:
+        ObjectiveError: it has no `update`, `compute` or `reset`.
+    """
+    lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
+    if lacking:
+        raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
+    alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
+    return Named(found, metric) if alone else found
 
 
 class _Flat:
@@ -226,6 +294,6 @@ def _collection(**metrics: Any) -> Metrics:
 
 def largest_class(data: Dataset) -> float | None:
     """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
-    if data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
+    if not isinstance(data.y, Tensor) or data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None
     return float(torch.bincount(data.y).max()) / len(data)

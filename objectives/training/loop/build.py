@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,26 @@ from torch import Tensor, nn
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import build_feed, steps_of
-from objectives.training.data.dataset import Splits
-from objectives.training.evaluation.losses import CountedCrossEntropy, adding_up, adds_up, mean
-from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, DIRECTIONS, fitting, largest_class, unfit
+from objectives.training.data.dataset import Batch, Splits
+from objectives.training.data.tree import moved
+from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
+from objectives.training.evaluation.metrics import (
+    BINARY,
+    CLASSIFICATION,
+    DIRECTIONS,
+    as_metrics,
+    fitting,
+    largest_class,
+    unfit,
+)
+from objectives.training.evaluation.step import LossStep, Stepping
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
 from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.run import FORMAT, Run
 from objectives.training.loop.steplog import StepLog
+from objectives.training.loop.stepping import as_module, build_stepping, call_in
 from objectives.training.optimizers.averaging import build_average
 from objectives.training.optimizers.optimizer import build_optimizer
 from objectives.training.optimizers.precision import Precision
@@ -50,21 +61,20 @@ def build(
     splits, split_hash = prepared_splits(objective, split_seed)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
-        model = _module(objective.model(config, splits.train), "model").to(device)
-    with users_code(f"{who}.loss"):
-        loss = _module(objective.loss(config, splits.train), "loss")
-        loss = adding_up(loss, splits.train.y, splits.val.y).to(device)
-    _check_classes(objective, splits, loss)
+        model = as_module(objective.model(config, splits.train), "model").to(device)
+    stepping = build_stepping(objective, config, splits, model, device)
+    _check_classes(objective, splits, stepping)
     with users_code(f"{who}.metrics"):
-        metrics = objective.metrics(splits.train)
-        metrics.to(device)
+        metrics = as_metrics(objective.metrics(splits.train), objective.metric)
+        if hasattr(metrics, "to"):
+            metrics.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with users_code(f"{who}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
-    in_memory = config.num_workers is None and splits.val.load is None
+    in_memory = config.num_workers is None and splits.val.in_memory
     epoch_steps = steps_of(len(splits.train), config)
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
     maximize = objective.direction == "maximize"
@@ -94,7 +104,7 @@ def build(
         val=splits.val.to(device) if in_memory else splits.val,
         feed=build_feed(splits.train, config, seed=seed, device=device, augment=augment),
         model=model,
-        loss=loss,
+        stepping=stepping,
         metrics=metrics,
         optimizer=optimizer,
         sharpness=sharpness,
@@ -136,29 +146,35 @@ def oddities(run: Run) -> list[str]:
 @torch.inference_mode()
 def _loss_adds_up(run: Run) -> bool:
     """Whether the loss of some validation samples is the mean of those of its parts."""
-    rows = torch.arange(min(len(run.val), _TRIED), device=run.val.y.device)
-    x, y = run.val.inputs(rows).to(run.device), run.val.y[rows].to(run.device)
+    if not isinstance(run.stepping, LossStep):
+        return True  # such a step says itself what its loss is a mean over
+    batch, output = _tried(run, _TRIED)
+    return adds_up(run.stepping.loss, output, batch.y, batch.size)
+
+
+def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
+    """Some validation samples, and what the model makes of them."""
+    batch = run.val.batch(slice(0, samples))
+    batch = Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
     training = run.judged.training
     run.judged.eval()
-    output = run.judged(x)
+    output = call_in(run.stepping)(run.judged, batch.x)
     run.judged.train(training)
-    return adds_up(run.loss, output, y)
+    return batch, output
 
 
 @torch.inference_mode()
-def _check_pairs(run: Run, output: Tensor) -> None:
+def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
     """Refuses a loss that compares [n, 1] with [n]: every output with every target.
 
-    It is tried on outputs that equal the targets: of an untrained model all might be far off by the same.
+    It is tried on outputs that equal the targets `y`: of an untrained model all might be far off by the same.
     """
-    y = run.splits.train.y
     given, wanted = ["n", *output.shape[1:]], ["n", *y.shape[1:]]
     if given == wanted or output[0].numel() != y[0].numel():
         return
-    y = y[:_TRIED].reshape(min(len(y), _TRIED), -1)
-    y = y[y[:, 0].argsort()].to(run.device)
-    equal = y.reshape(len(y), *output.shape[1:]).float()
-    if not adds_up(run.loss, equal, y.reshape(len(y), *run.splits.train.y.shape[1:])):
+    some = y[:_TRIED].to(output.device)
+    some = some[some.reshape(len(some), -1)[:, 0].argsort()]
+    if not adds_up(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
         raise ObjectiveError(
             f"the loss compares every output with every target: outputs are {_dims(given)}, targets {_dims(wanted)}; "
             "give one the shape of the other, as by output.squeeze(1)"
@@ -182,12 +198,10 @@ def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_ste
 def _trial_step(run: Run) -> None:
     """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    x, y = next(run.feed.windows(0))[0].get()
+    batch = next(iter(run.feed.windows(0)))[0].get()
     run.model.train()
     try:
-        with run.precision.autocast():
-            output = run.model(x)
-        mean(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
+        run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)
@@ -201,21 +215,21 @@ def _source(objective: Objective) -> Path | None:
     return Path(source).resolve() if source and Path(source).exists() else None
 
 
-def _check_classes(objective: Objective, splits: Splits, loss: nn.Module) -> None:
+def _entropy(stepping: Stepping) -> nn.Module | None:
+    """The cross entropy that the step is by, if it is by one: it takes labels for numbers of outputs."""
+    loss = stepping.loss if isinstance(stepping, LossStep) else None
+    return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None
+
+
+def _check_classes(objective: Objective, splits: Splits, stepping: Stepping) -> None:
     """Looks at labels where they are taken for numbers of classes."""
-    entropy = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy))
+    loss, y = _entropy(stepping), splits.train.y
     judged = objective.uses_builtin_metrics and objective.metric in (*CLASSIFICATION, *BINARY)
-    if splits.train.y.dtype.is_floating_point or not (entropy or judged):
+    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
         return
     ignored = loss.loss.ignore_index if isinstance(loss, CountedCrossEntropy) else None
     with users_code(f"{type(objective).__name__}.data"):
         splits.check_classes(ignored)
-
-
-def _module(value: object, what: str) -> nn.Module:
-    if not isinstance(value, nn.Module):
-        raise ObjectiveError(f"{what}() must return a torch.nn.Module, not {type(value).__name__}")
-    return value
 
 
 def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
@@ -225,35 +239,39 @@ def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
     if objective.direction != better:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
     with users_code(f"{who} on the validation split"):
-        output = _check_width(run)
-        if objective.uses_builtin_metrics and metric not in ("loss", *fitting(run.splits.train.y, output)):
-            raise unfit(metric, run.splits.train.y, output)
-        _check_pairs(run, output)
+        if isinstance(run.stepping, LossStep):
+            _check_outputs(objective, run, run.stepping.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is none that {who}.metrics() gives: {nearest(metric, list(scores))}")
+        raise MetricError(metric, f"is none that {who} gives: {nearest(metric, list(scores))}")
     return scores
 
 
 @torch.inference_mode()
-def _check_width(run: Run) -> Tensor:
-    """What the model gives for two samples.
+def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
+    """Looks at what the model gives for two samples.
 
     Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first.
     """
-    labels, training = run.splits.train.y, run.judged.training
-    run.judged.eval()
-    output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
-    run.judged.train(training)
+    batch, output = _tried(run, 2)
+    y, metric = run.splits.train.y, objective.metric
     if not isinstance(output, Tensor):
-        raise ObjectiveError(f"the model must return one tensor, not {type(output).__name__}")
-    if len(output) != min(len(run.val), 2):
+        if objective.uses_builtin_metrics and metric != "loss":
+            raise ObjectiveError(
+                f"the model returns a {type(output).__name__}, and {metric} takes one tensor: override metrics(), or "
+                "return a Step with outputs= from step()"
+            )
+        return
+    if len(output) != batch.size and isinstance(batch.y, Tensor) and len(batch.y) == batch.size:
+        raise ObjectiveError(f"the model gives {list(output.shape)} for {batch.size} inputs: keep the first dim")
+    known = y if isinstance(y, Tensor) else batch.y
+    if not isinstance(known, Tensor):
+        return
+    classes = _entropy(run.stepping) is not None and not known.dtype.is_floating_point
+    if classes and (output.ndim < 2 or output.shape[1] <= int(known.max())):
         raise ObjectiveError(
-            f"the model gives {list(output.shape)} for {min(len(run.val), 2)} inputs: keep the first dim"
+            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(known.max())}"
         )
-    entropy = isinstance(run.loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy))
-    if entropy and not labels.dtype.is_floating_point and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
-        raise ObjectiveError(
-            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
-        )
-    return output
+    if objective.uses_builtin_metrics and metric not in ("loss", *fitting(known, output)):
+        raise unfit(metric, known, output)
+    _check_pairs(loss, known, output)

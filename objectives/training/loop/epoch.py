@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Batch
-from objectives.training.evaluation.evaluate import as_floats
-from objectives.training.evaluation.losses import mean, weigh
+from objectives.training.data.batches import Pending
+from objectives.training.data.dataset import Batch
+from objectives.training.evaluation.evaluate import Means, as_floats
 from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.step import Step, detached
 from objectives.training.loop.guards import Point
 from objectives.training.loop.run import Run
 
@@ -48,7 +49,7 @@ class Stepped(NamedTuple):
 
     loss: Tensor
     norm: Tensor
-    weight: Tensor | int
+    weight: Tensor | float
 
 
 def train_epoch(run: Run, epoch: int) -> Trained:
@@ -59,7 +60,7 @@ def train_epoch(run: Run, epoch: int) -> Trained:
     training_mode(run.model)
     running = RunningMetrics(run.metrics)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-    weight: Tensor | int = 0
+    weight: Tensor | float = 0
     norm_sum, samples, steps, lr = torch.zeros_like(loss_sum), 0, 0, 0.0
     for number, window in enumerate(run.feed.windows(epoch)):
         lr = float(run.optimizer.param_groups[0]["lr"])
@@ -96,25 +97,21 @@ def _frozen_norms(module: nn.Module, above: bool = False) -> Iterator[nn.Module]
         yield from _frozen_norms(child, frozen)
 
 
-def train_step(run: Run, window: Sequence[Batch], point: Point, running: RunningMetrics) -> Stepped:
+def train_step(run: Run, window: Sequence[Pending], point: Point, running: RunningMetrics) -> Stepped:
     """One optimizer step over the micro-batches of a window.
 
     The gradient is that of the mean over all samples of the window, however they are divided into micro-batches.
     A step that loss scaling skips moves neither weights, schedule nor average.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    batches: Iterable[tuple[Tensor, Tensor]] = (batch.get() for batch in window)
-    weight: Tensor | int = sum(batch.size for batch in window)
-    uneven = hasattr(run.loss, "weigh")
-    if uneven or run.sharpness is not None:  # both passes of SAM see the same samples, augmented the same way
-        batches = list(batches)
-    if uneven:
-        weight = torch.stack([torch.as_tensor(weigh(run.loss, y)) for _, y in batches]).sum()
-        weight = weight.clamp_min(torch.finfo(torch.float32).tiny)  # where nothing counts, nothing is learned
-    loss = _gradient(run, batches, weight, running)
-    if run.sharpness is not None:
+    size = sum(pending.size for pending in window)
+    if run.sharpness is None:
+        loss, weight = _gradient(run, (pending.get() for pending in window), size, running)
+    else:
+        batches = [pending.get() for pending in window]  # both passes see the same samples, augmented the same way
+        loss, weight = _gradient(run, batches, size, running)
         with run.sharpness.displaced(run.model):
-            _gradient(run, batches, weight, None)
+            _gradient(run, batches, size, None)
     run.precision.unscale(run.optimizer)
     run.steplog.note(point, loss)
     norm = clip(run.optimizer, run.config)
@@ -131,21 +128,34 @@ def train_step(run: Run, window: Sequence[Batch], point: Point, running: Running
 
 
 def _gradient(
-    run: Run, batches: Iterable[tuple[Tensor, Tensor]], weight: Tensor | int, running: RunningMetrics | None
-) -> Tensor:
-    """Adds the gradient of the mean loss over all batches, which weigh `weight`, to the parameters'; that mean."""
-    parts = []
-    for x, y in batches:
-        with run.precision.autocast():
-            output = run.model(x)
-        loss = mean(run.loss, output, y)
-        share = weigh(run.loss, y) / weight
-        part = loss if isinstance(share, float) and share == 1 else loss * share
+    run: Run, batches: Iterable[Batch], size: int, running: RunningMetrics | None
+) -> tuple[Tensor, Tensor | float]:
+    """Adds the gradient of the mean loss over `size` samples to the parameters'; that mean, and what it weighs."""
+    parts: list[Tensor] = []
+    weights: list[Tensor | float] = []
+    for batch in batches:
+        step = run.stepping(run.model, batch, run.precision.autocast())
+        share = (batch.size if step.weight is None else step.weight) / size
+        alone = batch.size == size
+        part = step.loss if alone or (isinstance(share, float) and share == 1) else step.loss * share
         run.precision.backward(part)
         parts.append(part.detach())
+        weights += [] if step.weight is None else [step.weight]
         if running is not None:
-            running.add(output.detach(), y)
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+            running.add(step, batch.size)
+    loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    if not weights:
+        return loss, size
+    if len(parts) == 1:
+        return loss, weights[0]
+    # The weights of all are known only now: what was a share of the samples becomes one of them.
+    total = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
+    scale = size / total.clamp_min(torch.finfo(torch.float32).tiny)
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+    return loss * scale, total
 
 
 def clip(optimizer: Optimizer, config: TrainConfig) -> Tensor:
@@ -176,32 +186,49 @@ class RunningMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._outputs: list[Tensor] = []
-        self._targets: list[Tensor] = []
+        self._outputs: list[Any] = []
+        self._targets: list[Any] = []
         self._rows = self._bytes = 0
+        self._measured: Means | None = None  # by the steps themselves
         with torch.inference_mode():
             metrics.reset()
 
-    def add(self, output: Tensor, target: Tensor) -> None:
-        """Adds a batch of detached outputs."""
-        self._outputs.append(output.float())
-        self._targets.append(target)
-        self._rows += len(target)
-        self._bytes += output.numel() * 4 + target.nbytes
+    def add(self, step: Step, size: int) -> None:
+        """Adds a batch of `size` samples."""
+        if step.metrics:
+            self._measured = self._measured or Means(step.loss.device)
+            self._measured.add(step, size)
+        if step.outputs is None:
+            return
+        outputs = detached(step.outputs)
+        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
+            self._update(outputs, step.targets)
+            return
+        if self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
+            self._flush()
+        self._outputs.append(outputs)
+        self._targets.append(step.targets)
+        self._rows += size
+        self._bytes += outputs.nbytes + step.targets.nbytes
         if self._rows >= self._ROWS or self._bytes >= self._BYTES:
             self._flush()
 
     def compute(self) -> dict[str, Tensor]:
         """All metrics over what was added."""
         self._flush()
+        measured = {} if self._measured is None else self._measured.compute()
+        measured.pop("loss", None)
         with torch.inference_mode():
-            return dict(self._metrics.compute())
+            return {**measured, **self._metrics.compute()}
 
-    @torch.inference_mode()
     def _flush(self) -> None:
         outputs, targets = self._outputs, self._targets
         self._outputs, self._targets, self._rows, self._bytes = [], [], 0, 0
         if len(outputs) == 1:
-            self._metrics.update(outputs[0], targets[0])
+            self._update(outputs[0], targets[0])
         elif outputs:
-            self._metrics.update(torch.cat(outputs), torch.cat(targets))
+            self._update(torch.cat(outputs), torch.cat(targets))
+
+    @torch.inference_mode()
+    def _update(self, outputs: Any, targets: Any) -> None:
+        self._metrics.update(outputs, targets)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from objectives.training.data.dataset import Dataset
+from objectives.training.data.tree import tensors
 
 if TYPE_CHECKING:
     from objectives.training.loop.run import Run
@@ -49,14 +50,20 @@ def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
 
 
 def shared_inputs(train: Dataset, other: Dataset) -> int:
-    """How many inputs of `other` are in `train` too."""
+    """How many inputs of `other` are in `train` too; of data that are made when they are needed none are looked at."""
+    if not train.in_memory:
+        return 0
     seen = set(_digests(train))
     return sum(digest in seen for digest in _digests(other))
 
 
 def _digests(data: Dataset) -> list[bytes]:
-    rows = data.x.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
-    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+    parts = [
+        tensor.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
+        for _, tensor in tensors(data.x)
+    ]
+    rows = (b"".join(row.tobytes() for row in sample) for sample in zip(*parts, strict=True))
+    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import torch
 
+from objectives.training.evaluation.step import Step
 from objectives.training.loop.epoch import RunningMetrics
 
 
@@ -24,7 +25,7 @@ def _added(*batches):
     metrics = _Noting()
     running = RunningMetrics(metrics)
     for shape in batches:
-        running.add(torch.zeros(shape), torch.zeros(shape[0]))
+        running.add(Step(torch.zeros(()), torch.zeros(shape), torch.zeros(shape[0])), shape[0])
     held = sum(output.nbytes for output in running._outputs)
     running.compute()
     return metrics.rows, held
