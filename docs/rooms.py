@@ -33,7 +33,7 @@ ROOMS = (
     "objectives.training.data",
     "objectives.training.evaluation",
     "objectives.objective",
-    *("objectives.training.session", "objectives.training.result"),
+    *("objectives.training.session", "objectives.training.exportable", "objectives.training.result"),
     "objectives.training.loop",
     "objectives.training.reports",
     *("objectives.training.conclude", "objectives.training.trainer"),

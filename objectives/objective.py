@@ -127,7 +127,7 @@ class Objective(ABC):
         """
         from objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
 
-        if self.has_own_step and self.metric not in DIRECTIONS:
+        if self.has_own_step and (self.metric == "loss" or self.metric not in DIRECTIONS):
             return NoMetrics()
         return metrics_for(self.metric, train)
 

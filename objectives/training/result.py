@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from objectives.training.data.dataset import Dataset
+from objectives.training.evaluation.calling import Call
+from objectives.training.exportable import Example
 from objectives.training.reproducibility.metrics_file import EpochRecord
 
 Status = Literal["completed", "pruned", "stopped"]
@@ -25,7 +27,8 @@ class FitResult:
         best_metrics: all numbers of the best epoch.
         history: one record an epoch, those before a resume included.
         model: with the weights of the best epoch, in evaluation mode, on the CPU.
-        example: four validation inputs [4, ...], raw, as the model takes them, on the CPU.
+        example: four validation inputs, raw, as the model takes them, on the CPU; to export the model with.
+        call: how the model is called with them.
         best_path, last_path: checkpoints in the run's directory, where there are any.
         split_hash: SHA-256 of the data as it was split.
         val: the validation split, on the CPU: what `best_value` was measured on.
@@ -42,7 +45,8 @@ class FitResult:
     best_metrics: dict[str, float]
     history: list[EpochRecord]
     model: nn.Module
-    example: Tensor
+    example: Example
+    call: Call
     best_path: Path | None
     last_path: Path | None
     split_hash: str

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
 from optuna.trial import FrozenTrial, TrialState
 
 from objectives import Objective, load_objective
 from objectives.training import EpochRecord, FitResult, promotable
 from objectives.training.checks.held_out import restore_best
+from objectives.training.exportable import example_of
 from objectives.training.reproducibility import checkpoint
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
@@ -128,7 +128,8 @@ def _result(
         best_metrics=dict(best["metrics"]),
         history=[EpochRecord(**record) for record in state["history"]],
         model=restored.model,
-        example=val.inputs(torch.arange(4) % len(val)),
+        example=example_of(val),
+        call=restored.call,
         best_path=folder / "best.pt",
         last_path=None,
         split_hash=best["split_hash"],

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from objectives.training import FitResult
+from objectives.training.exportable import exportable
 from search.spec.spec import StudySpec
 from search.tracking.tracker import Tracker
 from storage.attributes import PENDING
@@ -140,7 +141,8 @@ class TrialTracking:
 
     def _log_model(self, result: FitResult) -> None:
         try:
-            exported_model.export_model(result.model, result.example, self.journal.model)
+            module, parts = exportable(result.model, result.call, result.example.x)
+            exported_model.export_model(module, parts, result.example.free, self.journal.model)
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
             self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))

@@ -12,10 +12,12 @@ from torch import nn
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.evaluation.calling import Call
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.metrics import as_metrics
+from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.prepared import prepared_splits
-from objectives.training.loop.stepping import build_stepping
+from objectives.training.loop.stepping import build_stepping, call_in
 from objectives.training.reproducibility.seeds import reproducible, set_seed
 from objectives.training.result import FitResult
 
@@ -40,12 +42,21 @@ class Restored:
         """Loss and metrics on the test split: what is seen once cannot be unseen."""
         return self._score(self.splits.test)
 
+    @property
+    def call(self) -> Call:
+        """How the model is called with a batch of inputs."""
+        return call_in(self._stepping)
+
+    @property
+    def _stepping(self) -> Stepping:
+        return build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
+
     def _score(self, split: Dataset) -> dict[str, float]:
         with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
             return evaluate(
                 self.model,
                 split,
-                build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu")),
+                self._stepping,
                 as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
                 batch_size=self.config.eval_batch_size or 256,
                 device="cpu",

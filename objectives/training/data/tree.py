@@ -56,3 +56,8 @@ def form(tree: Tree) -> str:
     if isinstance(tree, (tuple, list)):
         return f"({', '.join(map(form, tree))})"
     return type(tree).__name__
+
+
+def refilled(tree: Tree, parts: Iterator[Tensor]) -> Tree:
+    """The tree with its tensors replaced by these, in its order."""
+    return map_tensors(lambda _: next(parts), tree)

@@ -54,8 +54,8 @@ def test_the_result_scores_what_was_recorded(wine, tmp_path, ema):
     assert (best["epoch"], best["value"]) == (result.best_epoch, result.best_value)
     assert all(torch.equal(tensor, best["model"][name]) for name, tensor in result.model.state_dict().items())
     assert TrainConfig.from_dict(best["config"]) == config
-    assert result.example.shape == (4, 13)
-    assert torch.equal(result.example, result.val.x[:4])
+    assert result.example.x.shape == (4, 13)
+    assert torch.equal(result.example.x, result.val.x[:4])
 
 
 def test_the_best_weights_come_back_when_training_falls_apart_later(wine):

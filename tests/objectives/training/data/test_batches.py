@@ -147,7 +147,7 @@ def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
     result = _fit(filed, workers, **config)
     expected = _fit(wine, None, **config)
     assert exact(result.history) == exact(expected.history)
-    assert torch.equal(result.example, expected.example)
+    assert torch.equal(result.example.x, expected.example.x)
 
 
 @pytest.mark.parametrize("workers", [None, 0, 2])
