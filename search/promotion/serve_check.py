@@ -141,7 +141,7 @@ def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: 
 def _predict(
     version: Version, splits: Splits, objective: Objective, tracking_uri: str, folder: Path
 ) -> tuple[list[Any] | None, str]:
-    """Return what the model predicts of the validation split, by batch, in a process of its own, or None and why not."""
+    """Return what the model predicts of each validation batch in a process of its own, or None and why not."""
     inputs, outputs, empty = folder / "inputs", folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
     inputs.mkdir()
@@ -172,10 +172,9 @@ def _predict(
 def _write_inputs(splits: Splits, folder: Path) -> None:
     """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
     for number, start in enumerate(range(0, len(splits.val), _ROWS)):
-        parts = dict(tensors(splits.val.inputs(slice(start, start + _ROWS))))
-        np.savez(
-            folder / f"{number:06d}.npz", **{name or predict_alone.LONE: part.numpy() for name, part in parts.items()}
-        )
+        inputs = tensors(splits.val.inputs(slice(start, start + _ROWS)))
+        parts: dict[str, Any] = {name or predict_alone.LONE: part.numpy() for name, part in inputs}
+        np.savez(folder / f"{number:06d}.npz", **parts)
 
 
 class _Replay(nn.Module):
