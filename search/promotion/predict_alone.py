@@ -35,12 +35,15 @@ def main() -> None:
     """Load the model and write what it predicts."""
     uri, inputs, outputs, *refused = sys.argv[1:]
     sys.meta_path.insert(0, Refusing(refused))
+    import mlflow
     import numpy as np
     import torch
 
     files = sorted(Path(inputs).glob("*.npz"))
     with np.load(files[0]) as first:
-        predict = lone(uri) if list(first) == [LONE] else several(uri)
+        alone = list(first) == [LONE]
+    told = mlflow.models.get_model_info(uri).signature
+    predict = lone(uri) if alone and told is not None and told.outputs is not None else several(uri)
     predictions = []
     for file in files:
         with np.load(file) as parts:
@@ -65,7 +68,7 @@ def lone(uri: str) -> Callable[[list[Any]], Any]:
 
 
 def several(uri: str) -> Callable[[list[Any]], Any]:
-    """Return what predicts from several arrays, in their order, as one does who knows torch: MLflow's way takes one."""
+    """Return what takes several arrays, in their order, or gives several outputs: torch does, MLflow's own way not."""
     import mlflow.pytorch
     import torch
 

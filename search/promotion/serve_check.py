@@ -90,7 +90,8 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     if predictions is not None:
         scored = _judge(predictions, objective, splits, optuna.trial.FixedTrial(trial.params))
         if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
-            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
+            drawn = "; a step that draws at random is not reproduced" if objective.has_own_step else ""
+            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}{drawn}"
     return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error)
 
 

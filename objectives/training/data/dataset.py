@@ -98,7 +98,7 @@ class Dataset:
         y = None if found is None else plain(found)
         if y is not None and len(y) != len(samples):
             raise ObjectiveError(f"there are {len(samples)} samples and {len(y)} targets")
-        return cls(None, y, torch.arange(len(samples)), None, samples, collate, known)
+        return cls(None, y, None, None, samples, collate, known)
 
     def __len__(self) -> int:
         if self.samples is not None:
