@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from objectives.errors import ObjectiveError
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.loader import loaded
-from objectives.training.data.tree import moved
+from objectives.training.data.tree import moved, taken
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import LossStep, Step, Stepping
 
@@ -83,9 +83,11 @@ class Means:
 def batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[Batch]:
     """All samples in their order, on the device."""
     if dataset.in_memory:
-        for start in range(0, len(dataset), size):
-            batch = dataset.batch(slice(start, start + size))
-            yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size)
+        samples = len(dataset)
+        for start in range(0, samples, size):
+            end = min(start + size, samples)
+            x, y = taken(dataset.x, slice(start, end)), taken(dataset.y, slice(start, end))
+            yield Batch(moved(x, device), moved(y, device), end - start)
         return
     found = torch.split(torch.arange(len(dataset)), size)
     for batch in loaded(dataset, found, device=device, num_workers=num_workers):

@@ -15,7 +15,7 @@ from objectives.training.evaluation.calling import Call, whole
 from objectives.training.evaluation.losses import mean, weigh
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """What a batch came to.
 
@@ -59,4 +59,6 @@ class LossStep:
 
 def detached(tree: Any) -> Any:
     """Outputs without their graph, in fp32."""
+    if isinstance(tree, Tensor):
+        return tree.detach().float()
     return map_tensors(lambda tensor: tensor.detach().float(), tree)

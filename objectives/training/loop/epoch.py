@@ -204,7 +204,7 @@ class RunningMetrics:
         if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
             self._update(outputs, step.targets)
             return
-        if self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
+        if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
             self._flush()
         self._outputs.append(outputs)
         self._targets.append(step.targets)
