@@ -6,15 +6,19 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from objectives.preparation import prepared_folder
 from objectives.search_space import Middle
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
+    from pathlib import Path
+
     from torch import nn
 
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
     from objectives.training.data.dataset import Batch, Dataset, Splits
     from objectives.training.data.loader import Augment
+    from objectives.training.data.samplers import Sampler
     from objectives.training.evaluation.metrics import Metrics
     from objectives.training.evaluation.step import Step
 
@@ -110,6 +114,45 @@ class Objective(ABC):
     def has_own_step(self) -> bool:
         """Whether `step` is overridden."""
         return type(self).step is not Objective.step
+
+    def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[dict[str, Any]] | None:  # noqa: ARG002 for those who override it
+        """The optimizer's parameter groups; None, unless overridden, for the usual ones.
+
+        Each is a dictionary with `params` and, where they are not the configuration's, `lr`, `weight_decay` and a
+        `name`. Schedules move all rates alike.
+        """
+        return None
+
+    def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 for those who override it
+        """What draws the order of an epoch: a torch sampler of rows, such as `WeightedRandomSampler`, or of batches of
+        rows, such as `ByLength`; None, unless overridden, for each sample once, at random.
+
+        It draws from torch's global generator, which is seeded for each epoch, and has a length.
+        """
+        return None
+
+    def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:  # noqa: B027 nothing unless overridden
+        """Before each epoch (0-based): to thaw layers, or to change what the model does as it goes on.
+
+        A run that is resumed repeats the calls of the epochs before, on the initial weights.
+        """
+
+    @property
+    def has_on_epoch(self) -> bool:
+        """Whether `on_epoch` is overridden."""
+        return type(self).on_epoch is not Objective.on_epoch
+
+    def prepare(self, folder: Path) -> None:  # noqa: B027 nothing unless overridden
+        """Downloads, or features that take long: once on each machine, before `data`, which finds it in `prepared`.
+
+        It is called again when the objective's source changes. Others wait while it runs; one that is killed is
+        done again from an empty folder.
+        """
+
+    @property
+    def prepared(self) -> Path:
+        """The folder that `prepare` filled on this machine."""
+        return prepared_folder(self.name, type(self), self.prepare)
 
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, users_code
 from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
 from objectives.training.loop.build import build, oddities
@@ -99,6 +99,7 @@ class Trainer:
         """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
         epoch, started = run.progress.next_epoch, time.perf_counter()
         set_seed(run.seed, "epoch", epoch)
+        self._on_epoch(run, epoch)
         with self.instruments.profiler(run, self.files.path):
             trained = train_epoch(run, epoch)
         training = time.perf_counter() - started
@@ -143,6 +144,8 @@ class Trainer:
         """Restores the last checkpoint, if there is one, and reports its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:
+            for epoch in range(len(state["history"])):
+                self._on_epoch(run, epoch)
             restore(run, state)
             self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch, "; ".join(run.notes))
         resolved = {**run.identity, "environment": run.environment}
@@ -152,6 +155,10 @@ class Trainer:
             if verdict is not Verdict.CONTINUE:
                 return verdict
         return Verdict.CONTINUE
+
+    def _on_epoch(self, run: Run, epoch: int) -> None:
+        with users_code(f"{type(self.objective).__name__}.on_epoch"):
+            self.objective.on_epoch(run.model, epoch, self.config)
 
     def _report(self, record: EpochRecord) -> Verdict:
         # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.

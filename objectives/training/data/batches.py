@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from objectives.training.data.dataset import Batch, Dataset, steps_per_epoch, windows
+from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.loader import Augment, loaded
+from objectives.training.data.samplers import Order
 from objectives.training.data.tree import Tree, moved, taken
 from objectives.training.reproducibility.seeds import derive_seed
 
@@ -41,28 +42,34 @@ class Feed(Protocol):
 
 
 def build_feed(
-    train: Dataset, config: TrainConfig, *, seed: int, device: torch.device, augment: Augment | None
+    train: Dataset, config: TrainConfig, order: Order, *, seed: int, device: torch.device, augment: Augment | None
 ) -> Feed:
     """A DataLoader where the configuration or the data ask for one; else the data go to the device once.
 
     Data in memory need no processes to load them: a DataLoader is many times slower there.
     """
     if config.num_workers is None and train.in_memory:
-        return _MemoryFeed(train.to(device), config, seed, device, augment)
-    return _LoaderFeed(train, config, seed, device, augment)
+        return _MemoryFeed(train.to(device), config, order, seed, device, augment)
+    return _LoaderFeed(train, config, order, seed, device, augment)
 
 
 class _Feed:
     def __init__(
-        self, train: Dataset, config: TrainConfig, seed: int, device: torch.device, augment: Augment | None
+        self,
+        train: Dataset,
+        config: TrainConfig,
+        order: Order,
+        seed: int,
+        device: torch.device,
+        augment: Augment | None,
     ) -> None:
-        self._train, self._config, self._seed = train, config, seed
+        self._train, self._config, self._order, self._seed = train, config, order, seed
         self._device, self._augment = device, augment
 
 
 class _MemoryFeed(_Feed):
     def windows(self, epoch: int) -> Iterator[Window]:
-        for window in _rows(len(self._train), self._config, self._seed, epoch, self._device):
+        for window in self._order.windows(epoch, self._device):
             yield tuple([self.batch(rows) for rows in window])
 
     def batch(self, rows: Tensor) -> Pending:
@@ -81,7 +88,7 @@ class _MemoryFeed(_Feed):
 
 class _LoaderFeed(_Feed):
     def windows(self, epoch: int) -> Iterator[Window]:
-        found = list(_rows(len(self._train), self._config, self._seed, epoch, torch.device("cpu")))
+        found = list(self._order.windows(epoch, torch.device("cpu")))
         batches = [rows for window in found for rows in window]
         stream = self._loaded(batches, self._augment, derive_seed(self._seed, "load", epoch))
         for window in found:
@@ -98,23 +105,3 @@ class _LoaderFeed(_Feed):
         rows = torch.split(torch.arange(len(self._train)), self._config.batch_size)
         for batch in self._loaded(list(rows), None, self._seed):
             yield moved(batch.x, self._device)
-
-
-def _rows(
-    samples: int, config: TrainConfig, seed: int, epoch: int, device: torch.device
-) -> Iterator[tuple[Tensor, ...]]:
-    return windows(
-        samples,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
-        drop_last=config.drop_last,
-        seed=derive_seed(seed, "order", epoch),
-        device=device,
-    )
-
-
-def steps_of(samples: int, config: TrainConfig) -> int:
-    """Optimizer steps in one epoch of a configuration."""
-    return steps_per_epoch(
-        samples, batch_size=config.batch_size, accumulate=config.accumulate, drop_last=config.drop_last
-    )

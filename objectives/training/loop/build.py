@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
-from objectives.training.data.batches import build_feed, steps_of
+from objectives.training.data.batches import build_feed
 from objectives.training.data.dataset import Batch, Splits
+from objectives.training.data.samplers import Order
 from objectives.training.data.tree import moved
 from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from objectives.training.evaluation.metrics import (
@@ -33,7 +34,7 @@ from objectives.training.loop.run import FORMAT, Run
 from objectives.training.loop.steplog import StepLog
 from objectives.training.loop.stepping import as_module, build_stepping, call_in
 from objectives.training.optimizers.averaging import build_average
-from objectives.training.optimizers.optimizer import build_optimizer
+from objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import build_schedule, check_length
@@ -75,11 +76,13 @@ def build(
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
     in_memory = config.num_workers is None and splits.val.in_memory
-    epoch_steps = steps_of(len(splits.train), config)
+    with users_code(f"{who}.sampler"):
+        order = Order(len(splits.train), config, seed, objective.sampler(config, splits.train))
+    epoch_steps = order.steps
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     layout(model, config)
-    optimizer, sharpness = build_optimizer(model, config, device), None
+    optimizer, sharpness = build_optimizer(model, config, device, _groups(objective, model, config)), None
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
         optimizer = sharpness.base
@@ -102,7 +105,7 @@ def build(
         device=device,
         splits=splits,
         val=splits.val.to(device) if in_memory else splits.val,
-        feed=build_feed(splits.train, config, seed=seed, device=device, augment=augment),
+        feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment),
         model=model,
         stepping=stepping,
         metrics=metrics,
@@ -141,6 +144,27 @@ def oddities(run: Run) -> list[str]:
             "judge by macro_f1, or by auroc beside average_precision"
         )
     return found
+
+
+def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Groups:
+    """The objective's own parameter groups, or the usual ones.
+
+    Where the objective thaws layers as epochs go, frozen parameters are in them too: without gradients they stay.
+    """
+    with users_code(f"{type(objective).__name__}.parameter_groups"):
+        own = objective.parameter_groups(model, config)
+        if own is not None:
+            return checked_groups(model, config, own)
+    if not objective.has_on_epoch:
+        return parameter_groups(model, config)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        return parameter_groups(model, config)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @torch.inference_mode()
