@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import build_feed
-from objectives.training.data.dataset import Batch, Splits
+from objectives.training.data.dataset import Batch, Dataset, Splits
 from objectives.training.data.samplers import Order
 from objectives.training.data.tree import moved
+from objectives.training.evaluation.calling import call_of
 from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from objectives.training.evaluation.metrics import (
     BINARY,
@@ -63,6 +64,8 @@ def build(
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
+    with users_code(f"{who}.model on the validation split"):
+        _materialise(model, splits.val, device)
     stepping = build_stepping(objective, config, splits, model, device)
     _check_classes(objective, splits, stepping)
     with users_code(f"{who}.metrics"):
@@ -144,6 +147,15 @@ def oddities(run: Run) -> list[str]:
             "judge by macro_f1, or by auroc beside average_precision"
         )
     return found
+
+
+@torch.no_grad()
+def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
+    """Gives lazy layers their parameters, by a look at some inputs."""
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        x = moved(val.inputs(slice(0, 2)), device)
+        call_of(model, x)(model.eval(), x)
+        model.train()
 
 
 def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Groups:
