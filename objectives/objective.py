@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.preparation import prepared_folder
-from objectives.search_space import Middle
+from objectives.base import BaseObjective
+from objectives.errors import MetricError, ObjectiveError, nearest
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
-    from pathlib import Path
-
     from torch import nn
 
     from objectives.search_space import SearchSpace
@@ -23,7 +20,7 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
     from objectives.training.evaluation.step import Step
 
 
-class Objective(ABC):
+class Objective(BaseObjective):
     """One learning problem: subclass it, fill in `suggest`, `data` and `model`, and search.
 
     Attributes:
@@ -46,18 +43,7 @@ class Objective(ABC):
         ...         return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 3))
     """
 
-    name: ClassVar[str] = ""
-    metric: str = "accuracy"
-    direction: Literal["maximize", "minimize"] = "maximize"
-    epochs: ClassVar[int] = 20
-    n_trials: ClassVar[int] = 24
     loss_floor: ClassVar[float | None] = 0.0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a subclass without a name its class's name."""
-        super().__init_subclass__(**kwargs)
-        if "name" not in cls.__dict__:
-            cls.name = cls.__name__
 
     @abstractmethod
     def suggest(self, trial: SearchSpace) -> TrainConfig:
@@ -131,7 +117,7 @@ class Objective(ABC):
         """
         return None
 
-    def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:  # noqa: B027 nothing unless overridden
+    def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:
         """Before each epoch (0-based): to thaw layers, or to change what the model does as it goes on.
 
         A run that is resumed repeats the calls of the epochs before, on the initial weights.
@@ -141,18 +127,6 @@ class Objective(ABC):
     def has_on_epoch(self) -> bool:
         """Whether `on_epoch` is overridden."""
         return type(self).on_epoch is not Objective.on_epoch
-
-    def prepare(self, folder: Path) -> None:  # noqa: B027 nothing unless overridden
-        """Downloads, or features that take long: once on each machine, before `data`, which finds it in `prepared`.
-
-        It is called again when the objective's source changes. Others wait while it runs; one that is killed is
-        done again from an empty folder.
-        """
-
-    @property
-    def prepared(self) -> Path:
-        """The folder that `prepare` filled on this machine."""
-        return prepared_folder(self.name, type(self), self.prepare)
 
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
@@ -193,7 +167,7 @@ class Objective(ABC):
                 raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
-        self.metric, self.direction = metric, direction
+        super().judge_by(metric, direction)
 
     def default_config(self) -> TrainConfig:
         """A configuration that is a fair start without any search: the middle of the search space, unless overridden.
@@ -201,8 +175,8 @@ class Objective(ABC):
         Raises:
             ObjectiveError: `suggest` failed.
         """
-        with users_code(f"{type(self).__name__}.suggest"):
-            return self.configure(Middle())
+        config: TrainConfig = super().default_config()
+        return config
 
     def configure(self, trial: SearchSpace) -> TrainConfig:
         """`suggest`, with its answer checked.

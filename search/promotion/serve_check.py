@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from objectives import Objective, load_objective
+from objectives.fit import model_objective
 from objectives.training import Splits, evaluate
 from objectives.training.data.tree import tensors
 from objectives.training.evaluation.metrics import as_metrics
@@ -80,7 +81,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     trial = find_trial(study, number)
     if trial.value is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = load_objective(study.spec.objective)
+    objective = model_objective(load_objective(study.spec.objective), "serve-check")
     objective.judge_by(study.spec.metric, study.spec.direction)
     splits, _ = prepared_splits(objective, study.spec.seed)
     changed = _changes(study, objective, splits, version)
