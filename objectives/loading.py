@@ -8,13 +8,17 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
+from objectives.base import BaseObjective
 from objectives.errors import ObjectiveError, blame, nearest, shown
-from objectives.objective import Objective
+from objectives.own_loop.loop_objective import objective_of
+
+_MADE = "__hpsearch_objective__"  # on a function: the class that was made of it
 
 BUILTIN: dict[str, str] = {
     "digits": "objectives.digits:Digits",
@@ -22,7 +26,7 @@ BUILTIN: dict[str, str] = {
 }
 
 
-def load_objective(reference: str) -> Objective:
+def load_objective(reference: str) -> BaseObjective:
     """The objective that a reference names, made and checked.
 
     Args:
@@ -34,7 +38,10 @@ def load_objective(reference: str) -> Objective:
     cls = _find_class(reference)
     if inspect.isabstract(cls):
         lacking = ", ".join(sorted(cls.__abstractmethods__))
-        raise ObjectiveError(f"{cls.__name__} lacks {lacking}: an objective defines suggest, data and model")
+        raise ObjectiveError(
+            f"{cls.__name__} lacks {lacking}: an Objective defines suggest, data and model; "
+            "a LoopObjective, suggest and run"
+        )
     try:
         objective = cls()
     except Exception as error:  # whatever the user's code raises
@@ -55,7 +62,7 @@ def objective_reference(reference: str) -> str:
     return f"{_split_path(reference)[0].resolve()}:{cls.__name__}"
 
 
-def source_hash(objective: Objective) -> str:
+def source_hash(objective: BaseObjective) -> str:
     """SHA-256, in hexadecimal, of the file that defines the objective's class."""
     path = _file_of(type(objective))
     if path is None:
@@ -63,7 +70,7 @@ def source_hash(objective: Objective) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _find_class(reference: str) -> type[Objective]:
+def _find_class(reference: str) -> type[BaseObjective]:
     if reference in BUILTIN:
         reference = BUILTIN[reference]
     if _is_path(reference):
@@ -158,15 +165,15 @@ def _search_also(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _objectives_in(module: ModuleType) -> dict[str, type[Objective]]:
+def _objectives_in(module: ModuleType) -> dict[str, type[BaseObjective]]:
     return {
         name: value
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Objective) and value.__module__ == module.__name__
+        if inspect.isclass(value) and issubclass(value, BaseObjective) and value.__module__ == module.__name__
     }
 
 
-def _only_class(module: ModuleType, path: Path) -> type[Objective]:
+def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
     found = {name: cls for name, cls in _objectives_in(module).items() if not name.startswith("_")}
     if not found:
         raise ObjectiveError(f"{shown(path)} defines no Objective: subclass objectives.Objective in it")
@@ -178,26 +185,38 @@ def _only_class(module: ModuleType, path: Path) -> type[Objective]:
     return next(iter(found.values()))
 
 
-def _named_class(module: ModuleType, name: str, where: str) -> type[Objective]:
+def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjective]:
     value = getattr(module, name, None)
     if value is None:
         known = list(_objectives_in(module))
         hint = nearest(name, known) if known else "it defines no Objective"
         raise ObjectiveError(f"{where} has no {name!r}: {hint}")
-    if not (inspect.isclass(value) and issubclass(value, Objective)):
-        raise ObjectiveError(f"{where}:{name} is not an Objective: it must subclass objectives.Objective")
+    if inspect.isfunction(value):
+        return _of_function(value)
+    if not (inspect.isclass(value) and issubclass(value, BaseObjective)):
+        raise ObjectiveError(
+            f"{where}:{name} is not an Objective: it must subclass objectives.Objective or LoopObjective, or be a "
+            "function"
+        )
     return value
+
+
+def _of_function(function: Callable[[Any], None]) -> type[BaseObjective]:
+    """The objective that a function is, the same class each time."""
+    made = getattr(function, _MADE, None) or objective_of(function)
+    setattr(function, _MADE, made)
+    return cast("type[BaseObjective]", made)
 
 
 def _file_of(cls: type) -> Path | None:
     try:
-        source = inspect.getsourcefile(cls)
+        source = inspect.getsourcefile(sys.modules.get(cls.__module__, cls))
     except TypeError:
         return None
     return Path(source) if source else None
 
 
-def _check(objective: Objective) -> None:
+def _check(objective: BaseObjective) -> None:
     who = type(objective).__name__
     if objective.direction not in ("maximize", "minimize"):
         raise ObjectiveError(f"{who}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from objectives.base import BaseObjective
 from objectives.errors import MetricError, ObjectiveError, nearest
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
@@ -12,12 +13,14 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
 
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
-    from objectives.training.data.dataset import Dataset, Splits
+    from objectives.training.data.dataset import Batch, Dataset, Splits
     from objectives.training.data.loader import Augment
+    from objectives.training.data.samplers import Sampler
     from objectives.training.evaluation.metrics import Metrics
+    from objectives.training.evaluation.step import Step
 
 
-class Objective(ABC):
+class Objective(BaseObjective):
     """One learning problem: subclass it, fill in `suggest`, `data` and `model`, and search.
 
     Attributes:
@@ -26,6 +29,8 @@ class Objective(ABC):
         direction: whether the metric is better when it is higher or lower.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
+        loss_floor: what the loss of a batch that is fitted comes close to, for the smoke test; None where nobody knows,
+            as of a VAE's bound or of a density.
 
     Example:
         >>> class Wine(Objective):
@@ -38,17 +43,7 @@ class Objective(ABC):
         ...         return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 3))
     """
 
-    name: ClassVar[str] = ""
-    metric: str = "accuracy"
-    direction: Literal["maximize", "minimize"] = "maximize"
-    epochs: ClassVar[int] = 20
-    n_trials: ClassVar[int] = 24
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a subclass without a name its class's name."""
-        super().__init_subclass__(**kwargs)
-        if "name" not in cls.__dict__:
-            cls.name = cls.__name__
+    loss_floor: ClassVar[float | None] = 0.0
 
     @abstractmethod
     def suggest(self, trial: SearchSpace) -> TrainConfig:
@@ -67,14 +62,71 @@ class Objective(ABC):
         on the batch size, or the model does not export.
         """
 
-    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 - for those who override it
+    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """The training loss: (output, target) -> a loss per sample [n], or their mean.
 
-        Cross entropy over logits [n, classes], with the configuration's label smoothing, unless overridden.
-        """
-        from torch import nn
+        Unless overridden it follows from `metric`: squared error for rmse, mae and r2; binary cross entropy, of one
+        logit or two, for auroc and average_precision; cross entropy over logits [n, classes] where targets are
+        classes; the configuration's label smoothing is in both of the latter.
 
-        return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        A mean that is not over samples (of the tokens that count, say) is one whose batches do not add up, unless the
+        module says what it is over by a method `weigh(target)`; torch's cross entropies need none.
+        """
+        from objectives.training.evaluation.losses import usual_loss
+
+        return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
+
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
+        """What a batch comes to; override it where that is not the loss of the outputs and the targets.
+
+        It is called to train and, in evaluation mode and without gradients, to judge. Accumulation, mixed precision,
+        clipping, SAM, averages and guards hold for it as for any other. `loss` is not called then.
+
+        Args:
+            model: what `model()` gave, or an average of its weights; in training or in evaluation mode.
+            batch: `x` and `y` on the model's device, and their `size`.
+            config: the trial's.
+
+        Example:
+            >>> def step(self, model, batch, config):
+            ...     decoded, mean, log_var = model(batch.x)
+            ...     fit = functional.mse_loss(decoded, batch.x, reduction="none").flatten(1).sum(dim=1)
+            ...     kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(dim=1)
+            ...     return Step(fit + kl, metrics={"kl": kl.mean()})
+        """
+        raise NotImplementedError
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether `step` is overridden."""
+        return type(self).step is not Objective.step
+
+    def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[dict[str, Any]] | None:  # noqa: ARG002 for those who override it
+        """The optimizer's parameter groups; None, unless overridden, for the usual ones.
+
+        Each is a dictionary with `params` and, where they are not the configuration's, `lr`, `weight_decay` and a
+        `name`. Schedules move all rates alike.
+        """
+        return None
+
+    def sampler(self, config: TrainConfig, train: Dataset) -> Sampler | None:  # noqa: ARG002 for those who override it
+        """What draws the order of an epoch: a torch sampler of rows, such as `WeightedRandomSampler`, or of batches of
+        rows, such as `ByLength`; None, unless overridden, for each sample once, at random.
+
+        It draws from torch's global generator, which is seeded for each epoch, and has a length.
+        """
+        return None
+
+    def on_epoch(self, model: nn.Module, epoch: int, config: TrainConfig) -> None:
+        """Before each epoch (0-based): to thaw layers, or to change what the model does as it goes on.
+
+        A run that is resumed repeats the calls of the epochs before, on the initial weights.
+        """
+
+    @property
+    def has_on_epoch(self) -> bool:
+        """Whether `on_epoch` is overridden."""
+        return type(self).on_epoch is not Objective.on_epoch
 
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
@@ -85,9 +137,15 @@ class Objective(ABC):
         return None
 
     def metrics(self, train: Dataset) -> Metrics:
-        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to."""
-        from objectives.training.evaluation.metrics import metrics_for
+        """The validation metrics, `metric` among them; by default the usual set that `metric` belongs to.
 
+        Any object with `update`, `compute` and `reset` will do, such as a torchmetrics `Metric` or `MetricCollection`.
+        What `step` measures needs none.
+        """
+        from objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
+
+        if self.has_own_step and (self.metric == "loss" or self.metric not in DIRECTIONS):
+            return NoMetrics()
         return metrics_for(self.metric, train)
 
     @property
@@ -104,18 +162,21 @@ class Objective(ABC):
         """
         from objectives.training.evaluation.metrics import DIRECTIONS
 
-        if self.uses_builtin_metrics:
+        if self.uses_builtin_metrics and not (self.has_own_step and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
-        self.metric, self.direction = metric, direction
+        super().judge_by(metric, direction)
 
     def default_config(self) -> TrainConfig:
-        """A configuration that is a fair start without any search."""
-        from objectives.training.config import TrainConfig
+        """A configuration that is a fair start without any search: the middle of the search space, unless overridden.
 
-        return TrainConfig()
+        Raises:
+            ObjectiveError: `suggest` failed.
+        """
+        config: TrainConfig = super().default_config()
+        return config
 
     def configure(self, trial: SearchSpace) -> TrainConfig:
         """`suggest`, with its answer checked.

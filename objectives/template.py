@@ -38,11 +38,11 @@ class {name}(Objective):
 
     def model(self, config, train):
         """Raw inputs [n, 13] -> logits [n, 3]. Fit statistics here: only training data is in sight."""
-        width = config.model.get("width", 32)
+        width = config.model["width"]
         net = nn.Sequential(nn.Linear(13, width), nn.ReLU(), nn.Linear(width, 3))
         return nn.Sequential(Standardize.fit(train.x), net)
 
-    # loss(config, train) is cross entropy and metrics(train) follow from `metric`: override them for other tasks.
+    # loss(config, train) and metrics(train) follow from `metric`: override them for other tasks.
 '''
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
+from objectives.training.exportable import example_of
 from objectives.training.loop.performance import peak_memory, plain
 from objectives.training.loop.run import Run
+from objectives.training.loop.stepping import call_in
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.result import FitResult, Status
 from objectives.training.session import Verdict
@@ -26,7 +26,8 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
         best_metrics=dict(best["metrics"]),
         history=list(run.progress.history),
         model=model,
-        example=val.inputs(torch.arange(4) % len(val)),
+        example=example_of(val),
+        call=call_in(run.stepping),
         best_path=files.existing("best.pt"),
         last_path=files.existing("last.pt"),
         split_hash=run.identity["split_hash"],

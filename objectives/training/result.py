@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from objectives.training.data.dataset import Dataset
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.evaluation.calling import Call
+from objectives.training.exportable import Example, exportable
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 Status = Literal["completed", "pruned", "stopped"]
 
 
-@dataclass
-class FitResult:
-    """What a run came to.
+class Exported(NamedTuple):
+    """What there is to export.
+
+    Attributes:
+        module: in evaluation mode, on the CPU; it takes the tensors of its inputs one after the other.
+        inputs: a batch of at least two samples, by name; a lone tensor has none.
+        free: for each of them the dimensions whose size is not always the same.
+    """
+
+    module: nn.Module
+    inputs: list[tuple[str, Tensor]]
+    free: Sequence[frozenset[int]]
+
+
+@dataclass(kw_only=True)
+class RunResult(ABC):
+    """What a run came to, however it was trained.
 
     Attributes:
         status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
@@ -24,16 +42,9 @@ class FitResult:
         best_value: the objective's metric at the best epoch.
         best_metrics: all numbers of the best epoch.
         history: one record an epoch, those before a resume included.
-        model: with the weights of the best epoch, in evaluation mode, on the CPU.
-        example: four validation inputs [4, ...], raw, as the model takes them, on the CPU.
         best_path, last_path: checkpoints in the run's directory, where there are any.
-        split_hash: SHA-256 of the data as it was split.
-        val: the validation split, on the CPU: what `best_value` was measured on.
         resume_note: why resumes of this run were not exact (another machine, another torch), and which options it
             had to do without; None when there is nothing of the kind.
-        train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
-            for the report, and None without a run directory.
-        memory: most bytes of the device's memory that the run held at once; None on a CPU.
     """
 
     status: Status
@@ -41,12 +52,61 @@ class FitResult:
     best_value: float
     best_metrics: dict[str, float]
     history: list[EpochRecord]
-    model: nn.Module
-    example: Tensor
     best_path: Path | None
     last_path: Path | None
+    resume_note: str | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is anything to export."""
+        return True
+
+    @property
+    def data_digest(self) -> tuple[str, int] | None:
+        """SHA-256 of the data as it was split, and the number of validation samples; None where nobody knows."""
+        return None
+
+    @abstractmethod
+    def exported(self) -> Exported:
+        """What there is to export of the best epoch.
+
+        Raises:
+            ObjectiveError: nothing.
+        """
+
+
+@dataclass(kw_only=True)
+class FitResult(RunResult):
+    """What a run of the training loop came to.
+
+    Attributes:
+        model: with the weights of the best epoch, in evaluation mode, on the CPU.
+        example: four validation inputs, raw, as the model takes them, on the CPU; to export the model with.
+        call: how the model is called with them.
+        split_hash: SHA-256 of the data as it was split.
+        val: the validation split, on the CPU: what `best_value` was measured on.
+        train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
+            for the report, and None without a run directory.
+        memory: most bytes of the device's memory that the run held at once; None on a CPU.
+    """
+
+    model: nn.Module
+    example: Example
+    call: Call
     split_hash: str
     val: Dataset
-    resume_note: str | None = None
     memory: int | None = None
     train_scores: dict[str, float] | None = None
+
+    @property
+    def data_digest(self) -> tuple[str, int] | None:
+        """The hash of the data as it was split, and the number of validation samples."""
+        return self.split_hash, len(self.val)
+
+    def exported(self) -> Exported:
+        """The model, as it is served.
+
+        Raises:
+            ObjectiveError: its inputs are no tensors.
+        """
+        return Exported(*exportable(self.model, self.call, self.example.x), self.example.free)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from objectives.errors import ObjectiveError
 from objectives.training.reproducibility import checkpoint
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 log = logging.getLogger("objectives.training")
 

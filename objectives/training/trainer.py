@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, users_code
 from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
 from objectives.training.loop.build import build, oddities
@@ -19,8 +19,9 @@ from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
 from objectives.training.loop.resume import restore
 from objectives.training.loop.run import Run
+from objectives.training.loop.stepping import call_in
 from objectives.training.reports.run_dir import RunDir
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from objectives.training.result import FitResult
 from objectives.training.session import LocalSession, Session, Verdict
@@ -98,11 +99,12 @@ class Trainer:
         """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
         epoch, started = run.progress.next_epoch, time.perf_counter()
         set_seed(run.seed, "epoch", epoch)
+        self._on_epoch(run, epoch)
         with self.instruments.profiler(run, self.files.path):
             trained = train_epoch(run, epoch)
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
-        run.average.after_epoch(epoch, run.feed.inputs)
+        run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
         scores = run.validate()
         _require_finite(scores, self.objective.metric, run, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
@@ -142,6 +144,8 @@ class Trainer:
         """Restores the last checkpoint, if there is one, and reports its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:
+            for epoch in range(len(state["history"])):
+                self._on_epoch(run, epoch)
             restore(run, state)
             self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch, "; ".join(run.notes))
         resolved = {**run.identity, "environment": run.environment}
@@ -151,6 +155,10 @@ class Trainer:
             if verdict is not Verdict.CONTINUE:
                 return verdict
         return Verdict.CONTINUE
+
+    def _on_epoch(self, run: Run, epoch: int) -> None:
+        with users_code(f"{type(self.objective).__name__}.on_epoch"):
+            self.objective.on_epoch(run.model, epoch, self.config)
 
     def _report(self, record: EpochRecord) -> Verdict:
         # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.

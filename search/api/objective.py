@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 
-from objectives import BUILTIN, Objective
+from objectives import BUILTIN, BaseObjective
 from search.errors import SearchError
 
 
-def reference_of(objective: str | type[Objective]) -> str:
+def reference_of(objective: str | type[BaseObjective]) -> str:
     """Return the reference by which workers load an objective.
 
     Args:

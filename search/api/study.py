@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from optuna.trial import FrozenTrial
 
-    from objectives import Objective
+    from objectives import BaseObjective
     from search.api.opening import Addresses, StudyRow
     from search.finalists import Finalists
     from search.promotion.promote import Promoted
@@ -57,7 +57,7 @@ class Study:
     @classmethod
     def create(  # noqa: PLR0913 a keyword for each setting
         cls,
-        objective: str | type[Objective],
+        objective: str | type[BaseObjective],
         *,
         name: str | None = None,
         trials: int | None = None,

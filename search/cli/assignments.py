@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from objectives import Objective
+    from objectives import BaseObjective, LoopObjective
     from objectives.training import TrainConfig
 
 Objective_ = Annotated[
@@ -26,33 +26,62 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:
 RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the order.")]
 
 
-def configured(objective: Objective, pairs: list[str] | None) -> TrainConfig:
+def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
     """Return the objective's default configuration with the given settings in place.
 
     Raises:
-        SearchError: a setting is not KEY=VALUE, or names a model's setting that the default does not have.
+        SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
         ObjectiveError: a setting is unknown or its value is not valid.
     """
-    from objectives.errors import ObjectiveError, nearest
-    from objectives.training import TrainConfig
-    from search.errors import SearchError
+    from objectives import LoopObjective
     from search.spec.spec_file import parse_options
 
+    given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
+    if isinstance(objective, LoopObjective):
+        return _own(objective, given)
+    return _trained(objective, given)
+
+
+def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
+    """The configuration of an own loop: of the settings that its search space has."""
+    from objectives.own_loop.loop_objective import plain_config
+    from objectives.own_loop.restored import config_of
+
+    values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
+    for key, value in given.items():
+        _require(key in values, f"--set {key}: {objective.name} has no setting {key!r}", key, list(values))
+        values[key] = value
+    return config_of(objective, values)
+
+
+def _trained(objective: BaseObjective, given: dict[str, Any]) -> TrainConfig:
+    from objectives.errors import ObjectiveError
+    from objectives.training import TrainConfig
+    from search.errors import SearchError
+
     values = objective.default_config().to_dict()
-    for key, value in parse_options("--set", pairs or []).items():
+    for key, value in given.items():
         head, dot, name = key.partition(".")
         if head != "model" or not dot:
-            values[key] = _number(value)
+            values[key] = value
             continue
         known = values["model"]
-        if name not in known:
-            hint = nearest(name, list(known)) if known else "default_config() names none"
-            raise SearchError(f"--set {key}: the model of {objective.name} has no setting {name!r}: {hint}")
-        known[name] = _number(value)
+        _require(
+            name in known, f"--set {key}: the model of {objective.name} has no setting {name!r}", name, list(known)
+        )
+        known[name] = value
     try:
         return TrainConfig.from_dict(values)
     except ObjectiveError as error:
-        raise SearchError(f"--set: {error}" if pairs else str(error)) from None
+        raise SearchError(f"--set: {error}" if given else str(error)) from None
+
+
+def _require(there: bool, otherwise: str, name: str, known: list[str]) -> None:
+    from objectives.errors import nearest
+    from search.errors import SearchError
+
+    if not there:
+        raise SearchError(f"{otherwise}: {nearest(name, known) if known else 'the default configuration names none'}")
 
 
 def _number(value: Any) -> Any:

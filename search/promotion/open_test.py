@@ -17,7 +17,9 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from objectives import load_objective
-from objectives.training.checks.held_out import Restored, restore_best
+from objectives.fit import restore
+from objectives.own_loop.restored import RestoredLoop
+from objectives.training.checks.held_out import Restored
 from objectives.training.reproducibility import checkpoint
 from search.console import command
 from search.errors import SearchError
@@ -151,7 +153,7 @@ def _fetch(study: StoredStudy, trial: FrozenTrial, tracking: Tracking, folder: P
         ) from None
 
 
-def _restore(study: StoredStudy, trial: FrozenTrial, path: Path) -> Restored:
+def _restore(study: StoredStudy, trial: FrozenTrial, path: Path) -> Restored | RestoredLoop:
     """Put the weights back into their model, when they are what the trial says they are."""
     try:
         best = checkpoint.read(path)
@@ -160,7 +162,9 @@ def _restore(study: StoredStudy, trial: FrozenTrial, path: Path) -> Restored:
     _require_the_trials(study, trial, best)
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
-    restored = restore_best(objective, best)
+    restored = restore(objective, best)
+    if isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
+        return restored
     now, then = restored.validate()[study.spec.metric], float(trial.value or 0.0)
     if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
         raise SearchError(

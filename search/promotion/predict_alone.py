@@ -1,17 +1,20 @@
 """Predicts with a model of the registry in a process that has none of this project's code.
 
 Run by its path, with ``python -I``; it imports nothing of ours, and lets nobody else do so:
-``predict_alone.py URI INPUTS.npy OUTPUTS.npy REFUSED...``
+``predict_alone.py URI INPUTS OUTPUTS.pt REFUSED...``; INPUTS is a folder of batches, each an .npz of its tensors.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+LONE = "="  # what a batch that is one tensor is called
 ROWS = 256  # in one request, about
 
 
@@ -34,12 +37,48 @@ def main() -> None:
     sys.meta_path.insert(0, Refusing(refused))
     import mlflow
     import numpy as np
+    import torch
+
+    files = sorted(Path(inputs).glob("*.npz"))
+    with np.load(files[0]) as first:
+        alone = list(first) == [LONE]
+    told = mlflow.models.get_model_info(uri).signature
+    predict = lone(uri) if alone and told is not None and told.outputs is not None else several(uri)
+    predictions = []
+    for file in files:
+        with np.load(file) as parts:
+            predictions.append(predict([parts[name] for name in parts]))
+    torch.save(predictions, outputs)
+
+
+def lone(uri: str) -> Callable[[list[Any]], Any]:
+    """Return what predicts from one array, as a service does that knows MLflow alone."""
+    import mlflow
+    import numpy as np
+    import torch
 
     model = mlflow.pyfunc.load_model(uri)
-    x = np.load(inputs, mmap_mode="r")
-    # No part of a single row, unless there is one row in all: an exported model may take two at least.
-    parts = np.array_split(x, max(-(-len(x) // ROWS), 1))
-    np.save(outputs, np.concatenate([np.asarray(model.predict(np.ascontiguousarray(part))) for part in parts]))
+
+    def predict(arrays: list[Any]) -> Any:
+        # No part of a single row, unless there is one row in all: an exported model may take two at least.
+        parts = np.array_split(arrays[0], max(-(-len(arrays[0]) // ROWS), 1))
+        return torch.from_numpy(np.concatenate([np.asarray(model.predict(part)) for part in parts]))
+
+    return predict
+
+
+def several(uri: str) -> Callable[[list[Any]], Any]:
+    """Return what takes several arrays, in their order, or gives several outputs: torch does, MLflow's own way not."""
+    import mlflow.pytorch
+    import torch
+
+    model = mlflow.pytorch.load_model(uri)
+
+    def predict(arrays: list[Any]) -> Any:
+        with torch.no_grad():
+            return model(*map(torch.from_numpy, arrays))
+
+    return predict
 
 
 if __name__ == "__main__":

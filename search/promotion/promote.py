@@ -95,7 +95,9 @@ def promote(
     model_id = registry.model_of(run_id)
     if model_id is None:
         known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
-        why = textwrap.shorten(str(known or "it was not exported, or was removed since"), 160, placeholder=" ...")
+        why = textwrap.shorten(
+            str(known or "its objective has no export(), or it was removed"), 160, placeholder=" ..."
+        )
         raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
     evidence = gather_evidence(study, chosen, tracking.client)
     with registry_lock(study.engine) as connection:

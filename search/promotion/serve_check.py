@@ -9,15 +9,20 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from objectives import Objective, load_objective
+from objectives.fit import model_objective
 from objectives.training import Splits, evaluate
-from objectives.training.loop.build import checked_splits
+from objectives.training.data.tree import tensors
+from objectives.training.evaluation.metrics import as_metrics
+from objectives.training.loop.prepared import prepared_splits
+from objectives.training.loop.stepping import build_stepping
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
@@ -76,9 +81,9 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     trial = find_trial(study, number)
     if trial.value is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = load_objective(study.spec.objective)
+    objective = model_objective(load_objective(study.spec.objective), "serve-check")
     objective.judge_by(study.spec.metric, study.spec.direction)
-    splits = checked_splits(objective, study.spec.seed)
+    splits, _ = prepared_splits(objective, study.spec.seed)
     changed = _changes(study, objective, splits, version)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
         predictions, error = _predict(version, splits, objective, tracking.uri, Path(folder))
@@ -86,7 +91,8 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     if predictions is not None:
         scored = _judge(predictions, objective, splits, optuna.trial.FixedTrial(trial.params))
         if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
-            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
+            drawn = "; a step that draws at random is not reproduced" if objective.has_own_step else ""
+            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}{drawn}"
     return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error)
 
 
@@ -136,10 +142,11 @@ def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: 
 
 def _predict(
     version: Version, splits: Splits, objective: Objective, tracking_uri: str, folder: Path
-) -> tuple[Tensor | None, str]:
-    """Return what the model predicts of the validation split in a process of its own, or None and why not."""
-    inputs, outputs, empty = folder / "inputs.npy", folder / "outputs.npy", folder / "cwd"
+) -> tuple[list[Any] | None, str]:
+    """Return what the model predicts of each validation batch in a process of its own, or None and why not."""
+    inputs, outputs, empty = folder / "inputs", folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
+    inputs.mkdir()
     _write_inputs(splits, inputs)
     ours = {"search", "objectives", "storage", type(objective).__module__.partition(".")[0]}
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
@@ -161,38 +168,35 @@ def _predict(
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return None, f"it could not be loaded or run: {lines[-1] if lines else f'exit code {done.returncode}'}"
-    return torch.from_numpy(np.load(outputs)), ""
+    return torch.load(outputs, weights_only=True), ""
 
 
-def _write_inputs(splits: Splits, path: Path) -> None:
-    """Write the validation inputs as the model takes them, a part at a time: they may be larger than the memory."""
-    val = splits.val
-    first = val.inputs(slice(0, 1)).numpy()
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=first.dtype, shape=(len(val), *first.shape[1:]))
-    for start in range(0, len(val), _ROWS):
-        array[start : start + _ROWS] = val.inputs(slice(start, start + _ROWS)).numpy()
-    array.flush()
+def _write_inputs(splits: Splits, folder: Path) -> None:
+    """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
+    for number, start in enumerate(range(0, len(splits.val), _ROWS)):
+        inputs = tensors(splits.val.inputs(slice(start, start + _ROWS)))
+        parts: dict[str, Any] = {name or predict_alone.LONE: part.numpy() for name, part in inputs}
+        np.savez(folder / f"{number:06d}.npz", **parts)
 
 
 class _Replay(nn.Module):
-    """Gives the rows of predictions that were made elsewhere, in their order."""
+    """Gives predictions that were made elsewhere, batch by batch in their order."""
 
-    def __init__(self, predictions: Tensor) -> None:
+    def __init__(self, predictions: list[Any]) -> None:
         super().__init__()
-        self._predictions = predictions
-        self._at = 0
+        self._left = iter(predictions)
 
-    def forward(self, x: Tensor) -> Tensor:
-        start, self._at = self._at, self._at + len(x)
-        return self._predictions[start : self._at]
+    def forward(self, *_inputs: Any, **_named: Any) -> Any:
+        return next(self._left)
 
 
-def _judge(predictions: Tensor, objective: Objective, splits: Splits, trial: optuna.trial.FixedTrial) -> float:
-    """Return the metric of predictions [n, ...] of the validation split, counted as in training."""
-    if len(predictions) != len(splits.val):
+def _judge(predictions: list[Any], objective: Objective, splits: Splits, trial: optuna.trial.FixedTrial) -> float:
+    """Return the metric of predictions of the validation split, counted as in training."""
+    config, replay = objective.configure(trial), _Replay(predictions)
+    stepping = build_stepping(objective, config, splits, replay, torch.device("cpu"))
+    metrics = as_metrics(objective.metrics(splits.train), objective.metric)
+    try:
+        scores = evaluate(replay, splits.val, stepping, metrics, batch_size=_ROWS, device="cpu")
+    except StopIteration:  # fewer predictions than batches
         return float("nan")
-    loss = objective.loss(objective.configure(trial), splits.train)
-    scores = evaluate(
-        _Replay(predictions), splits.val, loss, objective.metrics(splits.train), batch_size=_ROWS, device="cpu"
-    )
     return scores[objective.metric]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from objectives import Objective, load_objective
+from objectives import BaseObjective, load_objective
 from search.console import command, counted
 from search.errors import SearchError
 from search.fleet.fleet import Fleet
@@ -133,7 +133,7 @@ def run_search(
 
 
 def _tell_begin(
-    console: Console, study: StoredStudy, objective: Objective, begin: Summary, *, workers: int, created: bool
+    console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {counted(spec.n_trials, 'trial')} of {spec.objective}, {counted(workers, 'worker')}"

@@ -18,8 +18,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.trial import FrozenTrial
 
-from objectives import Objective, ObjectiveError
-from objectives.training import TrainConfig
+from objectives import BaseObjective, ObjectiveError
 from search.sampling.seeds import derive_seed, make_sampler
 from search.spec.spec import StudySpec
 from storage.database.locks import suggestion_turn
@@ -35,7 +34,7 @@ UNTRIED_TRIES = 8
 _MANY = 1000  # choices of one parameter, from which on a random one is hardly ever a repetition
 
 
-def suggest(objective: Objective, study: optuna.Study, claim: Claim, spec: StudySpec) -> TrainConfig:
+def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: StudySpec) -> Any:
     """Return the configuration of a claimed trial; its parameters are written when this returns.
 
     A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first

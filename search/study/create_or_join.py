@@ -9,7 +9,7 @@ from typing import Any
 
 import optuna
 
-from objectives import Objective
+from objectives import BaseObjective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
@@ -20,7 +20,7 @@ from storage.database.locks import name_lock
 from storage.study_storage import PostgresStorage
 
 
-def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[str, Any]:
+def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
     from objectives.training.evaluation.metrics import DIRECTIONS
 
@@ -39,9 +39,9 @@ def complete_settings(settings: dict[str, Any], objective: Objective) -> dict[st
 def create_or_join(
     storage: PostgresStorage,
     settings: dict[str, Any],
-    objective: Objective,
+    objective: BaseObjective,
     *,
-    rehearse: Callable[[Objective, StudySpec], None],
+    rehearse: Callable[[BaseObjective, StudySpec], None],
 ) -> tuple[StoredStudy, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 

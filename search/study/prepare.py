@@ -11,10 +11,9 @@ from typing import Any
 import optuna
 import torch
 
-from objectives import Objective, load_objective
+from objectives import BaseObjective, Objective, load_objective
 from objectives.errors import MetricError
 from objectives.loading import objective_reference
-from objectives.training import TrainConfig
 from search.errors import SearchError
 from search.sampling.seeds import derive_seed, make_sampler
 from search.services import Services
@@ -26,7 +25,7 @@ from storage.study_storage.opening import open_storage
 from storage.trials.claims import running_now
 
 
-def prepare_study(services: Services, settings: dict[str, Any], objective: Objective) -> tuple[StoredStudy, bool]:
+def prepare_study(services: Services, settings: dict[str, Any], objective: BaseObjective) -> tuple[StoredStudy, bool]:
     """Create or join the study and make it ready for workers; return it and whether it is new.
 
     Raises:
@@ -47,7 +46,7 @@ def start_clock(study: StoredStudy) -> None:
         study.set_attr(STARTED_AT, time.time())
 
 
-def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective]:
+def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjective]:
     """Load the objective that `settings` name; return the settings with its storable reference, and the objective.
 
     Raises:
@@ -63,7 +62,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], Objective
 
 
 @contextmanager
-def _metric_named(objective: Objective, metric: str) -> Iterator[None]:
+def _metric_named(objective: BaseObjective, metric: str) -> Iterator[None]:
     """Name the setting that a wrong metric came from, unless it is the objective's own."""
     try:
         yield
@@ -73,7 +72,7 @@ def _metric_named(objective: Objective, metric: str) -> Iterator[None]:
         raise SearchError(f"--metric {metric!r} {error.why}") from None
 
 
-def rehearse(objective: Objective, spec: StudySpec) -> None:
+def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     """Run every part of the objective's code once, on values that the sampler might suggest.
 
     A typo is found here, before there is a study, rather than by a night's trials.
@@ -84,11 +83,13 @@ def rehearse(objective: Objective, spec: StudySpec) -> None:
     from objectives.training.loop.build import build
 
     config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
+    if not isinstance(objective, Objective):
+        return  # an own loop is not known before it runs
     with _metric_named(objective, spec.metric):
         build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
 
 
-def suggested(objective: Objective, spec: StudySpec) -> TrainConfig:
+def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     """Return a configuration that the sampler might suggest.
 
     Raises:

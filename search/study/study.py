@@ -10,7 +10,7 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import Objective
+from objectives import BaseObjective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError, nearest
@@ -68,7 +68,7 @@ class StoredStudy:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
 
-    def source_warning(self, objective: Objective) -> str | None:
+    def source_warning(self, objective: BaseObjective) -> str | None:
         """Return a warning when the objective's code is no longer what the study was created with."""
         if self.attrs.get(SOURCE, source_hash(objective)) == source_hash(objective):
             return None

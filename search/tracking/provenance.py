@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from objectives import Objective
+from objectives import BaseObjective
 from objectives.training.reproducibility.environment import environment
 from objectives.training.trainer import device_named
 
 _VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer")
 
 
-def run_tags(objective: Objective, device: str | None) -> dict[str, str]:
+def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
     """Return tags for the runs of a worker: commit, versions, device. `config.yaml` of a run has all of it.
 
     Raises:

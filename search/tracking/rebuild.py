@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import Objective, load_objective
-from objectives.training import EpochRecord, FitResult, promotable
-from objectives.training.checks.held_out import restore_best
+from objectives import BaseObjective, load_objective
+from objectives.fit import result_of
+from objectives.training import EpochRecord, promotable
 from objectives.training.reproducibility import checkpoint
+from objectives.training.result import RunResult
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
 from search.study.study import StoredStudy
@@ -47,7 +47,7 @@ def resend(
     checkpoints: StudyCheckpoints,
     *,
     only: Collection[int] | None = None,
-    objective: Objective | None = None,
+    objective: BaseObjective | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
     """Write journals for trials that no machine seems to send; ship them as any other.
@@ -82,7 +82,7 @@ def resend(
 
 
 def _resend(
-    study: StoredStudy, tracker: Tracker, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial
+    study: StoredStudy, tracker: Tracker, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder = Path(name)
@@ -100,8 +100,8 @@ def _resend(
 
 
 def _result(
-    study: StoredStudy, checkpoints: StudyCheckpoints, objective: Objective, trial: FrozenTrial, folder: Path
-) -> FitResult:
+    study: StoredStudy, checkpoints: StudyCheckpoints, objective: BaseObjective, trial: FrozenTrial, folder: Path
+) -> RunResult:
     """Return what the trial's training came to, from its last checkpoint.
 
     Raises:
@@ -118,19 +118,5 @@ def _result(
     best = promotable(state)
     if best["value"] != trial.value:
         raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {trial.value:.6g}")
-    restored = restore_best(objective, best)
     checkpoint.write(folder / "best.pt", best)
-    val = restored.splits.val
-    return FitResult(
-        status="completed",
-        best_epoch=best["epoch"],
-        best_value=best["value"],
-        best_metrics=dict(best["metrics"]),
-        history=[EpochRecord(**record) for record in state["history"]],
-        model=restored.model,
-        example=val.inputs(torch.arange(4) % len(val)),
-        best_path=folder / "best.pt",
-        last_path=None,
-        split_hash=best["split_hash"],
-        val=val,
-    )
+    return result_of(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

@@ -12,7 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-from objectives.training import FitResult
+from objectives.training.result import RunResult
 from search.spec.spec import StudySpec
 from search.tracking.tracker import Tracker
 from storage.attributes import PENDING
@@ -86,7 +86,7 @@ class TrialTracking:
         if self.journal.keep(path):
             self.journal.append(journal_records.Files())
 
-    def publish(self, result: FitResult, files: list[Path]) -> bool:
+    def publish(self, result: RunResult, files: list[Path]) -> bool:
         """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
 
         It comes before the trial is settled: a worker that dies in between finds the trial at its last checkpoint
@@ -112,7 +112,7 @@ class TrialTracking:
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
             journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
-        elif self._spec.models == "all" or (whole and self._spec.models == "complete"):
+        elif result.has_model and (self._spec.models == "all" or (whole and self._spec.models == "complete")):
             self._log_model(result)
         journal.append(journal_records.Published())
         return whole
@@ -127,20 +127,23 @@ class TrialTracking:
         self.journal.append(journal_records.Files())
         return all(kept)
 
-    def _log_data(self, result: FitResult) -> None:
-        source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": result.split_hash}
+    def _log_data(self, result: RunResult) -> None:
+        if result.data_digest is None:
+            return
+        sha256, samples = result.data_digest
+        source = {"objective": self._spec.objective, "split_seed": self._spec.seed, "sha256": sha256}
         data = journal_records.Data(
             name=self._spec.objective.rpartition(":")[2],
-            digest=result.split_hash[:_LONGEST_DIGEST],
+            digest=sha256[:_LONGEST_DIGEST],
             source=json.dumps(source),
-            profile=json.dumps({"validation_samples": len(result.val)}),
+            profile=json.dumps({"validation_samples": samples}),
         )
         self.journal.append(data)
-        self.journal.append(journal_records.Tags({"hpsearch.data_sha256": result.split_hash}))
+        self.journal.append(journal_records.Tags({"hpsearch.data_sha256": sha256}))
 
-    def _log_model(self, result: FitResult) -> None:
+    def _log_model(self, result: RunResult) -> None:
         try:
-            exported_model.export_model(result.model, result.example, self.journal.model)
+            exported_model.export_model(*result.exported(), self.journal.model)
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
             self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from objectives import ObjectiveError
-from objectives.training import DeviceMemoryError, FitResult, NonFiniteError, Trainer
+from objectives import ObjectiveError, fit
+from objectives.training import DeviceMemoryError, NonFiniteError
+from objectives.training.result import RunResult
 from search.sampling.seeds import training_seed
 from search.sampling.suggest import suggest
 from search.study.folders import open_attempt_dir, remove_earlier
@@ -84,13 +85,13 @@ class Attempt:
             return None
         return self._settle(result)
 
-    def _train(self) -> FitResult:
+    def _train(self) -> RunResult:
         context, spec = self._context, self._context.spec
         self._tracked.open()
         config = suggest(context.objective, context.sampled, self._claim, spec)
         self._tracked.log_params()
         self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
-        return Trainer(
+        return fit(
             context.objective,
             config,
             epochs=spec.epochs,
@@ -98,9 +99,9 @@ class Attempt:
             split_seed=spec.seed,
             session=self._session,
             device=context.device,
-        ).fit()
+        )
 
-    def _settle(self, result: FitResult) -> Ended:
+    def _settle(self, result: RunResult) -> Ended:
         """Publish what was trained to its end, or pruned, and end the trial."""
         session = self._session
         assert session is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optuna
 
-from objectives import Objective
+from objectives import BaseObjective
 from search.pruning import StudyPruner
 from search.spec.spec import StudySpec
 from search.study.checkpoints import StudyCheckpoints
@@ -39,7 +39,7 @@ class WorkerContext:
 
     study: StoredStudy
     sampled: optuna.Study
-    objective: Objective
+    objective: BaseObjective
     claims: Claims
     lease: LeaseKeeper
     pruner: StudyPruner

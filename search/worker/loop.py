@@ -12,7 +12,7 @@ from pathlib import Path
 
 import optuna
 
-from objectives import Objective
+from objectives import BaseObjective
 from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
 from search.pruning import StudyPruner
 from search.study.checkpoints import StudyCheckpoints
@@ -42,7 +42,7 @@ class Worker:
     def __init__(  # noqa: PLR0913 what one process is told, by keyword
         self,
         study: StoredStudy,
-        objective: Objective,
+        objective: BaseObjective,
         *,
         tracker: Tracker,
         runs_dir: Path,

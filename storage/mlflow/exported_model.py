@@ -6,18 +6,22 @@ import contextlib
 import io
 import shutil
 import warnings
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from mlflow import MlflowClient
+    from mlflow.models import ModelSignature
     from torch import nn
 
 READY = "READY"
 
 
-def export_model(model: nn.Module, example: torch.Tensor, folder: Path) -> None:
+def export_model(
+    model: nn.Module, inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]], folder: Path
+) -> None:
     """Write the model as MLflow keeps it: exported graph, signature, input example, requirements.
 
     `mlflow.pytorch.log_model` does this, loads the result again to try it, and reads the history of every metric of the
@@ -25,7 +29,8 @@ def export_model(model: nn.Module, example: torch.Tensor, folder: Path) -> None:
 
     Args:
         model: in eval mode and on the CPU; exported by ``torch.export`` with a free batch dimension.
-        example: a batch of at least two raw inputs, as the model takes them.
+        inputs: a batch of at least two raw inputs, as the model takes them one after the other, by name.
+        free: the dimensions of each whose size is not always the same.
         folder: where to; replaced when it exists.
 
     Raises:
@@ -33,24 +38,43 @@ def export_model(model: nn.Module, example: torch.Tensor, folder: Path) -> None:
     """
     import mlflow.pytorch
     import torch
-    from mlflow.models import infer_signature
 
     shutil.rmtree(folder, ignore_errors=True)
+    arrays = [tensor.numpy() for _, tensor in inputs]
     with torch.inference_mode():
-        output: Any = model(example)
-    inputs = example.numpy()
+        output: Any = model(*(tensor for _, tensor in inputs))
     # What the exporter prints about its progress is of no use in a worker's log.
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         mlflow.pytorch.save_model(
             model,
             str(folder),
-            input_example=inputs,
-            signature=infer_signature(inputs, output.numpy()),
+            input_example=arrays[0] if len(arrays) == 1 and not inputs[0][0] else tuple(arrays),
+            signature=_signature(inputs, free, output),
             # Given, because inferring them loads the model in a new process: 8-11 s.
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "numpy"],
             serialization_format="pt2",
         )
+
+
+def _signature(
+    inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]], output: Any
+) -> ModelSignature:
+    """The types of inputs and output: of several outputs nothing is said."""
+    import torch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    taken = [
+        TensorSpec(
+            tensor.numpy().dtype,
+            tuple(-1 if dim in unbound else size for dim, size in enumerate(tensor.shape)),
+            name or None,
+        )
+        for (name, tensor), unbound in zip(inputs, free, strict=True)
+    ]
+    given = [TensorSpec(output.numpy().dtype, (-1, *output.shape[1:]))] if isinstance(output, torch.Tensor) else None
+    return ModelSignature(inputs=Schema(taken), outputs=None if given is None else Schema(given))
 
 
 def find_model(client: MlflowClient, experiment_id: str, run_id: str) -> str | None:

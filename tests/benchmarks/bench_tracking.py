@@ -111,7 +111,7 @@ class Fluent:
     def end(self, result: FitResult, files: list[Path]) -> None:
         mlflow.log_artifact(str(result.best_path))
         mlflow.pytorch.log_model(
-            result.model, name="model", input_example=result.example.numpy(), pip_requirements=self.requirements
+            result.model, name="model", input_example=result.example.x.numpy(), pip_requirements=self.requirements
         )
         mlflow.end_run()
 

@@ -64,7 +64,7 @@ def run_trial(trial: optuna.Trial, epochs: int, requirements: list[str] | None) 
         mlflow.log_metric("best_val_accuracy", result.best_value)
         mlflow.log_artifact(str(best))
         mlflow.pytorch.log_model(
-            result.model, name="model", input_example=result.example.numpy(), pip_requirements=requirements
+            result.model, name="model", input_example=result.example.x.numpy(), pip_requirements=requirements
         )
     return result.best_value
 

@@ -7,30 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_wine
-from torch import nn
 
 from objectives import Objective
-from objectives.training import Splits, Standardize, TrainConfig
 from objectives.training.reports import run_dir
-
-
-class Wine(Objective):
-    """178 wines, 13 measurements, three growers; no dropout or batch norm, so that gradients can be compared."""
-
-    metric = "accuracy"
-    epochs = 4
-
-    def suggest(self, trial):
-        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
-
-    def data(self, seed):
-        x, y = load_wine(return_X_y=True)
-        return Splits.make(x, y, seed=seed)
-
-    def model(self, config, train):
-        net = nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 3))
-        return nn.Sequential(Standardize.fit(train.x), net)
+from tests.objectives.training.support import Wine
 
 
 @pytest.fixture(autouse=True)

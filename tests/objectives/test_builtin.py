@@ -131,7 +131,12 @@ def _exported(name, kind):
         config = TrainConfig(lr=3e-3, model={"kind": "mlp", "layers": 2, "width": 32, "dropout": 0.3})
     result = Trainer(objective, config, epochs=3, seed=0).fit()
     batch = torch.export.Dim("batch", min=1, max=4096)
-    return objective, config, result, torch.export.export(result.model, (result.example,), dynamic_shapes=[{0: batch}])
+    return (
+        objective,
+        config,
+        result,
+        torch.export.export(result.model, (result.example.x,), dynamic_shapes=[{0: batch}]),
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", "mlp+")])

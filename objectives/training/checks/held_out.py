@@ -12,8 +12,12 @@ from torch import nn
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.evaluation.calling import Call
 from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.loop.build import checked_splits
+from objectives.training.evaluation.metrics import as_metrics
+from objectives.training.evaluation.step import Stepping
+from objectives.training.loop.prepared import prepared_splits
+from objectives.training.loop.stepping import build_stepping, call_in
 from objectives.training.reproducibility.seeds import reproducible, set_seed
 from objectives.training.result import FitResult
 
@@ -38,13 +42,22 @@ class Restored:
         """Loss and metrics on the test split: what is seen once cannot be unseen."""
         return self._score(self.splits.test)
 
+    @property
+    def call(self) -> Call:
+        """How the model is called with a batch of inputs."""
+        return call_in(self._stepping)
+
+    @property
+    def _stepping(self) -> Stepping:
+        return build_stepping(self.objective, self.config, self.splits, self.model, torch.device("cpu"))
+
     def _score(self, split: Dataset) -> dict[str, float]:
         with reproducible(deterministic=self.config.deterministic), torch.random.fork_rng():
             return evaluate(
                 self.model,
                 split,
-                self.objective.loss(self.config, self.splits.train),
-                self.objective.metrics(self.splits.train),
+                self._stepping,
+                as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
                 batch_size=self.config.eval_batch_size or 256,
                 device="cpu",
                 num_workers=self.config.num_workers or 0,
@@ -88,7 +101,7 @@ def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, 
 
 
 def _same_splits(objective: Objective, split_seed: int, split_hash: str) -> Splits:
-    splits = checked_splits(objective, split_seed)
-    if splits.hash() != split_hash:
+    splits, found = prepared_splits(objective, split_seed)
+    if found != split_hash:
         raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since the run: its test is no test")
     return splits

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,22 @@ import torch
 from objectives.errors import ObjectiveError
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Window
+from objectives.training.data.dataset import Batch
+from objectives.training.data.tree import moved
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
 from objectives.training.loop.run import Run
 from objectives.training.reports.plots import rate_range
-from objectives.training.reproducibility.seeds import reproducible, set_seed
+from objectives.training.reproducibility.seeds import reproducible, seeded, set_seed
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
 
-_SMOOTHING = 0.9  # of the moving average of the losses, with its bias corrected
-_DIVERGED = 4.0  # times the lowest smoothed loss
+_PROBE = 512  # training samples, at most, on which every step is judged
+_DIVERGED = 3.0  # times the fall so far, above the lowest loss
+_LEAST = 1e-3  # of the first loss: a fall below it is none
+_NOISE = 6.0  # times what the loss moves at random from step to step: a fall below it cannot be told
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class RateRange:
 
     Attributes:
         rates: one a step, each a constant factor above the one before.
-        losses: the smoothed loss of the step.
+        losses: after the step, of the same samples each time: batches differ by more than a step changes.
         suggestion: the rate where the loss falls fastest: a peak rate to start from.
         highest: the rate of the lowest loss: above it training gets worse.
     """
@@ -75,7 +80,8 @@ def lr_range(
         device: where; the CPU unless given.
 
     Raises:
-        ObjectiveError: the settings make no range, the objective is wrong, or the loss never falls.
+        ObjectiveError: the settings make no range, the objective is wrong, the loss never falls, or falls by less
+            than it moves at random.
     """
     if not (0 < lowest < highest and steps >= 10):
         raise ObjectiveError(
@@ -95,25 +101,43 @@ def lr_range(
 def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[float], list[float]]:
     set_seed(run.seed, "range")
     run.model.train()
+    probe = _probe(run)
     starts = [group["lr"] / lowest for group in run.optimizer.param_groups]
     rates: list[float] = []
     losses: list[float] = []
-    average = 0.0
+    first = low = _loss(run, probe)
     for step, window in zip(range(steps), _endless(run), strict=False):
         rate = lowest * factor**step
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate
         try:
-            mean, _ = train_step(run, window, Point(0, step, step, rate), RunningMetrics(run.metrics))
+            train_step(run, window, Point(0, step, step, rate), RunningMetrics(run.metrics))
         except NonFiniteError:
             break
-        loss = float(mean)
-        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        loss = _loss(run, probe)
+        if not math.isfinite(loss):
+            break
         rates.append(rate)
-        losses.append(average / (1 - _SMOOTHING ** (step + 1)))
-        if losses[-1] > _DIVERGED * min(losses) or not math.isfinite(loss):
+        losses.append(loss)
+        low = min(low, loss)
+        if loss > low + _DIVERGED * max(first - low, 0.1 * abs(first), _LEAST):
             break
     return rates, losses
+
+
+def _probe(run: Run) -> Batch:
+    train = run.splits.train
+    batch = train.batch(torch.randperm(len(train))[:_PROBE])
+    return Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
+
+
+@torch.no_grad()
+def _loss(run: Run, probe: Batch) -> float:
+    """The loss of the probe as training sees it, with the same dropout each time."""
+    on_device = torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else [])
+    with seeded(run.seed, "probe"), on_device:
+        torch.manual_seed(run.seed)
+        return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
 
 def _endless(run: Run) -> Iterator[Window]:
@@ -121,10 +145,23 @@ def _endless(run: Run) -> Iterator[Window]:
 
 
 def _judged(rates: list[float], losses: list[float]) -> RateRange:
-    if len(losses) < 3 or min(losses) >= losses[0]:
+    if len(losses) < 3 or losses[0] - min(losses) <= _LEAST * abs(losses[0]):
         raise ObjectiveError("the loss fell at no learning rate of the range: run the smoke test, or try a lower range")
-    bottom = losses.index(min(losses))
-    # The steepest fall in log-rate before the bottom, over the noise of a step.
-    slopes = [losses[i + 1] - losses[i - 1] if 0 < i < len(losses) - 1 else 0.0 for i in range(bottom + 1)]
+    bottom, fall = losses.index(min(losses)), losses[0] - min(losses)
+    # Second differences are free of the trend: of noise with deviation 1 their median size is 0.6745 times root 6.
+    bends = [abs(losses[i - 1] - 2 * losses[i] + losses[i + 1]) for i in range(1, max(bottom, 2))]
+    noise = statistics.median(bends) / (0.6745 * math.sqrt(6))
+    if fall < _NOISE * noise:
+        raise ObjectiveError(
+            f"no learning rate can be told: from step to step the loss moves by {noise:.2g} at random, and it fell by "
+            f"{fall:.2g} in all; try a larger batch_size, or more steps"
+        )
+    half = max(len(losses) // 40, 2)
+    slopes = [_slope(losses[max(i - half, 0) : i + half + 1]) for i in range(bottom + 1)]
     steepest = min(range(len(slopes)), key=slopes.__getitem__)
     return RateRange(rates, losses, rates[steepest], rates[bottom])
+
+
+def _slope(values: list[float]) -> float:
+    """Of the least-squares line through values one step apart."""
+    return statistics.linear_regression(range(len(values)), values).slope

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Batch
-from objectives.training.evaluation.evaluate import summed
+from objectives.training.data.batches import Pending
+from objectives.training.data.dataset import Batch
+from objectives.training.data.tree import moved
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from objectives.objective import Objective
 
 _RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
+_SHARE = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can
 _CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
 
 
@@ -68,9 +71,10 @@ def smoke(
 ) -> SmokeResult:
     """Overfits one batch of training data, without regularisation; a model that cannot has a fault in it.
 
-    The loss must fall below a hundredth of what it was, a thousandth where it was above 10, and below 0.01 where it
-    was below 1. Dropout, decay, label smoothing, augmentation
-    and averages are off, and some learning rates around the configured one are tried in turn.
+    Above the objective's `loss_floor` the loss must fall to a hundredth of what it was, a thousandth where that was
+    above 10, and 0.01 where it was below 1. Where there is no floor, or the loss starts below it, it must fall by a
+    tenth of what it was. Dropout, decay, label smoothing, augmentation and averages are off, and some learning rates
+    around the configured one are tried in turn.
 
     Args:
         objective: whose model and loss are tried.
@@ -91,7 +95,7 @@ def smoke(
         tried = _bare(config, config.lr * factor, samples)
         with reproducible(deterministic=config.deterministic), told_apart(tried, device):
             run, _ = build(objective, tried, epochs=steps, seed=seed, split_seed=seed, device=device)
-            found = _overfit(run, samples, steps, deadline)
+            found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:
             return found
         if result is None or found.losses[-1] < result.losses[-1]:
@@ -122,22 +126,31 @@ def _bare(config: TrainConfig, lr: float, samples: int) -> TrainConfig:
     )
 
 
-def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult:
+def _target(first: float, floor: float | None) -> float:
+    """What a loss that starts at `first` has to fall to."""
+    if floor is None or first <= floor:
+        return first - _SHARE * max(abs(first), _SHARE)
+    above = first - floor
+    return floor + (above / 1000 if above > 10 else min(0.01, above / 100))
+
+
+def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float | None) -> SmokeResult:
     for module in run.model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     set_seed(run.seed, "smoke")
     train = run.splits.train
     rows = torch.randperm(len(train))[:samples]
-    x, y = train.inputs(rows).to(run.device), train.y[rows].to(run.device)
-    batch = Batch(len(rows), lambda: (x, y))
-    losses = [_loss(run, x, y)]
-    target = abs(losses[0]) / 1000 if abs(losses[0]) > 10 else min(0.01, abs(losses[0]) / 100)
+    found = train.batch(rows)
+    batch = Batch(moved(found.x, run.device), moved(found.y, run.device), found.size)
+    pending = Pending(batch.size, lambda: batch)
+    losses = [_loss(run, batch)]
+    target = _target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
         running = RunningMetrics(run.metrics)
         try:
-            loss, _ = train_step(run, [batch], Point(0, step, step, run.config.lr), running)
+            loss = train_step(run, [pending], Point(0, step, step, run.config.lr), running).loss
         except NonFiniteError as error:
             reason = str(error)
             break
@@ -154,11 +167,13 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float) -> SmokeResult
         reason = (
             f"the loss of one batch is {losses[-1]:.4g} after {step + 1} steps{late} and should be below {target:.4g}"
         )
+        if floor == 0 and losses[-1] < (1 - _SHARE) * losses[0]:
+            reason += ", unless it cannot: then the objective says so by loss_floor"
     return SmokeResult(passed, losses, target, len(rows), run.config.lr, reason)
 
 
 @torch.no_grad()
-def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> float:
+def _loss(run: Run, batch: Batch) -> float:
     """Of the batch as training sees it: batch norm takes its statistics from the batch itself."""
     run.model.train()
-    return float(summed(run.loss, run.model(x), y)) / len(y)
+    return float(run.stepping(run.model, batch, nullcontext()).loss)

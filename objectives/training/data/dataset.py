@@ -1,52 +1,147 @@
-"""Data in memory: datasets, splits that depend on the data and a seed alone, and batches."""
+"""Datasets, and splits that depend on the data and a seed alone."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError
-from objectives.training.data.split import by_time, divide
+from objectives.training.data.samples import (
+    Collate,
+    Mapped,
+    collated,
+    content_digest,
+    digest,
+    fingerprint_of,
+    targets_of,
+)
+from objectives.training.data.split import Rows, by_time, divide
+from objectives.training.data.tree import Tree, form, map_tensors, moved, taken, tensors
+
+
+class Batch(NamedTuple):
+    """Samples that are trained on or judged together.
+
+    Attributes:
+        x: inputs, as the model takes them.
+        y: targets, as the loss takes them.
+        size: how many samples.
+    """
+
+    x: Tree
+    y: Tree
+    size: int
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Inputs x [n, ...] and targets y [n, ...], kept in memory or loaded when they are needed.
+    """Inputs x and targets y of n samples, kept in memory or made when they are needed.
 
     Attributes:
-        x: inputs as the model takes them, raw: scaling belongs to the model. With `load`, what stands for them: a
-            number of a file, an encoded image. A tensor over a memory-mapped file is read as it is used.
-        y: class labels (int64 [n]) or values (float [n, ...]).
+        x: inputs as the model takes them, raw: scaling belongs to the model. A tensor [n, ...], or a dict or tuple of
+            such. With `load`, what stands for them: a number of a file, an encoded image. With `samples`, none.
+        y: class labels (int64 [n]), values (float [n, ...]), or a dict or tuple of such; with `samples` what is known
+            of the targets beforehand, or None.
         rows: where each sample stands in the source, if known: what shows that splits are disjoint.
         load: makes one sample's input from its entry in `x`; `TrainConfig.num_workers` processes call it.
+        samples: in place of `x`, a sequence of samples, such as a torch `Dataset`.
+        collate: makes a batch, (inputs, targets), of a list of samples; torch's default unless given.
+        fingerprint: what stands for the contents of `samples` in the hash of the data.
     """
 
-    x: Tensor
-    y: Tensor
+    x: Tree
+    y: Tree
     rows: Tensor | None = None
     load: Callable[[Tensor], Tensor] | None = None
+    samples: Sequence[Any] | None = None
+    collate: Collate | None = None
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        samples: Any,
+        *,
+        collate: Collate | None = None,
+        fingerprint: str | None = None,
+        targets: Any | None = None,
+    ) -> Dataset:
+        """A dataset over samples: a torch map-style or Hugging Face dataset, or a list, whatever a sample is.
+
+        Args:
+            samples: what has a length and gives a sample by its number: a pair of input and target, or a dictionary in
+                which one of the keys is `labels`, `label`, `target`, `targets` or `y`.
+            collate: makes a batch, (inputs, targets), of a list of samples; torch's default unless given.
+            fingerprint: what says that the contents are the same: see `fingerprint_files`. A Hugging Face dataset has
+                its own, and a list in memory is read.
+            targets: one a sample [n], for strata and for metrics; unless given, `samples.targets` or the column.
+
+        Raises:
+            ObjectiveError: there is no length, or no fingerprint.
+        """
+        what = type(samples).__name__
+        if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
+            raise ObjectiveError(f"{what} has no length or gives no sample by its number: make it a map-style Dataset")
+        known = fingerprint or fingerprint_of(samples)
+        if known is None:
+            if not isinstance(samples, (list, tuple)):
+                raise ObjectiveError(f"{what} needs a fingerprint=, such as fingerprint_files(folder)")
+            known = content_digest(samples)
+        found = targets_of(samples) if targets is None else targets
+        y = None if found is None else plain(found)
+        if y is not None and len(y) != len(samples):
+            raise ObjectiveError(f"there are {len(samples)} samples and {len(y)} targets")
+        return cls(None, y, None, None, samples, collate, known)
 
     def __len__(self) -> int:
-        return len(self.x)
+        if self.samples is not None:
+            return len(self.samples)
+        return len(self.x) if isinstance(self.x, Mapped) else len(next(tensors(self.x))[1])
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all of it lies in tensors."""
+        return self.load is None and self.samples is None and not isinstance(self.x, Mapped)
 
     def take(self, rows: Tensor) -> Dataset:
         """The samples at `rows`."""
-        return Dataset(self.x[rows], self.y[rows], rows if self.rows is None else self.rows[rows], self.load)
+        samples: Any = None
+        if self.samples is not None:
+            samples = torch_data.Subset(cast("torch_data.Dataset[Any]", self.samples), rows.tolist())
+        x = self.x.take(rows) if isinstance(self.x, Mapped) else taken(self.x, rows)
+        numbers = rows if self.rows is None else self.rows[rows]
+        return replace(self, x=x, y=taken(self.y, rows), rows=numbers, samples=samples)
 
-    def inputs(self, rows: Tensor | slice) -> Tensor:
-        """The inputs at `rows` [n, ...] as the model takes them."""
-        x = self.x[rows]
-        return x if self.load is None else torch.stack([self.load(entry) for entry in x])
+    def batch(self, rows: Tensor | slice) -> Batch:
+        """The samples at `rows`.
+
+        Raises:
+            ObjectiveError: one of them cannot be read, or they make no batch.
+        """
+        if self.samples is not None:
+            numbers = torch.arange(len(self))[rows].tolist()
+            names = numbers if self.rows is None else self.rows[numbers].tolist()
+            return Batch(*collated(self.samples, numbers, self.collate, names), len(numbers))
+        x = taken(self.x, rows) if not isinstance(self.x, Mapped) else self.x[rows]
+        if self.load is not None:
+            x = torch.stack([self.load(entry) for entry in x])
+        y = taken(self.y, rows)
+        return Batch(x, y, len(next(tensors(y))[1]))
+
+    def inputs(self, rows: Tensor | slice) -> Tree:
+        """The inputs at `rows` as the model takes them."""
+        return self.batch(rows).x
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data on a device."""
-        return Dataset(self.x.to(device), self.y.to(device), self.rows, self.load)
+        """The same data on a device, where they lie in tensors."""
+        return replace(self, x=moved(self.x, device), y=moved(self.y, device)) if self.in_memory else self
 
 
 @dataclass(frozen=True)
@@ -61,7 +156,7 @@ class Splits:
     def make(  # noqa: PLR0913 each is a way to divide, and all but the data are by keyword
         cls,
         x: Any,
-        y: Any,
+        y: Any = None,
         *,
         seed: int,
         val: float = 0.2,
@@ -70,28 +165,34 @@ class Splits:
         groups: Any | None = None,
         times: Any | None = None,
         load: Callable[[Tensor], Tensor] | None = None,
+        collate: Collate | None = None,
+        fingerprint: str | None = None,
     ) -> Splits:
-        """Splits arrays or tensors of n samples, at random or by time: a pure function of the arguments.
+        """Splits n samples, at random or by time: a pure function of the arguments.
 
         Args:
-            x: inputs [n, ...]; floating point becomes float32.
-            y: targets [n, ...]; integers become int64, floating point float32.
+            x: inputs [n, ...], or a dict or tuple of such: floating point becomes float32, uint8 stays as it is, other
+                integers become int64, and an array that is mapped to memory is read as it is used. Or samples, as
+                `Dataset.of` takes them: a torch or Hugging Face dataset, or with `collate` a list.
+            y: targets [n, ...], or a dict or tuple of such; integers become int64, floating point float32. With a list
+                of inputs and `collate`, a sample is the pair of an input and its target; with a dataset, what is known
+                of the targets.
             seed: the study's seed.
             val: share of the validation split.
             test: share of the test split.
             stratify: keep the shares of the classes in each split, where y has classes and there are no `groups`.
+                Integers that are not all of 0 to k - 1 and too rare for that are values, and are drawn at random.
             groups: a group per sample [n] (a patient, a scan): no group is divided between splits, and the shares
                 are shares of the groups.
             times: when each sample was taken [n], numbers or datetimes: the earliest are trained on, the latest are
                 the test split, and no moment is divided. `seed` and `stratify` then have nothing to decide.
             load: see `Dataset`.
+            collate, fingerprint: see `Dataset.of`.
 
         Raises:
-            ObjectiveError: the shares leave a split empty, or a class is too rare to be in each split.
+            ObjectiveError: the shares leave a split empty, a class is too rare to be in each split, or x is ragged.
         """
-        data = Dataset(_tensor(x), _tensor(y), load=load)
-        if len(data.x) != len(data.y):
-            raise ObjectiveError(f"x has {len(data.x)} samples and y has {len(data.y)}")
+        data = _whole(x, y, load, collate, fingerprint)
         if min(val, test) <= 0 or val + test >= 1:
             raise ObjectiveError(f"val={val} and test={test} must be above 0 and leave something to train on")
         if times is not None:
@@ -99,32 +200,43 @@ class Splits:
                 raise ObjectiveError("give groups or times: a split by both has no single answer")
             return cls(*(data.take(torch.from_numpy(part)) for part in by_time(times, len(data), val, test)))
         rows = np.arange(len(data))
-        classes = data.y.ndim == 1 and not data.y.dtype.is_floating_point
+        classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
         grouped = None if groups is None else np.asarray(groups)
-        rest, held = divide(rows, test, labels, grouped, seed)
-        train, valid = divide(rest, val / (1 - test), labels, grouped, seed)
-        return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in (train, valid, held)))
+        try:
+            parts = _drawn(rows, val, test, labels, grouped, seed)
+        except ObjectiveError as error:
+            if labels is None:
+                raise
+            if _are_classes(labels):
+                raise ObjectiveError(f"{error}; stratify=False draws without regard to classes") from error
+            parts = _drawn(rows, val, test, None, grouped, seed)
+        return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in parts))
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """The splits with their names."""
         yield from (("train", self.train), ("validation", self.val), ("test", self.test))
 
     def hash(self) -> str:
-        """SHA-256 over shapes, types and bytes of all three splits: the same data, split the same way."""
-        digest = hashlib.sha256()
+        """SHA-256 over shapes, types and bytes of all three splits: the same data, split the same way.
+
+        Of samples that are not in memory it is over their fingerprint, their rows and what is known of their targets.
+        """
+        found = hashlib.sha256()
         for name, part in self.parts():
-            for tensor in (part.x, part.y):
-                array = np.ascontiguousarray(tensor.detach().cpu().numpy())
-                digest.update(f"{name}:{array.dtype}:{array.shape}:".encode())
-                digest.update(array.data)
-        return digest.hexdigest()
+            if part.samples is not None:
+                rows = None if part.rows is None else part.rows.tolist()
+                found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+            for tree in (part.x, part.y):
+                for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+                    _add_bytes(found, f"{name}:{where}:" if where else f"{name}:", tensor)
+        return found.hexdigest()
 
     def check(self) -> None:
         """Refuses data that cannot be trained on, before training starts.
 
         Raises:
-            ObjectiveError: an empty split, shapes that differ, NaN or infinity, a label out of range, shared rows.
+            ObjectiveError: an empty split, shapes that differ, NaN or infinity, shared rows.
         """
         for name, part in self.parts():
             _check_part(name, part, self.train)
@@ -135,39 +247,148 @@ class Splits:
                 raise ObjectiveError(f"the {name} split shares {len(seen & rows)} samples with another split")
             seen |= rows
 
+    def check_classes(self, ignored: int | None = None) -> None:
+        """Refuses targets that are not the classes of the train split.
 
-def _tensor(values: Any) -> Tensor:
-    tensor = torch.as_tensor(np.asarray(values) if not isinstance(values, Tensor) else values)
-    if tensor.dtype.is_floating_point:
-        return tensor.to(torch.float32)
-    return tensor.to(torch.int64)
+        Args:
+            ignored: a target that stands for none.
+
+        Raises:
+            ObjectiveError: a label below 0, or above all that are trained on.
+        """
+        labels = {name: part.y for name, part in self.parts() if isinstance(part.y, Tensor)}
+        counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
+        classes = int(counted["train"].max()) + 1
+        for name, y in counted.items():
+            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+                raise ObjectiveError(
+                    f"the {name} labels go from {int(y.min())} to {int(y.max())}, "
+                    f"but the train split has classes 0 to {classes - 1}"
+                )
+
+
+def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
+    """Train, validation and test rows, drawn by `seed`."""
+    rest, held = divide(rows, test, labels, groups, seed)
+    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
+    return [train, valid, held]
+
+
+def _are_classes(labels: Rows) -> bool:
+    """Whether integers are numbers of classes: all of 0 to k - 1."""
+    found = np.unique(labels)
+    return int(found[0]) == 0 and int(found[-1]) == len(found) - 1
+
+
+def _whole(
+    x: Any, y: Any, load: Callable[[Tensor], Tensor] | None, collate: Collate | None, fingerprint: str | None
+) -> Dataset:
+    """All of the data, before they are divided."""
+    if isinstance(x, torch_data.IterableDataset) or (hasattr(x, "__getitem__") and not _is_arrays(x)):
+        return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
+    if collate is not None:
+        if y is not None and len(x) != len(y):
+            raise ObjectiveError(f"x has {len(x)} samples and y has {len(y)}")
+        pairs = list(x) if y is None else list(zip(x, y, strict=True))
+        return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=_known(y))
+    if y is None:
+        raise ObjectiveError("y is missing: give the targets [n, ...]")
+    data = Dataset(_inputs(x), map_tensors(_to_plain, _tree(y, "y")), load=load)
+    for what, tree in (("x", data.x), ("y", data.y)):
+        lengths = {len(tensor) for _, tensor in tensors(tree)}
+        if len(lengths) > 1:
+            raise ObjectiveError(f"the parts of {what} have different lengths: {', '.join(map(str, sorted(lengths)))}")
+    count = len(next(tensors(data.y))[1])
+    if len(data) != count:
+        raise ObjectiveError(f"x has {len(data)} samples and y has {count}")
+    return data
+
+
+def _is_arrays(x: Any) -> bool:
+    """Whether these are columns of numbers, and not a dataset that gives samples."""
+    return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
+
+
+def _known(y: Any) -> Any:
+    """Targets that are one value a sample; None where they are more, and nothing is known beforehand."""
+    try:
+        return None if y is None else plain(y)
+    except (TypeError, ValueError, ObjectiveError):
+        return None
+
+
+def _inputs(x: Any) -> Tree:
+    if isinstance(x, np.memmap):
+        return Mapped(x)
+    return map_tensors(lambda tensor: tensor if tensor.dtype == torch.uint8 else _to_plain(tensor), _tree(x, "x"))
+
+
+def _tree(values: Any, name: str) -> Tree:
+    """Arrays as tensors; a list is one array, a tuple or a dictionary is several."""
+    if isinstance(values, Mapping):
+        return {str(key): _tree(value, f"{name}[{key!r}]") for key, value in values.items()}
+    if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
+        return tuple(_tree(value, f"{name}[{number}]") for number, value in enumerate(values))
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.as_tensor(np.asarray(values))
+    except (ValueError, TypeError) as error:
+        shapes = [np.shape(value) for value in values]
+        odd = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if odd is None:
+            raise ObjectiveError(f"{name} holds what is no number: {error}") from error
+        raise ObjectiveError(
+            f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} {list(shapes[odd])}; "
+            "give collate=, which makes a batch of a list of samples, such as `padded`"
+        ) from error
+
+
+def plain(values: Any) -> Tensor:
+    """Targets as a tensor: integers are int64, floating point is float32."""
+    return _to_plain(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
+
+
+def _to_plain(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
+
+
+def _add_bytes(found: Any, what: str, tensor: Tensor | Mapped) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    found.update(f"{what}{dtype}:{tuple(tensor.shape)}:".encode())
+    for part in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
+        found.update(np.ascontiguousarray(part.detach().cpu().numpy()).data)
 
 
 def _check_part(name: str, part: Dataset, train: Dataset) -> None:
     if not isinstance(part, Dataset):
         raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
-    if len(part.x) == 0:
+    if len(part) == 0:
         raise ObjectiveError(f"the {name} split is empty")
-    if len(part.x) != len(part.y):
-        raise ObjectiveError(f"the {name} split has {len(part.x)} inputs but {len(part.y)} targets")
-    for what, tensor, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
-        if tensor.shape[1:] != model.shape[1:] or tensor.dtype != model.dtype:
+    if part.samples is not None:
+        return
+    given, wanted = len(part), {len(tensor) for _, tensor in tensors(part.y)}
+    if wanted != {given}:
+        raise ObjectiveError(f"the {name} split has {given} inputs but {' and '.join(map(str, wanted))} targets")
+    for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
+        if _form(tree) != _form(model):
             raise ObjectiveError(
-                f"the {name} {what} are {_form(tensor)} a sample, but those of the train split are {_form(model)}"
+                f"the {name} {what} are {_form(tree)} a sample, but those of the train split are {_form(model)}"
             )
+        if not isinstance(tree, Mapped):
+            _check_finite(f"the {name} {what}", tree)
+
+
+def _check_finite(what: str, tree: Tree) -> None:
+    for where, tensor in tensors(tree):
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
-            raise ObjectiveError(f"the {name} {what} hold NaN or infinity in {bad} of {len(tensor)} samples")
-    if not part.y.dtype.is_floating_point and part.y.ndim == 1:
-        low, high, classes = int(part.y.min()), int(part.y.max()), int(train.y.max()) + 1
-        if low < 0 or high >= classes:
-            raise ObjectiveError(
-                f"the {name} labels go from {low} to {high}, but the train split has classes 0 to {classes - 1}"
-            )
+            name = f"{what} {where!r}" if where else what
+            raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples")
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{list(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
+def _form(tree: Tree) -> str:
+    return form(tree[:1] if isinstance(tree, Mapped) else tree)
 
 
 def steps_per_epoch(samples: int, *, batch_size: int, accumulate: int, drop_last: bool) -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.dataset import Dataset
+from objectives.training.data.dataset import Batch, Dataset
+from objectives.training.data.tree import Tree
 from objectives.training.reproducibility.seeds import derive_seed, seeded, set_seed
 
-# A batch of inputs [n, ...] -> inputs [n, ...], changed at random; for training alone.
-Augment = Callable[[Tensor], Tensor]
+# A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
+Augment = Callable[[Tree], Tree]
 
 
-class _Batches(torch_data.Dataset[tuple[Tensor, Tensor]]):
+class _Batches(torch_data.Dataset[Batch]):
     """Item i is a whole batch: gathering it row by row costs more than the step that it is for."""
 
     def __init__(self, dataset: Dataset, batches: Sequence[Tensor], augment: Augment | None, seed: int) -> None:
@@ -25,15 +27,12 @@ class _Batches(torch_data.Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        rows = self._batches[index]
-        with users_code("loading a batch"):
-            x = self._dataset.inputs(rows)
-            if self._augment is not None:
-                # Seeded by the batch and not by the process that makes it, so that their number changes nothing.
-                with seeded(self._seed, "augment", index):
-                    x = self._augment(x)
-        return x, self._dataset.y[rows]
+    def __getitem__(self, index: int) -> Batch:
+        # Seeded by the batch and not by the process that makes it, so that their number changes nothing.
+        draws = self._augment is not None or not self._dataset.in_memory
+        with users_code("loading a batch"), seeded(self._seed, "augment", index) if draws else nullcontext():
+            batch = self._dataset.batch(self._batches[index])
+            return batch if self._augment is None else batch._replace(x=self._augment(batch.x))
 
 
 def loaded(
@@ -44,8 +43,8 @@ def loaded(
     num_workers: int = 0,
     augment: Augment | None = None,
     seed: int = 0,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The inputs and targets at the rows of each batch, in their order, on the CPU; pinned where the device is a GPU.
+) -> Iterator[Batch]:
+    """The samples at the rows of each batch, in their order, on the CPU; pinned where the device is a GPU.
 
     Args:
         dataset: on the CPU.
@@ -53,10 +52,10 @@ def loaded(
         device: where the batches will go.
         num_workers: processes that prepare batches ahead; 0 prepares each in this process when it is asked for.
         augment: changes the inputs at random.
-        seed: of what `augment` and `Dataset.load` draw.
+        seed: of what `augment`, `Dataset.load`, samples and `collate` draw.
 
     Raises:
-        ObjectiveError: the dataset's `load`, or `augment`, raised an error.
+        ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
 
     def start(worker: int) -> None:

@@ -51,11 +51,12 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     Raises:
         MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
     """
-    if metric in CLASSIFICATION or metric == "loss":
-        floating = train.y.dtype.is_floating_point
-        if metric == "loss" and floating:
-            return regression()
-        if not floating and train.y.ndim == 1:
+    if train.y is None or not isinstance(train.y, Tensor):
+        return _without_targets(metric)
+    if metric == "loss":
+        return _beside_the_loss(train.y)
+    if metric in CLASSIFICATION:
+        if not train.y.dtype.is_floating_point and train.y.ndim == 1:
             return classification(int(train.y.max()) + 1)
     elif metric in BINARY:
         return binary()
@@ -65,6 +66,25 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     if metric in known:
         raise unfit(metric, train.y)
     raise MetricError(metric, f"is not built in: {nearest(metric, known)}; or override metrics()")
+
+
+def _without_targets(metric: str) -> Metrics:
+    """The usual metrics where nothing is known of the targets."""
+    if metric == "loss":
+        return NoMetrics()
+    if metric in BINARY or metric in REGRESSION:
+        return binary() if metric in BINARY else regression()
+    if metric in CLASSIFICATION:
+        raise MetricError(metric, "needs the number of classes: give the data targets=, or override metrics()")
+    raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
+
+
+def _beside_the_loss(y: Tensor) -> Metrics:
+    """What is told beside a loss that decides: nothing where outputs and targets are no plain classes or values."""
+    labels = not y.dtype.is_floating_point and y.ndim == 1
+    if not labels or int(y.min()) < 0:
+        return _WhereFitting(regression())
+    return classification(int(y.max()) + 1)
 
 
 def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
@@ -82,7 +102,7 @@ def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
     two = wanted == 1 and bool(((y == 0) | (y == 1)).all())
     found: list[str] = []
     found += CLASSIFICATION if labels and enough else ()
-    found += BINARY if two and size in {None, 1} else ()
+    found += BINARY if two and size in {None, 1, 2} else ()
     found += REGRESSION if (size == wanted and (numbers or not two)) or (numbers and size is None) else ()
     return [*found, "loss"] if labels or size in {None, wanted} else found
 
@@ -116,7 +136,7 @@ def regression() -> Metrics:
 
 
 def binary() -> Metrics:
-    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from one logit [n] or [n, 1] and labels 0 or 1 [n].
+    """`auroc`, `average_precision` (PR-AUC) and `base_rate` from labels 0 or 1 [n] and one logit [n] or [n, 1], or two.
 
     The base rate, the share of positives, is the average precision of a model that knows nothing.
     """
@@ -127,6 +147,61 @@ def binary() -> Metrics:
             average_precision=library.BinaryAveragePrecision(validate_args=False),
         )
     )
+
+
+class NoMetrics:
+    """Nothing beside the loss, and what steps measure."""
+
+    def update(self, output: Any, target: Any) -> None:
+        """Adds nothing."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def reset(self) -> None:
+        """Forgets nothing."""
+
+    def to(self, device: torch.device) -> Any:  # noqa: ARG002 as metrics are moved
+        """Moves nothing."""
+        return self
+
+
+class Named:
+    """A single torchmetrics metric, under the name that the objective optimises."""
+
+    def __init__(self, metric: Any, name: str) -> None:
+        self._metric, self._name = metric, name
+
+    def update(self, output: Any, target: Any) -> None:
+        """Adds a batch."""
+        self._metric.update(output, target)
+
+    def compute(self) -> Mapping[str, Any]:
+        """The metric by its name."""
+        return {self._name: self._metric.compute()}
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+        self._metric.reset()
+
+    def to(self, device: torch.device) -> Any:
+        """Moves what was gathered to a device."""
+        self._metric.to(device)
+        return self
+
+
+def as_metrics(found: Any, metric: str) -> Metrics:
+    """Metrics in their names: a lone torchmetrics `Metric` is the one that is optimised.
+
+    Raises:
+        ObjectiveError: it has no `update`, `compute` or `reset`.
+    """
+    lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
+    if lacking:
+        raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
+    alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
+    return Named(found, metric) if alone else found
 
 
 class _Flat:
@@ -151,12 +226,34 @@ class _Flat:
         return self
 
 
+class _WhereFitting(_Flat):
+    """No metrics where outputs are not of the targets' shape: of a density they are its parameters."""
+
+    def __init__(self, inner: Metrics) -> None:
+        super().__init__(inner)
+        self._fits = True
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self._fits = self._fits and output.numel() == target.numel()
+        if self._fits:
+            super().update(output, target)
+
+    def compute(self) -> Mapping[str, Any]:
+        return super().compute() if self._fits else {}
+
+    def reset(self) -> None:
+        self._fits = True
+        super().reset()
+
+
 class _Binary(_Flat):
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
         self._positives = self._count = torch.zeros(())
 
     def update(self, output: Tensor, target: Tensor) -> None:
+        if output.ndim == 2 and output.shape[1] == 2:
+            output = output[:, 1] - output[:, 0]
         # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
         # In float64, so that confident scores do not become equal.
         super().update(output.double().sigmoid(), target.long())
@@ -197,6 +294,6 @@ def _collection(**metrics: Any) -> Metrics:
 
 def largest_class(data: Dataset) -> float | None:
     """Share of the most frequent class: what a model that knows nothing scores. None where targets are no classes."""
-    if data.y.dtype.is_floating_point or data.y.ndim != 1:
+    if not isinstance(data.y, Tensor) or data.y.dtype.is_floating_point or data.y.ndim != 1 or int(data.y.min()) < 0:
         return None
     return float(torch.bincount(data.y).max()) / len(data)

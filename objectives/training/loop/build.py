@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
-from objectives.training.data.batches import build_feed, steps_of
-from objectives.training.data.dataset import Splits
-from objectives.training.evaluation.evaluate import check_loss, summed
-from objectives.training.evaluation.metrics import DIRECTIONS, fitting, largest_class, unfit
+from objectives.training.data.batches import build_feed
+from objectives.training.data.dataset import Batch, Dataset, Splits
+from objectives.training.data.samplers import Order
+from objectives.training.data.tree import moved
+from objectives.training.evaluation.calling import call_of
+from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
+from objectives.training.evaluation.metrics import (
+    BINARY,
+    CLASSIFICATION,
+    DIRECTIONS,
+    as_metrics,
+    fitting,
+    largest_class,
+    unfit,
+)
+from objectives.training.evaluation.step import LossStep, Stepping
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
+from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.run import FORMAT, Run
 from objectives.training.loop.steplog import StepLog
+from objectives.training.loop.stepping import as_module, build_stepping, call_in
 from objectives.training.optimizers.averaging import build_average
-from objectives.training.optimizers.optimizer import build_optimizer
+from objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import build_schedule, check_length
@@ -32,6 +46,7 @@ if TYPE_CHECKING:
     from objectives.objective import Objective
 
 _UNEVEN = 0.75  # share of one class from which accuracy tells little
+_TRIED = 32  # validation samples that a loss is tried on
 
 
 def build(
@@ -45,28 +60,32 @@ def build(
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits = checked_splits(objective, split_seed)
+    splits, split_hash = prepared_splits(objective, split_seed)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
-        model = _module(objective.model(config, splits.train), "model").to(device)
-    with users_code(f"{who}.loss"):
-        loss = _module(objective.loss(config, splits.train), "loss").to(device)
-        check_loss(loss)
+        model = as_module(objective.model(config, splits.train), "model").to(device)
+    with users_code(f"{who}.model on the validation split"):
+        _materialise(model, splits.val, device)
+    stepping = build_stepping(objective, config, splits, model, device)
+    _check_classes(objective, splits, stepping)
     with users_code(f"{who}.metrics"):
-        metrics = objective.metrics(splits.train)
-        metrics.to(device)
+        metrics = as_metrics(objective.metrics(splits.train), objective.metric)
+        if hasattr(metrics, "to"):
+            metrics.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with users_code(f"{who}.augment"):
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
-    in_memory = config.num_workers is None and splits.val.load is None
-    epoch_steps = steps_of(len(splits.train), config)
+    in_memory = config.num_workers is None and splits.val.in_memory
+    with users_code(f"{who}.sampler"):
+        order = Order(len(splits.train), config, seed, objective.sampler(config, splits.train))
+    epoch_steps = order.steps
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     layout(model, config)
-    optimizer, sharpness = build_optimizer(model, config, device), None
+    optimizer, sharpness = build_optimizer(model, config, device, _groups(objective, model, config)), None
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
         optimizer = sharpness.base
@@ -79,7 +98,7 @@ def build(
             "epochs": epochs,
             "seed": seed,
             "split_seed": split_seed,
-            "split_hash": splits.hash(),
+            "split_hash": split_hash,
         },
         environment=environment(device, source),
         changes=uncommitted(source.parent if source else Path.cwd()),
@@ -89,9 +108,9 @@ def build(
         device=device,
         splits=splits,
         val=splits.val.to(device) if in_memory else splits.val,
-        feed=build_feed(splits.train, config, seed=seed, device=device, augment=augment),
+        feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment),
         model=model,
-        loss=loss,
+        stepping=stepping,
         metrics=metrics,
         optimizer=optimizer,
         sharpness=sharpness,
@@ -116,6 +135,11 @@ def oddities(run: Run) -> list[str]:
     samples, size, found = len(run.splits.train), run.config.batch_size, []
     if size > samples:
         found.append(f"batch_size {size} is more than the {samples} training samples: a step takes all")
+    if not _loss_adds_up(run):
+        found.append(
+            "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
+            "loss on eval_batch_size"
+        )
     share = largest_class(run.splits.train)
     if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
@@ -123,6 +147,78 @@ def oddities(run: Run) -> list[str]:
             "judge by macro_f1, or by auroc beside average_precision"
         )
     return found
+
+
+@torch.no_grad()
+def _materialise(model: nn.Module, val: Dataset, device: torch.device) -> None:
+    """Gives lazy layers their parameters, by a look at some inputs."""
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        x = moved(val.inputs(slice(0, 2)), device)
+        call_of(model, x)(model.eval(), x)
+        model.train()
+
+
+def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Groups:
+    """The objective's own parameter groups, or the usual ones.
+
+    Where the objective thaws layers as epochs go, frozen parameters are in them too: without gradients they stay.
+    """
+    with users_code(f"{type(objective).__name__}.parameter_groups"):
+        own = objective.parameter_groups(model, config)
+        if own is not None:
+            return checked_groups(model, config, own)
+    if not objective.has_on_epoch:
+        return parameter_groups(model, config)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        return parameter_groups(model, config)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@torch.inference_mode()
+def _loss_adds_up(run: Run) -> bool:
+    """Whether the loss of some validation samples is the mean of those of its parts."""
+    if not isinstance(run.stepping, LossStep):
+        return True  # such a step says itself what its loss is a mean over
+    batch, output = _tried(run, _TRIED)
+    return adds_up(run.stepping.loss, output, batch.y, batch.size)
+
+
+def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
+    """Some validation samples, and what the model makes of them."""
+    batch = run.val.batch(slice(0, samples))
+    batch = Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
+    training = run.judged.training
+    run.judged.eval()
+    output = call_in(run.stepping)(run.judged, batch.x)
+    run.judged.train(training)
+    return batch, output
+
+
+@torch.inference_mode()
+def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
+    """Refuses a loss that compares [n, 1] with [n]: every output with every target.
+
+    It is tried on outputs that equal the targets `y`: of an untrained model all might be far off by the same.
+    """
+    given, wanted = ["n", *output.shape[1:]], ["n", *y.shape[1:]]
+    if given == wanted or output[0].numel() != y[0].numel():
+        return
+    some = y[:_TRIED].to(output.device)
+    some = some[some.reshape(len(some), -1)[:, 0].argsort()]
+    if not adds_up(loss, some.reshape(len(some), *output.shape[1:]).float(), some, len(some)):
+        raise ObjectiveError(
+            f"the loss compares every output with every target: outputs are {_dims(given)}, targets {_dims(wanted)}; "
+            "give one the shape of the other, as by output.squeeze(1)"
+        )
+
+
+def _dims(shape: list[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:
@@ -138,34 +234,13 @@ def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_ste
 def _trial_step(run: Run) -> None:
     """A forward and a backward pass, to see that they run; nothing of the run changes by it."""
     kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    x, y = next(run.feed.windows(0))[0].get()
+    batch = next(iter(run.feed.windows(0)))[0].get()
     run.model.train()
     try:
-        with run.precision.autocast():
-            output = run.model(x)
-        summed(run.loss, output, y).backward()  # type: ignore[no-untyped-call]
+        run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)
-
-
-def checked_splits(objective: Objective, split_seed: int) -> Splits:
-    """The objective's data, found fit to train on.
-
-    Raises:
-        ObjectiveError: they are not.
-    """
-    who = type(objective).__name__
-    set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with users_code(f"{who}.data"):
-        splits = objective.data(split_seed)
-    if not isinstance(splits, Splits):
-        raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
-    try:
-        splits.check()
-    except ObjectiveError as error:
-        raise ObjectiveError(f"{who}.data: {error}") from error
-    return splits
 
 
 def _source(objective: Objective) -> Path | None:
@@ -176,10 +251,21 @@ def _source(objective: Objective) -> Path | None:
     return Path(source).resolve() if source and Path(source).exists() else None
 
 
-def _module(value: object, what: str) -> nn.Module:
-    if not isinstance(value, nn.Module):
-        raise ObjectiveError(f"{what}() must return a torch.nn.Module, not {type(value).__name__}")
-    return value
+def _entropy(stepping: Stepping) -> nn.Module | None:
+    """The cross entropy that the step is by, if it is by one: it takes labels for numbers of outputs."""
+    loss = stepping.loss if isinstance(stepping, LossStep) else None
+    return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None
+
+
+def _check_classes(objective: Objective, splits: Splits, stepping: Stepping) -> None:
+    """Looks at labels where they are taken for numbers of classes."""
+    loss, y = _entropy(stepping), splits.train.y
+    judged = objective.uses_builtin_metrics and objective.metric in (*CLASSIFICATION, *BINARY)
+    if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
+        return
+    ignored = loss.loss.ignore_index if isinstance(loss, CountedCrossEntropy) else None
+    with users_code(f"{type(objective).__name__}.data"):
+        splits.check_classes(ignored)
 
 
 def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
@@ -189,34 +275,39 @@ def _rehearse(objective: Objective, run: Run) -> dict[str, float]:
     if objective.direction != better:
         raise ObjectiveError(f"{who}: {metric} is to {better}, so set direction = {better!r}")
     with users_code(f"{who} on the validation split"):
-        output = _check_width(run)
-        if objective.uses_builtin_metrics and metric not in fitting(run.splits.train.y, output):
-            raise unfit(metric, run.splits.train.y, output)
+        if isinstance(run.stepping, LossStep):
+            _check_outputs(objective, run, run.stepping.loss)
         scores = run.validate()
     if metric not in scores:
-        raise MetricError(metric, f"is none that {who}.metrics() gives: {nearest(metric, list(scores))}")
+        raise MetricError(metric, f"is none that {who} gives: {nearest(metric, list(scores))}")
     return scores
 
 
 @torch.inference_mode()
-def _check_width(run: Run) -> Tensor:
-    """What the model gives for two samples.
+def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
+    """Looks at what the model gives for two samples.
 
     Cross entropy with a label above the number of outputs is an out-of-bounds read on a GPU: look first.
     """
-    labels, training = run.splits.train.y, run.judged.training
-    run.judged.eval()
-    output = run.judged(run.val.inputs(slice(0, 2)).to(run.device))
-    run.judged.train(training)
+    batch, output = _tried(run, 2)
+    y, metric = run.splits.train.y, objective.metric
     if not isinstance(output, Tensor):
-        raise ObjectiveError(f"the model must return one tensor, not {type(output).__name__}")
-    if len(output) != min(len(run.val), 2):
+        if objective.uses_builtin_metrics and metric != "loss":
+            raise ObjectiveError(
+                f"the model returns a {type(output).__name__}, and {metric} takes one tensor: override metrics(), or "
+                "return a Step with outputs= from step()"
+            )
+        return
+    if len(output) != batch.size and isinstance(batch.y, Tensor) and len(batch.y) == batch.size:
+        raise ObjectiveError(f"the model gives {list(output.shape)} for {batch.size} inputs: keep the first dim")
+    known = y if isinstance(y, Tensor) else batch.y
+    if not isinstance(known, Tensor):
+        return
+    classes = _entropy(run.stepping) is not None and not known.dtype.is_floating_point
+    if classes and (output.ndim < 2 or output.shape[1] <= int(known.max())):
         raise ObjectiveError(
-            f"the model gives {list(output.shape)} for {min(len(run.val), 2)} inputs: keep the first dim"
+            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(known.max())}"
         )
-    classes = not labels.dtype.is_floating_point and labels.ndim == 1 and isinstance(run.loss, nn.CrossEntropyLoss)
-    if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
-        raise ObjectiveError(
-            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}"
-        )
-    return output
+    if objective.uses_builtin_metrics and metric not in ("loss", *fitting(known, output)):
+        raise unfit(metric, known, output)
+    _check_pairs(loss, known, output)

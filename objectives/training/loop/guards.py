@@ -40,15 +40,14 @@ class DeviceMemoryError(RuntimeError):
     """The device has too little memory for the configuration.
 
     Attributes:
-        config: the configuration that did not fit.
+        config: the configuration that did not fit; None of an own loop.
         device: the device's name.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device, detail: str) -> None:
+    def __init__(self, config: TrainConfig | None, device: torch.device, detail: str) -> None:
         self.config, self.device = config, str(device)
-        super().__init__(
-            f"out of memory on {device} with batch_size {config.batch_size} and model {config.model}: {detail}"
-        )
+        of = "" if config is None else f" with batch_size {config.batch_size} and model {config.model}"
+        super().__init__(f"out of memory on {device}{of}: {detail}")
 
 
 @contextmanager

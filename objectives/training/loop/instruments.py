@@ -11,7 +11,7 @@ import torch
 
 from objectives.errors import ObjectiveError
 from objectives.training.loop.run import Run
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 TRACE = "trace.json.gz"
 EVENTS = "tensorboard"

@@ -15,7 +15,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     Raises:
         ObjectiveError: the checkpoint is of another run, or the objective's code has changed since.
     """
-    _require_same({key: state.get(key) for key in run.identity}, run.identity)
+    require_same({key: state.get(key) for key in run.identity}, run.identity)
     try:
         run.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -26,11 +26,16 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         run.notes.append(f"not exact after epoch {run.progress.next_epoch}: {changed}")
 
 
-def _require_same(then: dict[str, Any], now: dict[str, Any]) -> None:
+def require_same(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses a checkpoint of another run.
+
+    Raises:
+        ObjectiveError: it says what differs.
+    """
     for key, value in now.items():
         other = then.get(key)
         if other == value:
             continue
         if key == "config" and isinstance(other, dict):
-            _require_same(other, value)
+            require_same(other, value)
         raise ObjectiveError(f"the checkpoint is of another run: {key} is {other!r} there and {value!r} here")

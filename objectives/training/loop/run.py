@@ -15,6 +15,7 @@ from objectives.training.data.batches import Feed
 from objectives.training.data.dataset import Dataset, Splits
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.steplog import StepLog
@@ -42,6 +43,7 @@ class Run:
         splits: as the objective gave them, on the CPU.
         val: the validation split, on the device unless it is loaded as it is used.
         feed: the training batches.
+        stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         optimizer: the one that takes the steps; with SAM its base.
         sharpness: SAM's first pass, where it is configured.
         on_step: called after each optimizer step of an epoch: a profiler's beat.
@@ -60,7 +62,7 @@ class Run:
     val: Dataset
     feed: Feed
     model: nn.Module
-    loss: nn.Module
+    stepping: Stepping
     metrics: Metrics
     optimizer: Optimizer
     sharpness: Sharpness | None
@@ -102,7 +104,7 @@ class Run:
         return evaluate(
             self.judged,
             split,
-            self.loss,
+            self.stepping,
             metrics,
             batch_size=self.config.eval_batch_size or _EVAL_FACTOR * self.config.batch_size,
             device=self.device,

@@ -26,8 +26,14 @@ class Average:
     def after_step(self) -> None:
         """After an optimizer step that ran."""
 
-    def after_epoch(self, epoch: int, inputs: Callable[[], Any]) -> None:
-        """Before the validation of an epoch; `inputs()` iterates over the training inputs, batch by batch."""
+    def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
+        """Before the validation of an epoch.
+
+        Args:
+            epoch: 0-based.
+            inputs: iterates over the training inputs, batch by batch.
+            call: runs a model on such a batch.
+        """
 
     def state_dict(self) -> dict[str, Any] | None:
         """Plain values and tensors; None when there is nothing to keep."""
@@ -89,11 +95,22 @@ class EvenAverage(_Kept):
         """The mean, once it holds an epoch."""
         return self.average.module if int(self.average.n_averaged) else self._model
 
-    def after_epoch(self, epoch: int, inputs: Callable[[], Any]) -> None:
+    def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
         """Adds an epoch's weights."""
         if epoch >= self.first:
             self.average.update_parameters(self._model)
-            update_bn(inputs(), self.average)
+            update_bn(([x] for x in inputs()), _Called(self.average, call))
+
+
+class _Called(nn.Module):
+    """A model that takes a batch of inputs, of any structure, as one argument."""
+
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.model, x)
 
 
 def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> Average:

@@ -149,10 +149,34 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> Optimizer:
-    """The configured optimizer over the model's parameter groups.
+def checked_groups(model: nn.Module, config: TrainConfig, groups: Groups) -> Groups:
+    """Parameter groups that an objective made, with a name, a rate and a decay each.
+
+    Raises:
+        ObjectiveError: a parameter is in none of them, or in two.
+    """
+    found: Groups = []
+    for number, group in enumerate(groups):
+        defaults = {"name": f"group{number}", "lr": config.lr, "weight_decay": config.weight_decay}
+        found.append({**defaults, **group, "params": list(group["params"])})
+    ids = [id(parameter) for group in found for parameter in group["params"]]
+    if len(ids) > len(set(ids)):
+        raise ObjectiveError("a parameter is in two groups, or twice in one")
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(ids)]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ObjectiveError(
+            f"no group has {', '.join(left[:3])}{more}: freeze by requires_grad_(False) what is not to train"
+        )
+    return found
+
+
+def build_optimizer(
+    model: nn.Module, config: TrainConfig, device: torch.device, groups: Groups | None = None
+) -> Optimizer:
+    """The configured optimizer over these parameter groups, or over the model's.
 
     Raises:
         ObjectiveError: the optimizer is one of pytorch-optimizer, which is not installed.
     """
-    return FACTORIES[config.optimizer](parameter_groups(model, config), config, device)
+    return FACTORIES[config.optimizer](parameter_groups(model, config) if groups is None else groups, config, device)

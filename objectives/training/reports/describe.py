@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from objectives.training.config import FIELDS, TrainConfig, type_name
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from objectives.base import BaseObjective
 
 
 class Setting(NamedTuple):
@@ -29,7 +30,13 @@ def settings(config: TrainConfig) -> list[Setting]:
     ]
 
 
-def search_space(objective: Objective, draws: int = 64) -> dict[str, str]:
+def own_settings(config: Any) -> list[Setting]:
+    """The settings of an own loop: a dictionary, or a dataclass."""
+    values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
+    return [Setting(str(name), type(value).__name__, value, "") for name, value in values.items()]
+
+
+def search_space(objective: BaseObjective, draws: int = 64) -> dict[str, str]:
     """The parameters that `suggest` asks for, with their ranges, as many random trials find them.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from objectives.training.data.dataset import Dataset
+from objectives.training.data.tree import tensors
 
 if TYPE_CHECKING:
     from objectives.training.loop.run import Run
     from objectives.training.result import FitResult
 
 _CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
-_VANISHED, _EXPLODED = 1e-7, 1e3  # norms of a layer's gradient
+_VANISHED = 1e-7  # norm of a layer's gradient
+_EXPLODED = 100  # times what it was in the first quarter of the run: a loss that sums has large gradients all along
 
 
 def leakage(run: Run, result: FitResult) -> list[str]:
@@ -47,14 +50,20 @@ def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
 
 
 def shared_inputs(train: Dataset, other: Dataset) -> int:
-    """How many inputs of `other` are in `train` too."""
+    """How many inputs of `other` are in `train` too; of data that are made when they are needed none are looked at."""
+    if not train.in_memory:
+        return 0
     seen = set(_digests(train))
     return sum(digest in seen for digest in _digests(other))
 
 
 def _digests(data: Dataset) -> list[bytes]:
-    rows = data.x.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
-    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+    parts = [
+        tensor.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
+        for _, tensor in tensors(data.x)
+    ]
+    rows = (b"".join(row.tobytes() for row in sample) for sample in zip(*parts, strict=True))
+    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
@@ -68,10 +77,13 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
     if over and limit:
         found.append(f"- {over} of {len(norms)} noted steps had a gradient norm above {limit:g}: clipped to it")
     found += _jumps(result)
-    for layer, norm in _medians(steps).items():
-        if norm < _VANISHED or norm > _EXPLODED:
-            what = "vanished" if norm < _VANISHED else "exploded"
-            found.append(f"- the gradient of `{layer or 'the model'}` {what}: its median norm is {norm:.2g}")
+    for layer, norms in _by_layer(steps).items():
+        name, quarter, whole = layer or "the model", max(len(norms) // 4, 1), statistics.median(norms)
+        first, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
+        if whole < _VANISHED:
+            found.append(f"- the gradient of `{name}` vanished: its median norm is {whole:.2g}")
+        elif last > _EXPLODED * first or math.isinf(last):
+            found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
     return found
 
 
@@ -85,9 +97,9 @@ def _jumps(result: FitResult) -> list[str]:
     ]
 
 
-def _medians(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _by_layer(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     norms: dict[str, list[float]] = {}
     for record in steps:
         for layer, norm in record.get("layers", {}).items():
-            norms.setdefault(layer, []).append(float("inf") if norm is None else norm)
-    return {layer: statistics.median(values) for layer, values in norms.items()}
+            norms.setdefault(layer, []).append(math.inf if norm is None else norm)
+    return norms

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from objectives.training.reproducibility.records import EpochRecord
+from objectives.training.reproducibility.metrics_file import EpochRecord
 
 _LEGEND = 12  # more layers than this are named by the first and the last
 _HEIGHT, _DPI = 3.8, 120  # inches, dots per inch
@@ -68,13 +68,13 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
 
 
 def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
-    """Draws the smoothed loss of a learning-rate range test over the rate, with the suggested one, as a PNG."""
+    """Draws the loss of a learning-rate range test over the rate, with the suggested one, as a PNG."""
     figure, (axes,) = _figure(6.5)
     axes.plot(rates, losses, color="#1f77b4")
     axes.axvline(suggestion, color="#d62728", linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
-    axes.set_ylabel("training loss, smoothed")
+    axes.set_ylabel("loss of the same training samples")
     axes.grid(alpha=0.3)
     axes.legend(framealpha=0.9, edgecolor="none")
     return _saved(figure, path)

@@ -93,7 +93,7 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     for name, value in train.items():
         other = val[f"val_{name}"]
         lines.append(f"| {name} | {value:.6g} | {other:.6g} | {other - value:+.4g} |")
-    if (share := largest_class(run.splits.train)) is not None:
+    if "val_accuracy" in result.best_metrics and (share := largest_class(run.splits.train)) is not None:
         lines.append(f"| (largest class) | {share:.6g} | {largest_class(run.splits.val):.6g} | |")
     better = 1 if objective.direction == "maximize" else -1
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])

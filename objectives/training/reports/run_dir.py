@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from objectives.training.reports.plots import curves, gradient_flow
 from objectives.training.reports.report import write_report
-from objectives.training.reproducibility.records import EpochRecord, MetricsFile, StepsFile
+from objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -117,7 +117,11 @@ class RunDir:
             if result.status != "pruned":
                 self._draw(result, objective, steps)
             write_report(self.path / "report.md", run, result, objective, steps)
-        return [self.path / name for name in FILES if (self.path / name).exists()]
+        return self.kept()
+
+    def kept(self) -> list[Path]:
+        """The files that are worth keeping as artifacts, as far as there are any."""
+        return [] if self.path is None else [self.path / name for name in FILES if (self.path / name).exists()]
 
     def _draw(self, result: FitResult, objective: Objective, steps: list[dict[str, Any]]) -> None:
         assert self.path is not None

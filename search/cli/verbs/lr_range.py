@@ -28,10 +28,11 @@ def lr_range(
 ) -> None:
     """Train with a climbing learning rate until the loss diverges; print a rate to start from and draw the loss."""
     from objectives import load_objective
+    from objectives.fit import model_objective
     from objectives.training.checks.lr_range import lr_range as climb
     from objectives.training.trainer import device_named
 
-    found = load_objective(objective)
+    found = model_objective(load_objective(objective), "lr-range")
     result = climb(
         found,
         configured(found, settings),

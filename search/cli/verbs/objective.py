@@ -26,7 +26,7 @@ def show(objective: Objective_, settings: Set = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from objectives import load_objective
+    from objectives import Objective, load_objective
     from objectives.training.reports import describe
 
     found = load_objective(objective)
@@ -36,7 +36,7 @@ def show(objective: Objective_, settings: Set = None) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("setting", "type", "value", "what it does"):
         table.add_column(column, overflow="fold")
-    for item in describe.settings(config):
+    for item in describe.settings(config) if isinstance(found, Objective) else describe.own_settings(config):
         table.add_row(item.name, item.type, json.dumps(item.value), item.help)
     console.print(table, highlight=False, markup=False)
     console.print("\nsearch space", style="bold")

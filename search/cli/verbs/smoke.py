@@ -33,10 +33,11 @@ def smoke(
     import dataclasses
 
     from objectives import load_objective
+    from objectives.fit import model_objective
     from objectives.training.checks.smoke import smoke as overfit
     from objectives.training.trainer import device_named
 
-    found = load_objective(objective)
+    found = model_objective(load_objective(objective), "smoke")
     config = configured(found, settings)
     result = overfit(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
     last = len(result.losses) - 1

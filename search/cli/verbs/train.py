@@ -15,8 +15,8 @@ from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
 from search.entry import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from objectives import Objective
-    from objectives.training import FitResult, TrainConfig
+    from objectives import BaseObjective
+    from objectives.training.result import RunResult
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +48,8 @@ def train(
 ) -> int:
     """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
     from objectives import load_objective
-    from objectives.training import DeviceMemoryError, EpochRecord, LocalSession, NonFiniteError, Trainer, Verdict
+    from objectives.fit import Where, fit, model_objective
+    from objectives.training import DeviceMemoryError, EpochRecord, LocalSession, NonFiniteError, Verdict
     from objectives.training.loop.instruments import Instruments
 
     class Printing(LocalSession):
@@ -59,25 +60,21 @@ def train(
     found = load_objective(objective)
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trainer = Trainer(
-        found,
-        config,
-        epochs=epochs or found.epochs,
-        seed=seed,
-        session=Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every),
-        device=device,
-        instruments=Instruments(profile_steps=profile, tensorboard=tensorboard),
-    )
+    session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
+    where: Where = {"epochs": epochs or found.epochs, "seed": seed, "session": session, "device": device}
+    if profile or tensorboard:
+        model_objective(found, "--profile" if profile else "--tensorboard")
+        where["instruments"] = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _warnings_shown():
-            result = trainer.fit()
+            result = fit(found, config, **where)
     except (NonFiniteError, DeviceMemoryError) as error:
         typer.echo(f"hpsearch: {error}", err=True)
         return 1
     except KeyboardInterrupt:
         typer.echo(f"hpsearch: stopped; go on with --run-dir {folder}", err=True)
         return EXIT_INTERRUPTED
-    _conclude(found, config, result, folder, seed=seed, test=test)
+    _conclude(found, result, folder, test=test)
     return 0
 
 
@@ -97,19 +94,19 @@ def _warnings_shown() -> Iterator[None]:
 
 def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
     names = ["train_loss", "val_loss", *([f"val_{metric}"] if metric != "loss" else []), "lr"]
-    shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names)
+    shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names if name in metrics)
     return f"epoch {epoch + 1:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
 
 
-def _conclude(
-    objective: Objective, config: TrainConfig, result: FitResult, folder: Path, *, seed: int, test: bool
-) -> None:
-    from objectives.training.checks.held_out import score_test
+def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
+    from objectives.fit import restore
+    from objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-    typer.echo(f"{best}; {folder / 'report.md'}")
+    report = folder / "report.md"
+    typer.echo(f"{best}; {report if report.exists() else folder}")
     if result.resume_note:
         typer.echo(result.resume_note)
-    if test:
-        scores = score_test(objective, config, result, split_seed=seed)
+    if test and result.best_path is not None:
+        scores = restore(objective, checkpoint.read(result.best_path)).test()
         typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))

@@ -31,12 +31,15 @@ NET = nn.Linear(13, 3)
         ({"model": lambda *_: nn.Linear(12, 3)}, "Changed on the validation split: RuntimeError: .*shapes cannot be"),
         ({"model": lambda *_: nn.Linear(13, 2)}, r"gives \[2\] outputs a sample, but labels go up to 2"),
         ({"model": lambda *_: nn.Sequential(NET, nn.Flatten(0))}, r"gives \[6\] for 2 inputs: keep the first dim"),
-        ({"model": lambda *_: nn.LSTM(13, 3)}, "the model must return one tensor, not tuple"),
+        (
+            {"model": lambda *_: nn.LSTM(13, 3)},
+            "the model returns a tuple, and accuracy takes one tensor",
+        ),
         ({"loss": lambda *_: nn.MSELoss(reduction="sum")}, "MSELoss must not use reduction='sum'"),
         ({"metric": "acuracy"}, "metric 'acuracy' is not built in: did you mean 'accuracy'"),
         (
             {"metric": "recall", "metrics": lambda s, t: type(s).__mro__[1]().metrics(t)},
-            "is none that Changed.metrics\\(\\) gives",
+            "is none that Changed gives",
         ),
         ({"metric": "auroc"}, "'auroc' does not fit 3 outputs a sample for 3 classes; metrics that fit: accuracy, mac"),
         ({"metric": "loss"}, "loss is to minimize, so set direction = 'minimize'"),

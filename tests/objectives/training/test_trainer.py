@@ -54,8 +54,8 @@ def test_the_result_scores_what_was_recorded(wine, tmp_path, ema):
     assert (best["epoch"], best["value"]) == (result.best_epoch, result.best_value)
     assert all(torch.equal(tensor, best["model"][name]) for name, tensor in result.model.state_dict().items())
     assert TrainConfig.from_dict(best["config"]) == config
-    assert result.example.shape == (4, 13)
-    assert torch.equal(result.example, result.val.x[:4])
+    assert result.example.x.shape == (4, 13)
+    assert torch.equal(result.example.x, result.val.x[:4])
 
 
 def test_the_best_weights_come_back_when_training_falls_apart_later(wine):
@@ -114,7 +114,7 @@ def test_a_model_is_trained_in_training_mode_however_it_came(objective_with):
 
     fit(objective_with(model=model), epochs=2)
     epoch = [(True, True)] * 3 + [(False, False)]
-    assert modes == [(False, False)] * 2 + epoch * 2  # two looks at it before training
+    assert modes == [(False, False)] * 3 + epoch * 2  # three looks at it before training
 
 
 def test_loss_and_metrics_see_training_data_alone(objective_with):

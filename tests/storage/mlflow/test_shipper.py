@@ -277,7 +277,7 @@ def test_a_model_whose_making_was_cut_off_is_made_once(
 
     monkeypatch.setattr(exported_model, "link_model", first_cut)
     journal = post.open()
-    exported_model.export_model(torch.nn.Linear(2, 1).eval(), torch.zeros(4, 2), journal.model)
+    exported_model.export_model(torch.nn.Linear(2, 1).eval(), [("", torch.zeros(4, 2))], [{0}], journal.model)
     journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
     journal.append(Model("m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={}))
     with pytest.raises(ConnectionError):

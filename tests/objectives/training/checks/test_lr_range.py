@@ -104,3 +104,65 @@ class _Even(nn.Module):
 
     def forward(self, x):
         return self.odds.expand(len(x), 3)
+
+
+def _noisy(_self, seed):
+    """Ten values that explain a tenth of what is to be told."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 13, generator=generator)
+    return Splits.make(x, x[:, :10].sum(dim=1) + 9 * torch.randn(400, generator=generator), seed=seed)
+
+
+def _line(*_):
+    return nn.Linear(13, 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_that_differ_more_than_a_step_changes_hide_nothing(objective_with, seed):
+    """The loss of batches of four moves by its own size; the rate is right within half a decade or so."""
+    objective = objective_with(data=_noisy, model=_line, metric="rmse", direction="minimize")
+    found = lr_range(objective, TrainConfig(batch_size=4), seed=seed, steps=100)
+    assert 3e-3 < found.suggestion < 1.0
+    assert len(found.rates) > 50
+
+
+class _Density(nn.Module):
+    """Minus the log density of a normal distribution, whose width is learned: negative where it is narrow."""
+
+    def forward(self, output, target):
+        mean, log_width = output[:, 0], output[:, 1] - 3
+        return log_width + 0.5 * ((target - mean) / log_width.exp()) ** 2
+
+
+def test_a_loss_below_zero_is_no_reason_to_stop(objective_with):
+    def data(_self, seed):
+        x = torch.randn(300, 13, generator=torch.Generator().manual_seed(0))
+        return Splits.make(x, 0.01 * x[:, 0], seed=seed)
+
+    objective = objective_with(
+        data=data, model=lambda *_: _Narrow(), loss=lambda *_: _Density(), metric="loss", direction="minimize",
+    )  # fmt: skip
+    found = lr_range(objective, steps=100)
+    assert found.losses[0] < 0
+    assert len(found.rates) > 30
+    assert found.rates[0] < found.suggestion < found.highest
+    assert min(found.losses) < found.losses[0] - 0.1
+
+
+class _Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(13, 2)
+        nn.init.zeros_(self.net.weight)
+        nn.init.zeros_(self.net.bias)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_what_cannot_be_told_is_said():
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    losses = (5 + noise).tolist()
+    losses[0] = 6.0
+    with pytest.raises(ObjectiveError, match="no learning rate can be told: from step to step the loss moves by"):
+        _judged([10.0 ** (k / 20 - 5) for k in range(100)], losses)

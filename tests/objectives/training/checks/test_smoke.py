@@ -101,3 +101,55 @@ def test_the_curve_has_every_step(wine):
     assert len(found.losses) == 30
     assert found.losses[0] > 2 * found.losses[-1]
     assert max(found.losses[i + 1] / found.losses[i] for i in range(29)) < 1, "it falls at every step"
+
+
+class _Bound(nn.Module):
+    """A loss that cannot fall below 40, as the bound of a VAE cannot; or below -40."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least = least
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="none") * 30 + self.least
+
+
+def test_a_loss_with_a_floor_of_its_own_is_judged_above_it(objective_with):
+    loss = {"loss": lambda *_: _Bound(40.0)}
+    blamed = smoke(objective_with(**loss), steps=200)
+    assert not blamed.passed
+    assert blamed.reason.endswith("unless it cannot: then the objective says so by loss_floor")
+    assert smoke(objective_with(**loss, loss_floor=40.0), steps=400).passed
+    assert smoke(objective_with(**loss, loss_floor=None), steps=200).passed
+    assert not smoke(objective_with(**loss, loss_floor=40.0, model=_cut), steps=50).passed
+
+
+def test_a_loss_below_zero_must_fall_all_the_same(objective_with):
+    loss = {"loss": lambda *_: _Bound(-80.0)}
+    found = smoke(objective_with(**loss), steps=200)
+    assert found.passed
+    assert found.losses[-1] <= found.target < found.losses[0] < 0
+    assert not smoke(objective_with(**loss, model=_stuck), steps=50).passed
+
+
+def _stuck(_self, _config, _train):
+    class Stuck(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            return (0 * self.unused).expand(len(x), 3)
+
+    return Stuck()
+
+
+def test_five_rates_take_the_data_once(objective_with):
+    calls = []
+
+    def data(self, seed):
+        calls.append(seed)
+        return type(self).__mro__[1].data(self, seed)
+
+    assert not smoke(objective_with(data=data, model=_cut), steps=5).passed
+    assert calls == [0]

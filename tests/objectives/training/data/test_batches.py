@@ -7,6 +7,7 @@ from torch.utils import data as torch_data
 
 from objectives import ObjectiveError
 from objectives.training import Dataset, Splits, TrainConfig, Trainer
+from objectives.training.data.dataset import Batch
 from objectives.training.data.loader import loaded
 from tests.objectives.training.support import exact, same_result, started
 
@@ -100,20 +101,18 @@ def test_batches_are_pinned_for_a_gpu(monkeypatch):
     assert made[0]["pin_memory"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_loads_a_batch_is_seeded_by_its_process(workers):
-    """`load` may draw, such as a random crop: not the same in each process, and the same when run again."""
+def test_what_loads_a_batch_is_seeded_by_the_batch():
+    """`load` may draw, such as a random crop: the same however many processes load, and when run again."""
 
-    def drawn(seed):
+    def drawn(seed, workers):
         data = Dataset(torch.arange(12), torch.zeros(12), load=lambda entry: entry + torch.rand(()))
         rows = list(torch.arange(12).split(3))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return torch.cat([x for x, _ in loaded(data, rows, device=CPU, num_workers=workers, seed=seed)]).tolist()
+            return torch.cat([b.x for b in loaded(data, rows, device=CPU, num_workers=workers, seed=seed)]).tolist()
 
-    assert drawn(1) == drawn(1) != drawn(2)
-    fractions = [round(value % 1, 6) for value in drawn(1)]
-    assert len(set(fractions)) == 12
+    assert drawn(1, 0) == drawn(1, 0) == drawn(1, 2) != drawn(2, 0)
+    assert len({round(value % 1, 6) for value in drawn(1, 0)}) == 12
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
     result = _fit(filed, workers, **config)
     expected = _fit(wine, None, **config)
     assert exact(result.history) == exact(expected.history)
-    assert torch.equal(result.example, expected.example)
+    assert torch.equal(result.example.x, expected.example.x)
 
 
 @pytest.mark.parametrize("workers", [None, 0, 2])
@@ -169,8 +168,8 @@ def test_augment_must_not_fail_to_be_made(objective_with):
 def test_data_in_memory_need_no_loader(wine, monkeypatch):
     monkeypatch.setattr(torch_data, "DataLoader", None)
     run = started(wine, TrainConfig(batch_size=16))
-    (x, y) = next(run.feed.windows(0))[0].get()
-    assert (len(x), len(y)) == (16, 16)
+    batch = next(run.feed.windows(0))[0].get()
+    assert (len(batch.x), len(batch.y), batch.size) == (16, 16, 16)
 
 
 @pytest.mark.parametrize("workers", [None, 0])
@@ -187,12 +186,17 @@ def test_each_epoch_has_an_order_of_its_own(wine, workers):
 def test_batches_go_to_the_device_without_waiting(wine):
     """Pinned memory alone gains nothing: the copy has to be asked for as one that need not be waited for."""
 
-    class Pinned:
+    asked = []
+
+    class Pinned(torch.Tensor):
         def to(self, device, *, non_blocking=False):
-            return device, non_blocking
+            asked.append((device, non_blocking))
+            return self
 
     run = started(wine, TrainConfig(batch_size=16, num_workers=0))
-    assert run.feed._move(Pinned(), Pinned()) == ((CPU, True), (CPU, True))
+    pinned = torch.zeros(2).as_subclass(Pinned)
+    run.feed._move(Batch({"ids": pinned}, pinned, 2))
+    assert asked == [(CPU, True)] * 2
 
 
 def test_the_short_last_batch_of_training_is_left_out_unless_told(wine):

@@ -71,8 +71,6 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
         ((_data(GOOD), _data(GOOD, [0]), _data(GOOD)), "validation split has 4 inputs but 1 targets"),
         ((_data(GOOD), _data(GOOD), _data(NAN)), "test inputs hold NaN or infinity in 1 of 2 samples"),
         ((_data(GOOD, [1.0, float("nan"), 0, 0]),) * 3, "train targets hold NaN or infinity in 1 of 4"),
-        ((_data(GOOD, [0, 1, 2, 1]), _data(GOOD, [0, 1, 2, 3]), _data(GOOD)), "validation labels go from 0 to 3, but"),
-        ((_data(GOOD, [0, 1, -1, 1]), _data(GOOD), _data(GOOD)), "train labels go from -1 to 1"),
         ((_data(GOOD), _data(torch.zeros(4, 2)), _data(GOOD)), r"validation inputs are \[2\] float32 a sample, but"),
         ((_data(GOOD), _data(GOOD), _data(GOOD, [0.0] * 4)), r"test targets are \[\] float32 a sample, but"),
         (
@@ -84,6 +82,35 @@ NAN = torch.tensor([[0.0, float("nan"), float("inf")], [0, 0, 0]])
 def test_data_that_cannot_be_trained_on_is_refused(splits, message):
     with pytest.raises(ObjectiveError, match=message):
         Splits(*splits).check()
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "message"),
+    [
+        ([0, 1, 2, 1], [0, 1, 2, 3], "validation labels go from 0 to 3, but the train split has classes 0 to 2"),
+        ([0, 1, -1, 1], [0, 1, 1, 1], "train labels go from -1 to 1"),
+    ],
+)
+def test_labels_that_are_no_classes_of_the_train_split_are_refused(train, val, message):
+    with pytest.raises(ObjectiveError, match=message):
+        Splits(_data(GOOD, train), _data(GOOD, val), _data(GOOD)).check_classes()
+    Splits(_data(GOOD, [0, 1, -1, 1]), _data(GOOD), _data(GOOD)).check_classes(ignored=-1)
+
+
+def test_integers_that_are_values_are_drawn_at_random_where_strata_are_impossible():
+    values = np.random.default_rng(0).integers(25, 346, 200)
+    splits = Splits.make(np.zeros((200, 2)), values, seed=0)
+    assert sorted(torch.cat([part.y for _, part in splits.parts()]).tolist()) == sorted(values.tolist())
+    assert [len(part) for _, part in splits.parts()] == [120, 40, 40]
+    with pytest.raises(ObjectiveError, match=r"least populated class.*; stratify=False draws without regard to"):
+        Splits.make(np.zeros((20, 2)), [0] * 19 + [1], seed=0)
+
+
+def test_bytes_stay_bytes():
+    images = np.random.default_rng(0).integers(0, 256, (20, 3, 4, 4), dtype=np.uint8)
+    splits = Splits.make(images, np.arange(20, dtype=np.uint8) % 2, seed=0)
+    assert (splits.train.x.dtype, splits.train.y.dtype) == (torch.uint8, torch.int64)
+    assert torch.equal(splits.val.x, torch.from_numpy(images)[splits.val.rows])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_order_of_one_step(wine, monkeypatch, precision):
 
     spy(run.optimizer, "zero_grad", "zero_grad")
     spy(run.model, "forward", "forward")
-    spy(run.loss, "forward", "loss")
+    spy(run.stepping.loss, "forward", "loss")
     spy(run.precision, "backward", "backward")
     spy(run.precision.scaler, "unscale_", "unscale")
     spy(nn.utils, "clip_grad_norm_", "clip")
@@ -102,7 +102,9 @@ def test_running_metrics_are_those_of_all_samples(wine):
     run = built(wine, batch_size=8, lr=1e-12, drop_last=False, weight_decay=0.0)
     trained = train_epoch(run, 0)
     output = run.model(run.splits.train.x)
-    assert trained.scores["loss"] == pytest.approx(float(run.loss(output.detach(), run.splits.train.y)), rel=1e-4)
+    assert trained.scores["loss"] == pytest.approx(
+        float(run.stepping.loss(output.detach(), run.splits.train.y)), rel=1e-4
+    )
     expected = float((output.detach().argmax(1) == run.splits.train.y).double().mean())
     assert trained.scores["accuracy"] == pytest.approx(expected)
 
@@ -151,7 +153,7 @@ def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
     run = built(wine, batch_size=8, accumulate=4, drop_last=False, **plain)
     by_hand = copy.deepcopy(run.model)
     for window in run.feed.windows(0):
-        x, y = (torch.cat(parts) for parts in zip(*(batch.get() for batch in window), strict=True))
+        x, y = (torch.cat(parts) for parts in zip(*(pending.get()[:2] for pending in window), strict=True))
         by_hand.zero_grad()
         nn.functional.cross_entropy(by_hand(x), y).backward()
         with torch.no_grad():
@@ -159,3 +161,22 @@ def test_an_epoch_is_that_of_a_loop_written_by_hand_tail_included(wine):
                 parameter.sub_(0.1 * parameter.grad)
     train_epoch(run, 0)
     torch.testing.assert_close(weights_of(run), nn.utils.parameters_to_vector(by_hand.parameters()).detach())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_frozen_layers_keep_their_statistics(objective_with, affine):
+    def model(*_):
+        body = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8, affine=affine))
+        return nn.Sequential(body.requires_grad_(False), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    run = built(objective_with(model=model), batch_size=16)
+    frozen, free = run.model[0][1], run.model[2]
+    before = frozen.running_mean.clone(), free.running_mean.clone()
+    train_epoch(run, 0)
+    assert torch.equal(frozen.running_mean, before[0])
+    assert not torch.equal(free.running_mean, before[1])
+    run.model[0].requires_grad_(True)
+    if affine:  # a norm without parameters goes by the layer that it stands in
+        run.model[0][0].requires_grad_(False)
+    train_epoch(run, 1)
+    assert not torch.equal(frozen.running_mean, before[0]), "thawed"

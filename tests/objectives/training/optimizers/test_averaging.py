@@ -4,6 +4,7 @@ from torch import nn
 
 from objectives import load_objective
 from objectives.training import Standardize, TrainConfig, Trainer, evaluate
+from objectives.training.evaluation.calling import whole
 from objectives.training.loop.epoch import train_epoch
 from objectives.training.optimizers.averaging import EvenAverage, build_average
 from tests.objectives.training.support import built, started, take_step
@@ -18,7 +19,7 @@ def _normed(_self, _config, train):
 def _epoch(run, epoch):
     """Weights at the end of an epoch, as training leaves them."""
     train_epoch(run, epoch)
-    run.average.after_epoch(epoch, run.feed.inputs)
+    run.average.after_epoch(epoch, run.feed.inputs, whole)
     return nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
 from objectives.training.checks.smoke import smoke
-from objectives.training.reports.diagnosis import shared_inputs, tracks
+from objectives.training.reports.diagnosis import instabilities, shared_inputs, tracks
+from tests.objectives.training.support import built, fit
 
 
 def _report(objective, tmp_path, config=None, **settings):
@@ -144,6 +145,26 @@ def test_instabilities_are_told(objective_with, tmp_path):
     assert "the gradient of `first` vanished" in told
     assert "gradient of `second`" not in told
     assert re.search(r"\d+ of 36 noted steps had a gradient norm above 0.5: clipped to it", told)
+
+
+def _steps(*norms):
+    return [{"grad_norm": None, "layers": {"net": norm}} for norm in norms]
+
+
+@pytest.mark.parametrize(
+    ("norms", "told"),
+    [
+        ([5e3] * 20, False),  # a loss that sums over pixels, all along
+        ([0.1] * 10 + [40.0] * 10, True),
+        ([1.0] * 10 + [None] * 10, True),
+        ([50.0] * 10 + [0.1] * 10, False),
+    ],
+)
+def test_a_gradient_explodes_by_what_it_was_in_this_run(wine, norms, told):
+    run = built(wine)
+    result = fit(wine, epochs=1)
+    found = instabilities(run, result, _steps(*norms))
+    assert any("the gradient of `net` exploded" in line for line in found) == told
 
 
 def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from objectives.training import EpochRecord, LocalSession
 from objectives.training.reproducibility import checkpoint
 from objectives.training.reproducibility.checkpoint import CheckpointError
-from objectives.training.reproducibility.records import MetricsFile
+from objectives.training.reproducibility.metrics_file import MetricsFile
 
 STATE = {
     "model": {"weight": torch.arange(1000.0)},

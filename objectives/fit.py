@@ -1,0 +1,106 @@
+"""Training a configuration of an objective, by whichever loop it is made for, and what was kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from objectives.base import BaseObjective
+from objectives.errors import ObjectiveError
+from objectives.objective import Objective
+from objectives.own_loop.loop_objective import LoopObjective
+from objectives.own_loop.restored import RestoredLoop, config_of, restore_loop
+from objectives.own_loop.run import LoopResult, LoopRun
+from objectives.training.checks.held_out import Restored, restore_best
+from objectives.training.exportable import example_of
+from objectives.training.loop.instruments import Instruments
+from objectives.training.reproducibility.metrics_file import EpochRecord
+from objectives.training.result import FitResult, RunResult
+from objectives.training.session import Session
+from objectives.training.trainer import Trainer
+
+
+class Where(TypedDict, total=False):
+    """How and where a run is trained: see `Trainer`."""
+
+    epochs: int
+    seed: int
+    split_seed: int
+    session: Session
+    run_dir: Path
+    device: str | None
+    instruments: Instruments  # of an `Objective` alone
+
+
+def fit(objective: BaseObjective, config: Any, **where: Unpack[Where]) -> RunResult:
+    """Train a configuration to its end.
+
+    Raises:
+        ObjectiveError: the objective is wrong.
+        NonFiniteError: the configuration diverges.
+        DeviceMemoryError: it does not fit the device.
+    """
+    if isinstance(objective, LoopObjective):
+        own: Any = where  # without instruments, which watch no own loop
+        return LoopRun(objective, config, **own).fit()
+    return Trainer(model_objective(objective, "training"), config, **where).fit()
+
+
+def restore(objective: BaseObjective, best: Mapping[str, Any]) -> Restored | RestoredLoop:
+    """What a `best.pt` holds, ready to be tested.
+
+    Raises:
+        ObjectiveError: the objective does not give the data that the run was trained on, or a model that the weights
+            fit; or it has no `test`.
+    """
+    if isinstance(objective, LoopObjective):
+        return restore_loop(objective, best)
+    return restore_best(model_objective(objective, "a test"), best)
+
+
+def result_of(objective: BaseObjective, best: Mapping[str, Any], history: list[EpochRecord], path: Path) -> RunResult:
+    """What a complete run came to, from what its last checkpoint has.
+
+    Args:
+        objective: of the run.
+        best: what `promotable` gives of the checkpoint.
+        history: of the run.
+        path: of a file with `best`.
+
+    Raises:
+        ObjectiveError: today's code does not fit it.
+    """
+    shared: dict[str, Any] = {
+        "status": "completed",
+        "best_epoch": best["epoch"],
+        "best_value": best["value"],
+        "best_metrics": dict(best["metrics"]),
+        "history": history,
+        "best_path": path,
+        "last_path": None,
+    }
+    if isinstance(objective, LoopObjective):
+        config = config_of(objective, best["config"])
+        return LoopResult(**shared, objective=objective, config=config, best=best["model"])
+    restored = restore_best(model_objective(objective, "a model"), best)
+    val = restored.splits.val
+    return FitResult(
+        **shared,
+        model=restored.model,
+        example=example_of(val),
+        call=restored.call,
+        split_hash=best["split_hash"],
+        val=val,
+    )
+
+
+def model_objective(objective: BaseObjective, what: str) -> Objective:
+    """The objective, where it has data and a model.
+
+    Raises:
+        ObjectiveError: it trains by a loop of its own, of which `what` can know nothing.
+    """
+    if isinstance(objective, Objective):
+        return objective
+    raise ObjectiveError(f"{objective.name} trains by a loop of its own, and {what} needs data() and model()")

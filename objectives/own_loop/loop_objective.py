@@ -1,0 +1,165 @@
+"""An objective that trains by a loop of its own: a class, or a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from objectives.base import BaseObjective
+from objectives.errors import ObjectiveError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from objectives.own_loop.loop_trial import LoopTrial
+    from objectives.search_space import SearchSpace
+
+
+class LoopObjective(BaseObjective):
+    """A learning problem whose training is a loop of one's own: a GAN, reinforcement learning, a script that exists.
+
+    `run` is given a trial; it iterates over `trial.epochs()` and reports each epoch once. Around that all of a trial
+    holds: it is pruned, stopped and resumed, its budget is exact, its numbers and files go to MLflow. Each epoch is
+    seeded by (seed, epoch): what is drawn in it is the same after a resume. What is drawn before the first epoch is
+    drawn again then, from the same seed; nothing else of what is outside `epochs()` is looked after.
+
+    Example:
+        >>> class Gan(LoopObjective):
+        ...     metric, direction, epochs = "frechet", "minimize", 30
+        ...     def suggest(self, trial):
+        ...         return {"lr": trial.suggest_float("lr", 1e-4, 1e-2, log=True)}
+        ...     def run(self, trial):
+        ...         gan = Networks(trial.config["lr"]).to(trial.device)
+        ...         if trial.state:
+        ...             gan.load_state_dict(trial.state)
+        ...         for epoch in trial.epochs():
+        ...             gan.train_epoch()
+        ...             trial.report({"frechet": gan.distance()}, state=gan.state_dict())
+    """
+
+    @abstractmethod
+    def suggest(self, trial: SearchSpace) -> Any:
+        """The configuration of one trial: a dictionary, or a dataclass, of plain values."""
+
+    @abstractmethod
+    def run(self, trial: LoopTrial) -> None:
+        """Trains the trial to its end, or to where `trial.epochs()` ends it."""
+
+    def test(self, best: Any, config: Any, device: torch.device) -> Mapping[str, float]:
+        """Scores on the test set, the study's metric among them, for `open-test`.
+
+        Args:
+            best: what `trial.report` was given as `best`, or as `state`, in the best epoch.
+            config: of the trial.
+            device: to compute on.
+        """
+        raise NotImplementedError
+
+    def export(self, best: Any, config: Any) -> tuple[nn.Module, Any]:
+        """A module on the CPU with the best weights, and a batch of at least two inputs for it, for `promote`.
+
+        Args:
+            best: as in `test`.
+            config: of the trial.
+        """
+        raise NotImplementedError
+
+    def defines(self, method: str) -> bool:
+        """Whether `test` or `export` is overridden."""
+        return getattr(type(self), method) is not getattr(LoopObjective, method)
+
+    def configure(self, trial: SearchSpace) -> Any:
+        """`suggest`, with its answer checked.
+
+        Raises:
+            ObjectiveError: it is not of plain values, which a checkpoint can hold.
+        """
+        config = self.suggest(trial)
+        plain_config(config, f"{type(self).__name__}.suggest")
+        return config
+
+
+def plain_config(config: Any, what: str) -> Any:
+    """A configuration as JSON values.
+
+    Raises:
+        ObjectiveError: it holds something else.
+    """
+    values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
+    try:
+        same = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ObjectiveError(f"{what} must return plain values, not {type(config).__name__}: {error}") from error
+    if not isinstance(values, Mapping):
+        raise ObjectiveError(f"{what} must return a dictionary or a dataclass, not {type(config).__name__}")
+    return same
+
+
+class _Suggested(Exception):  # noqa: N818 no error: the function has asked for all that it wants to know
+    """The function begins to train."""
+
+
+class _Asking:
+    """A trial while it is only asked for values: the function is left where it begins to train."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self._space = space
+        self.values: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("suggest_"):
+            raise _Suggested
+        ask: Callable[..., Any] = getattr(self._space, name)
+
+        def noted(parameter: str, *arguments: Any, **settings: Any) -> Any:
+            self.values[parameter] = ask(parameter, *arguments, **settings)
+            return self.values[parameter]
+
+        return noted
+
+
+class FunctionObjective(LoopObjective):
+    """A function `main(trial)` as an objective: it asks `trial.suggest_float(...)` first, then trains.
+
+    To learn what it searches it is called up to where it first asks the trial for anything else: let what takes long
+    come after. Metric, direction, epochs and number of trials are attributes of the function, or the study's.
+    """
+
+    function: ClassVar[Callable[[Any], None]]
+
+    def suggest(self, trial: SearchSpace) -> dict[str, Any]:
+        """The values that the function asks for before it trains."""
+        asking = _Asking(trial)
+        try:
+            type(self).function(asking)
+        except _Suggested:
+            return asking.values
+        raise ObjectiveError(f"{self.name} never trained: iterate over trial.epochs(), and report each of them")
+
+    def run(self, trial: LoopTrial) -> None:
+        """The function."""
+        type(self).function(_Told(trial))
+
+
+class _Told:
+    """A trial that answers what it is asked for with what was suggested."""
+
+    def __init__(self, trial: LoopTrial) -> None:
+        self._trial = trial
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("suggest_"):
+            return getattr(self._trial, name)
+        return lambda parameter, *_arguments, **_settings: self._trial.config[parameter]
+
+
+def objective_of(function: Callable[[Any], None]) -> type[FunctionObjective]:
+    """The objective that a function stands for."""
+    names = ("metric", "direction", "epochs", "n_trials")
+    given = {name: getattr(function, name) for name in names if hasattr(function, name)}
+    parts = {"name": function.__name__, "function": staticmethod(function), "__module__": function.__module__}
+    return type(function.__name__, (FunctionObjective,), {**parts, **given})

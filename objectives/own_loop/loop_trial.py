@@ -1,0 +1,152 @@
+"""A trial as an own loop sees it: its configuration, its epochs, and where it reports them."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.training.data.tree import map_tensors
+from objectives.training.loop.guards import NonFiniteError
+from objectives.training.loop.progress import Progress
+from objectives.training.reproducibility.metrics_file import EpochRecord
+from objectives.training.reproducibility.seeds import set_seed
+from objectives.training.session import Verdict
+
+Report = Callable[[EpochRecord, Any, bool], Verdict]
+
+
+class LoopTrial:
+    """What an own loop is given.
+
+    Attributes:
+        config: what `suggest` returned.
+        seed: of the trial; finalists have fresh ones.
+        split_seed: of the study's data: divide them by it, the same for every trial.
+        device: to train on.
+        total_epochs: of a full trial, for schedules.
+        state: what was reported as `state` with the last epoch, on the CPU, where the trial is resumed; else None.
+        folder: of the trial, for files; None where a run keeps none.
+    """
+
+    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
+        self,
+        *,
+        config: Any,
+        seed: int,
+        split_seed: int,
+        device: torch.device,
+        total_epochs: int,
+        state: Any,
+        folder: Path | None,
+        metric: str,
+        progress: Progress,
+        report: Report,
+        log_artifact: Callable[[Path], None],
+    ) -> None:
+        self.config, self.seed, self.split_seed, self.device = config, seed, split_seed, device
+        self.total_epochs, self.state, self.folder = total_epochs, state, folder
+        self._metric, self._progress, self._report, self._log = metric, progress, report, log_artifact
+        self._verdict = Verdict.CONTINUE
+        self._epoch: int | None = None  # that runs, until it is reported
+        self._started = 0.0
+        self._checked = False
+        self.failure: BaseException | None = None  # of a report, which ends the trial whatever the loop makes of it
+
+    @property
+    def verdict(self) -> Verdict:
+        """The answer to the last report."""
+        return self._verdict
+
+    def epochs(self) -> Iterator[int]:
+        """The epochs that are left, 0-based, each with its generators seeded; it ends where the trial does.
+
+        Raises:
+            ObjectiveError: an epoch was not reported.
+        """
+        while self._verdict is Verdict.CONTINUE and self._progress.next_epoch < self.total_epochs:
+            epoch = self._progress.next_epoch
+            set_seed(self.seed, "epoch", epoch)
+            self._epoch, self._started = epoch, time.perf_counter()
+            yield epoch
+            if self._epoch is not None:
+                raise ObjectiveError(f"epoch {epoch + 1} was not reported: call trial.report once in each epoch")
+
+    def report(self, metrics: Mapping[str, float], *, state: Any = None, best: Any = None) -> bool:
+        """Reports the epoch that runs, once.
+
+        Args:
+            metrics: numbers by name, the study's metric among them. They are logged as `val_NAME`; those that begin
+                with `train_`, and `lr`, as they are.
+            state: plain values and tensors, nested: what the next epoch goes on from, here or on another machine.
+                Without it a resumed trial begins anew.
+            best: likewise: what `test` and `export` take, kept of the best epoch; `state` unless given.
+
+        Returns:
+            Whether the epoch is the best so far.
+
+        Raises:
+            ObjectiveError: no epoch runs, the metric is missing, or the state is not plain.
+            NonFiniteError: the metric is NaN or infinite: the configuration diverges.
+        """
+        if self._epoch is None:
+            raise ObjectiveError("trial.report belongs once into each epoch of trial.epochs()")
+        if self._metric not in metrics:
+            raise MetricError(self._metric, f"is none that was reported: {nearest(self._metric, list(metrics))}")
+        epoch, value = self._epoch, float(metrics[self._metric])
+        if not math.isfinite(value):
+            raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch, step=0, lr=0.0, grad_norm=None, batch=None)
+        if not self._checked:
+            _check_plain(state, "state")
+            _check_plain(best, "best")
+            self._checked = True
+        numbers = {_named(name): float(number) for name, number in metrics.items()}
+        record = EpochRecord(epoch, time.time(), {**numbers, "epoch_seconds": time.perf_counter() - self._started})
+        kept = self._progress.add(record, lambda: _copied(state if best is None else best))
+        self._epoch = None
+        try:
+            self._verdict = self._report(record, state, kept)
+        except BaseException as error:
+            self.failure = error
+            raise
+        return kept
+
+    def log_artifact(self, path: Path | str) -> None:
+        """Keeps a file for the trial's run in MLflow; it is sent when the trial ends."""
+        self._log(Path(path))
+
+
+def _named(name: str) -> str:
+    return name if name == "lr" or name.startswith(("train_", "val_")) else f"val_{name}"
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with its tensors on the CPU, apart from those that go on training."""
+    return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+
+
+def _check_plain(tree: Any, what: str) -> None:
+    """Refuses what a checkpoint cannot hold, at the first report and not at a resume."""
+    file = io.BytesIO()
+    try:
+        torch.save(map_tensors(_first, tree), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.UnpicklingError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        told = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        reason = (told or [str(error)])[0]
+        raise ObjectiveError(
+            f"trial.report: {what} must be of plain values and tensors, nested: {reason.strip()[:200]}"
+        ) from error
+
+
+def _first(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:1].cpu().clone()

@@ -1,0 +1,231 @@
+"""An own loop, run as a trial: restored, reported, and concluded."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from objectives.errors import ObjectiveError, is_out_of_memory, users_code
+from objectives.own_loop.loop_objective import LoopObjective, plain_config
+from objectives.own_loop.loop_trial import LoopTrial
+from objectives.training.evaluation.calling import call_of
+from objectives.training.exportable import exportable
+from objectives.training.loop.guards import DeviceMemoryError
+from objectives.training.loop.progress import Progress
+from objectives.training.loop.resume import require_same
+from objectives.training.reports.run_dir import RunDir
+from objectives.training.reproducibility.environment import differences, environment, uncommitted
+from objectives.training.reproducibility.metrics_file import EpochRecord
+from objectives.training.reproducibility.seeds import reproducible, set_seed
+from objectives.training.result import Exported, RunResult
+from objectives.training.session import LocalSession, Session, Verdict
+from objectives.training.trainer import device_named
+
+FORMAT = 1  # of a checkpoint's state
+
+
+@dataclass
+class LoopResult(RunResult):
+    """What an own loop came to.
+
+    Attributes:
+        objective: whose loop it was.
+        config: of the trial.
+        best: what was kept of the best epoch.
+    """
+
+    objective: LoopObjective
+    config: Any
+    best: Any
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the objective makes a module of it."""
+        return self.objective.defines("export")
+
+    def exported(self) -> Exported:
+        """The module that the objective makes of the best epoch.
+
+        Raises:
+            ObjectiveError: the objective has no `export`, or it failed.
+        """
+        return exported(self.objective, self.best, self.config)
+
+
+def exported(objective: LoopObjective, best: Any, config: Any) -> Exported:
+    """The module that an objective makes of what was kept of the best epoch.
+
+    Raises:
+        ObjectiveError: the objective has no `export`, or it failed.
+    """
+    who = type(objective).__name__
+    if not objective.defines("export"):
+        raise ObjectiveError(f"{who} has no export(): define it to have a model that can be promoted")
+    with users_code(f"{who}.export"):
+        model, x = objective.export(best, config)
+        if not isinstance(model, nn.Module):
+            raise ObjectiveError(f"{who}.export must return a module and an example, not {type(model).__name__}")
+        module, parts = exportable(model.eval(), call_of(model, x), x)
+    return Exported(module, parts, [frozenset({0})] * len(parts))
+
+
+class LoopRun:
+    """Runs a trial's own loop.
+
+    Args:
+        objective: what to train.
+        config: how.
+        epochs: of a full trial.
+        seed: of the trial.
+        split_seed: of the study's data.
+        session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
+        run_dir: where configuration, log and numbers go.
+        device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
+    """
+
+    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
+        self,
+        objective: LoopObjective,
+        config: Any,
+        *,
+        epochs: int,
+        seed: int,
+        split_seed: int | None = None,
+        session: Session | None = None,
+        run_dir: Path | None = None,
+        device: str | None = None,
+    ) -> None:
+        if run_dir is None and isinstance(session, LocalSession):
+            run_dir = session.run_dir
+        self._objective, self._config, self._epochs, self._seed = objective, config, epochs, seed
+        self._split_seed = seed if split_seed is None else split_seed
+        self._session = LocalSession(run_dir) if session is None and run_dir is not None else session
+        self._files = RunDir(run_dir)
+        self._device = device_named(device)
+        self._notes: list[str] = []
+        self._progress = Progress(f"val_{objective.metric}", maximize=objective.direction == "maximize")
+        self._logged: list[Path] = []
+
+    def fit(self) -> LoopResult:
+        """Run the loop, on where it was left.
+
+        Raises:
+            ObjectiveError: a mistake in the objective, with its file and line.
+            NonFiniteError: its metric is NaN or infinite.
+        """
+        who = type(self._objective).__name__
+        with reproducible(deterministic=False), self._files.logging():
+            state, verdict = self._start()
+            trial = self._trial(state)
+            if verdict is Verdict.CONTINUE and self._progress.next_epoch < self._epochs:
+                set_seed(self._seed, "init")
+                self._run(trial)
+                verdict = trial.verdict
+            if not self._progress.history:
+                raise ObjectiveError(f"{who}.run ended without a report: call trial.report in each of trial.epochs()")
+            return self._finish(verdict)
+
+    def _run(self, trial: LoopTrial) -> None:
+        try:
+            self._objective.run(trial)
+        except Exception as error:  # whatever the user's code raises
+            if trial.failure is None and is_out_of_memory(error):
+                raise DeviceMemoryError(None, self._device, str(error).strip().splitlines()[0]) from error
+            if trial.failure is None:
+                raise
+        if trial.failure is not None:  # of the service, whatever the loop made of it
+            raise trial.failure
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "objective": self._objective.name,
+            "config": plain_config(self._config, "suggest"),
+            "epochs": self._epochs,
+            "seed": self._seed,
+            "split_seed": self._split_seed,
+            "split_hash": "",
+        }
+
+    def _start(self) -> tuple[Any, Verdict]:
+        """Restore the last checkpoint, if there is one, and report its epochs again."""
+        restored = None if self._session is None else self._session.restore()
+        source = inspect.getsourcefile(type(self._objective))
+        self._environment = environment(self._device, Path(source) if source and Path(source).exists() else None)
+        if restored is not None:
+            require_same({key: restored.get(key) for key in self._identity}, self._identity)
+            self._progress.load_state_dict(restored)
+            if changed := differences(restored["environment"], self._environment):
+                self._notes.append(f"not exact after epoch {self._progress.next_epoch}: {changed}")
+            self._files.log.info("resumed after epoch %d %s", self._progress.next_epoch, "; ".join(self._notes))
+        changes = uncommitted(Path(source).resolve().parent if source and Path(source).exists() else Path.cwd())
+        resolved = {**self._identity, "environment": self._environment}
+        self._files.start(resolved, changes, resumed_at=0 if restored else None)
+        for record in self._progress.history:
+            if (verdict := self._tell(record)) is not Verdict.CONTINUE:
+                return None, verdict
+        return None if restored is None else restored["state"], Verdict.CONTINUE
+
+    def _trial(self, state: Any) -> LoopTrial:
+        return LoopTrial(
+            config=self._config,
+            seed=self._seed,
+            split_seed=self._split_seed,
+            device=self._device,
+            total_epochs=self._epochs,
+            state=state,
+            folder=self._files.path,
+            metric=self._objective.metric,
+            progress=self._progress,
+            report=self._report,
+            log_artifact=self._logged.append,
+        )
+
+    def _report(self, record: EpochRecord, state: Any, best: bool) -> Verdict:
+        """Keep, then report, so that a death in between loses no reported epoch."""
+        if self._session is not None:
+            whole = {
+                **self._identity,
+                "environment": self._environment,
+                "notes": self._notes,
+                "state": state,
+                **self._progress.state_dict(),
+            }
+            self._session.save(whole, best=best)
+        shown = " ".join(f"{name}={value:.5g}" for name, value in record.metrics.items())
+        self._files.log.info("epoch %d%s %s", record.epoch + 1, " (best)" if best else "", shown)
+        return self._tell(record)
+
+    def _tell(self, record: EpochRecord) -> Verdict:
+        # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
+        verdict = Verdict.CONTINUE if self._session is None else self._session.report(record)
+        self._files.record(record)
+        return verdict
+
+    def _finish(self, verdict: Verdict) -> LoopResult:
+        best = self._progress.best
+        # A loop that ends by itself before its last epoch has decided that it is done.
+        status = {Verdict.PRUNE: "pruned", Verdict.STOP: "stopped"}.get(verdict, "completed")
+        if status == "stopped" and self._progress.next_epoch >= self._epochs:
+            status = "completed"
+        if status != "stopped" and self._session is not None:
+            for path in [*self._files.kept(), *self._logged]:
+                self._session.log(path)
+        return LoopResult(
+            status=status,  # type: ignore[arg-type]  # one of the three
+            best_epoch=best["epoch"],
+            best_value=best["value"],
+            best_metrics=dict(best["metrics"]),
+            history=list(self._progress.history),
+            best_path=self._files.existing("best.pt"),
+            last_path=self._files.existing("last.pt"),
+            resume_note="; ".join(self._notes) or None,
+            objective=self._objective,
+            config=self._config,
+            best=best["model"],
+        )

@@ -1,0 +1,177 @@
+"""Losses: the usual one of a metric, and means that add up whatever the batches."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from objectives import ObjectiveError
+from objectives.training import Dataset, Splits, TrainConfig
+from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
+from objectives.training.evaluation.metrics import binary
+from objectives.training.loop.build import oddities
+from tests.objectives.training.support import built, fit, take_step, weights_of
+
+
+def _regression(outputs=1, squeezed=False, **replaced):
+    def data(_self, seed):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(120, 13))
+        return Splits.make(x, x[:, 0] - 2 * x[:, 1] + 3, seed=seed)
+
+    def model(*_):
+        return nn.Sequential(nn.Linear(13, outputs), nn.Flatten(0)) if squeezed else nn.Linear(13, outputs)
+
+    return {"metric": "rmse", "direction": "minimize", "data": data, "model": model, **replaced}
+
+
+@pytest.mark.parametrize("squeezed", [True, False])
+@pytest.mark.parametrize("metric", ["rmse", "mae", "loss"])
+def test_a_regression_without_a_loss_trains_the_squared_error(objective_with, squeezed, metric):
+    objective = objective_with(**_regression(squeezed=squeezed, metric=metric))
+    result = fit(objective, TrainConfig(lr=0.3, batch_size=8, weight_decay=0.0), epochs=20)
+    assert result.best_metrics["val_rmse"] < 1.0
+    assert result.best_metrics["val_loss"] == pytest.approx(result.best_metrics["val_rmse"] ** 2, rel=1e-4)
+
+
+def test_targets_that_are_integers_are_values_to_a_regression(objective_with):
+    def data(_self, seed):
+        x = np.random.default_rng(0).normal(size=(120, 13))
+        return Splits.make(x, np.round(20 * x[:, 0]).astype(int), seed=seed)  # below 0, and each rare
+
+    result = fit(objective_with(**_regression(data=data)), TrainConfig(lr=1.0, batch_size=8), epochs=20)
+    assert result.best_metrics["val_rmse"] < 5.0
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_two_classes_are_trained_by_one_logit_or_two(objective_with, outputs):
+    def data(_self, seed):
+        x = np.random.default_rng(0).normal(size=(200, 13))
+        return Splits.make(x, (x[:, 0] > 0).astype(int), seed=seed)
+
+    objective = objective_with(metric="auroc", data=data, model=lambda *_: nn.Linear(13, outputs))
+    result = fit(objective, TrainConfig(lr=0.1, batch_size=32), epochs=20)
+    assert result.best_value > 0.8
+
+
+def test_two_logits_are_judged_and_trained_as_their_difference():
+    torch.manual_seed(0)
+    two, y = torch.randn(50, 2), torch.arange(50) % 2
+    one = two[:, 1] - two[:, 0]
+    assert torch.allclose(BinaryLogits()(two, y), functional.cross_entropy(two, y, reduction="none"), atol=1e-6)
+    assert torch.allclose(BinaryLogits(0.1)(two, y), BinaryLogits(0.1)(one[:, None], y))
+    found = []
+    for output in (two, one):
+        metrics = binary()
+        metrics.update(output, y)
+        found.append({name: float(value) for name, value in metrics.compute().items()})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "y", "message"),
+    [
+        ("accuracy", torch.rand(9), "'accuracy' does not fit targets .*metrics that fit: rmse, mae, r2, loss"),
+        ("frechet", torch.rand(9, 2), "no loss is usual for metric 'frechet' and targets that are not .*override loss"),
+    ],
+)
+def test_a_loss_that_nobody_can_guess_is_asked_for(metric, y, message):
+    with pytest.raises(ObjectiveError, match=message):
+        usual_loss(metric, y)
+    assert isinstance(usual_loss("frechet", torch.arange(3)), nn.CrossEntropyLoss)
+    with pytest.raises(ObjectiveError, match=r"label_smoothing 0.1 needs classes: the usual loss for r2 is the sq"):
+        usual_loss("r2", torch.rand(9), label_smoothing=0.1)
+
+
+class _ByHand(nn.Module):
+    def forward(self, output, target):
+        return (output - target).abs().mean()
+
+
+class _Table(nn.Module):
+    def forward(self, output, target):
+        return (output - target).square()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.MSELoss(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
+        (_ByHand(), r"every output with every target: outputs are \[n, 1\], targets \[n\]; give one the shape of"),
+        (_Table(), r"the loss gave \[32, 32\] for outputs \[32, 1\] and targets \[32\]: give one value a sample"),
+    ],
+)
+def test_a_loss_that_broadcasts_is_refused(objective_with, loss, message):
+    with pytest.raises(ObjectiveError, match=message):
+        fit(objective_with(**_regression(loss=lambda *_: loss)))
+    result = fit(objective_with(**_regression(squeezed=True, loss=lambda *_: loss)), epochs=1)
+    assert len(result.history) == 1
+
+
+def _tokens(seed=0):
+    torch.manual_seed(seed)
+    x, y = torch.randn(30, 5, 7), torch.randint(0, 5, (30, 7))
+    y[torch.rand(30, 7) < 0.6] = -100
+    y[3] = -100
+    return x, y
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2, 0.5, 3, 1])])
+@pytest.mark.parametrize("batch_size", [1, 4, 30])
+def test_targets_that_count_unevenly_are_averaged_as_one_batch_would(weight, batch_size):
+    x, y = _tokens()
+    loss = nn.CrossEntropyLoss(weight=weight)
+    data = Dataset(x, y)
+    found = evaluate(nn.Identity(), data, adding_up(loss, y), _None(), batch_size=batch_size, device="cpu")
+    assert found["loss"] == pytest.approx(float(loss(x, y)), rel=1e-5)
+
+
+class _None:
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        return {}
+
+    def reset(self):
+        pass
+
+    def to(self, device):
+        pass
+
+
+def test_a_loss_that_adds_up_is_left_as_it_is():
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(5), reduction="none"), SquaredError()):
+        assert adding_up(loss, torch.arange(5)) is loss
+    with pytest.raises(ObjectiveError, match="MSELoss must not use reduction='sum': use 'none' or 'mean'"):
+        adding_up(nn.MSELoss(reduction="sum"), torch.rand(3))
+
+
+def test_accumulated_micro_batches_learn_as_one_batch_where_targets_count_unevenly(objective_with):
+    """However the window is divided, the step is the same; a micro-batch in which nothing counts adds nothing."""
+
+    def data(self, seed):
+        good = type(self).__mro__[1].data(self, seed)
+        good.train.y[:12] = -100
+        return good
+
+    found = []
+    for window in ([list(range(24))], [list(range(8)), list(range(8, 14)), list(range(14, 24))]):
+        run = built(objective_with(data=data), optimizer="sgd", accumulate=2, batch_size=12)
+        loss, _ = take_step(run, *window)
+        found.append((float(loss), weights_of(run)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
+
+
+def test_a_loss_over_pairs_is_told_and_trained(objective_with):
+    class Pairs(nn.Module):
+        def forward(self, output, target):
+            return functional.cross_entropy(output[:, :3] @ output[:, :3].T, torch.arange(len(output)) % len(target))
+
+    run = built(objective_with(loss=lambda *_: Pairs()))
+    assert any("the loss of a batch is not the mean over its samples" in line for line in oddities(run))
+    assert not any("not the mean" in line for line in oddities(built(objective_with())))

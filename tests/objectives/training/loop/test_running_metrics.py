@@ -1,0 +1,45 @@
+"""The metrics of training outputs are gathered in chunks that are bounded, whatever a row is."""
+
+import torch
+
+from objectives.training.evaluation.step import Step
+from objectives.training.loop.epoch import RunningMetrics
+
+
+class _Noting:
+    def __init__(self):
+        self.rows = []
+
+    def reset(self):
+        pass
+
+    def update(self, output, target):
+        assert len(output) == len(target)
+        self.rows.append(len(output))
+
+    def compute(self):
+        return {}
+
+
+def _added(*batches):
+    metrics = _Noting()
+    running = RunningMetrics(metrics)
+    for shape in batches:
+        running.add(Step(torch.zeros(()), torch.zeros(shape), torch.zeros(shape[0])), shape[0])
+    held = sum(output.nbytes for output in running._outputs)
+    running.compute()
+    return metrics.rows, held
+
+
+def test_small_outputs_are_updated_by_thousands():
+    rows, _ = _added(*[(64, 3)] * 100)
+    assert rows == [4096, 2304]
+
+
+def test_large_outputs_are_not_held_back():
+    rows, held = _added(*[(8, 4096, 64)] * 3)
+    assert rows == [8, 8, 8]
+    assert held == 0
+    rows, held = _added(*[(8, 1000, 16)] * 20)
+    assert sum(rows) == 160
+    assert held < 4 << 20

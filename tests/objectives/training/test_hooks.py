@@ -1,0 +1,156 @@
+"""What an objective may decide besides data, model and loss: groups, order, thawing, preparation."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import WeightedRandomSampler
+
+from objectives import ObjectiveError
+from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from objectives.training.data.samplers import ByLength, Order
+from tests.objectives.training.support import Memory, Wine, built, fit, same_result
+
+CPU = torch.device("cpu")
+
+
+def _order(sampler, epoch=0, samples=100, **settings):
+    return list(Order(samples, TrainConfig(batch_size=10, **settings), 0, sampler).windows(epoch, CPU))
+
+
+def test_a_weighted_sampler_draws_by_its_weights_anew_each_epoch():
+    weights = torch.cat([torch.zeros(50), torch.ones(50)])
+    found = [_order(WeightedRandomSampler(weights, 100), epoch) for epoch in (0, 0, 1)]
+    rows = [torch.cat([row for window in order for row in window]) for order in found]
+    assert int(rows[0].min()) >= 50
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    assert len(found[0]) == Order(100, TrainConfig(batch_size=10), 0, WeightedRandomSampler(weights, 100)).steps == 10
+
+
+def test_batches_by_length_pad_little_and_take_each_sample_once():
+    lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
+    found = _order(ByLength(lengths, 10), samples=1000, accumulate=3)
+    batches = [rows for window in found for rows in window]
+    assert sorted(torch.cat(batches).tolist()) == list(range(1000))
+    spread = torch.stack([lengths[rows].max() - lengths[rows].min() for rows in batches]).float()
+    assert spread.mean() < 25
+    assert len(found) == 34 == Order(1000, TrainConfig(accumulate=3), 0, ByLength(lengths, 10)).steps
+    assert [len(window) for window in found[:-1]] == [3] * 33
+
+
+def test_a_run_is_trained_in_the_order_of_its_sampler(objective_with):
+    def sampler(_self, config, train):
+        return WeightedRandomSampler((train.y == 1).double(), len(train))
+
+    result = fit(objective_with(sampler=sampler), epochs=3)
+    assert result.history[-1].metrics["train_accuracy"] == 1.0, "only one class was seen"
+    assert result.best_metrics["val_accuracy"] < 0.6
+
+
+def test_groups_of_ones_own_are_trained_at_their_rates(objective_with):
+    def groups(_self, model, config):
+        return [{"params": model[1][0].parameters(), "lr": 0.1 * config.lr}, {"params": model[1][2].parameters()}]
+
+    run = built(objective_with(parameter_groups=groups), lr=0.02, weight_decay=0.3)
+    rates = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
+    assert rates == [(pytest.approx(0.002), 0.3), (pytest.approx(0.02), 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: [{"params": model[1][0].parameters()}], r"no group has 1.2.weight, 1.2.bias: freeze by"),
+        (
+            lambda model: [{"params": [*model.parameters(), *model.parameters()]}],
+            "a parameter is in two groups",
+        ),
+    ],
+)
+def test_parameters_that_nobody_trains_are_told(objective_with, make, message):
+    with pytest.raises(ObjectiveError, match=message):
+        fit(objective_with(parameter_groups=lambda _self, model, _config: make(model)))
+
+
+class Thawing(Wine):
+    """The first layer is frozen until the third epoch."""
+
+    def model(self, config, train):
+        model = super().model(config, train)
+        model[1][0].requires_grad_(False)
+        return model
+
+    def on_epoch(self, model, epoch, config):
+        if epoch == 2:
+            model[1][0].requires_grad_(True)
+
+
+def test_layers_thaw_and_a_resumed_run_thaws_them_too(tmp_path):
+    config, firsts = TrainConfig(lr=0.02, batch_size=32), []
+
+    class Watched(Memory):
+        def save(self, state, *, best):
+            firsts.append(state["model"]["1.0.weight"].clone())
+
+    whole = Trainer(Thawing(), config, epochs=4, seed=0, session=Watched()).fit()
+    assert torch.equal(firsts[0], firsts[1])
+    assert not torch.equal(firsts[1], firsts[2])
+
+    class Stopped(LocalSession):
+        def report(self, record):
+            return Verdict.STOP if record.epoch == 2 else Verdict.CONTINUE
+
+    assert Trainer(Thawing(), config, epochs=4, seed=0, session=Stopped(tmp_path)).fit().status == "stopped"
+    same_result(Trainer(Thawing(), config, epochs=4, seed=0, session=LocalSession(tmp_path)).fit(), whole)
+
+
+class Prepared(Wine):
+    """Writes how often it was prepared; waits in the middle while a file says so."""
+
+    def prepare(self, folder):
+        (folder / "half").touch()
+        home = folder.parents[1]
+        with (home / "calls").open("a") as calls:
+            calls.write(f"{os.getpid()}\n")
+        while (home / "wait").exists():
+            time.sleep(0.01)
+        (folder / "whole").touch()
+
+
+def _ask():
+    assert (Prepared().prepared / "whole").exists()
+
+
+def test_preparation_is_done_once_on_a_machine_whoever_asks_and_whoever_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
+    (tmp_path / "wait").touch()
+    fork = multiprocessing.get_context("fork")
+    askers = [fork.Process(target=_ask) for _ in range(3)]
+    askers[0].start()
+    _until((tmp_path / "calls").exists)
+    os.kill(askers[0].pid, signal.SIGKILL)
+    askers[0].join()
+    for asker in askers[1:]:
+        asker.start()
+    _until(lambda: len((tmp_path / "calls").read_text().split()) == 2)
+    (tmp_path / "wait").unlink()
+    for asker in askers[1:]:
+        asker.join()
+    assert [asker.exitcode for asker in askers] == [-signal.SIGKILL, 0, 0]
+    assert (Prepared().prepared / "whole").exists()
+    assert len((tmp_path / "calls").read_text().split()) == 2, "the killed one, and one for all others"
+
+
+def _until(holds):
+    while not holds():
+        time.sleep(0.01)
+
+
+def test_a_preparation_that_fails_is_told(objective_with, tmp_path, monkeypatch):
+    monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))
+    objective = objective_with(prepare=lambda *_: 1 / 0)
+    with pytest.raises(ObjectiveError, match=r"Changed.prepare: .*test_hooks.py:\d+: ZeroDivisionError"):
+        _ = objective.prepared

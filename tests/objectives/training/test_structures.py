@@ -1,0 +1,286 @@
+"""Trainings whose batches are more than a tensor, or whose step is more than a loss of outputs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from objectives import Objective, ObjectiveError
+from objectives.training import Splits, TrainConfig, Trainer
+from objectives.training.checks.lr_range import lr_range
+from objectives.training.checks.smoke import smoke
+from objectives.training.data.samples import padded
+from objectives.training.data.tree import tensors
+from objectives.training.evaluation.step import Step
+from objectives.training.exportable import exportable
+from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
+
+VARIANTS = (
+    {},
+    {"num_workers": 2},
+    {"accumulate": 2, "ema_decay": 0.9},
+    {"optimizer": "sam"},
+    {"swa_fraction": 0.5},
+    {"precision": "bf16"},
+)
+
+
+class Text(Objective):
+    """Which of two kinds of ids are in the majority, in sequences of different lengths."""
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-2, 1e-1, log=True), batch_size=16)
+
+    def data(self, seed):
+        rng = np.random.default_rng(0)
+        texts = [rng.integers(1, 30, int(rng.integers(3, 20))) for _ in range(160)]
+        return Splits.make(texts, [int((text < 15).mean() > 0.5) for text in texts], seed=seed, collate=padded)
+
+    def model(self, config, train):
+        return _Bag()
+
+
+class _Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Embedding(30, 8, padding_idx=0), nn.Linear(8, 2)
+
+    def forward(self, ids, lengths):
+        return self.last(self.embed(ids).sum(dim=1) / lengths[:, None])
+
+
+class Graphs(Objective):
+    """Graphs of different sizes as node values, edges, and the number of each node's graph: the sum over edges."""
+
+    metric, direction = "rmse", "minimize"
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-2, 1e-1, log=True), batch_size=16)
+
+    def data(self, seed):
+        rng = np.random.default_rng(0)
+        graphs = []
+        for _ in range(120):
+            nodes = rng.normal(size=int(rng.integers(2, 7))).astype(np.float32)
+            edges = rng.integers(0, len(nodes), size=(int(rng.integers(1, 9)), 2))
+            graphs.append(((nodes, edges), float(nodes[edges].prod(axis=1).sum())))
+        targets = [target for _, target in graphs]
+        return Splits.make([graph for graph, _ in graphs], targets, seed=seed, collate=_joined)
+
+    def model(self, config, train):
+        return _Edges()
+
+
+def _joined(samples):
+    start, nodes, edges, owner = 0, [], [], []
+    for number, ((values, pairs), _) in enumerate(samples):
+        nodes.append(torch.as_tensor(values))
+        edges.append(torch.as_tensor(pairs) + start)
+        owner.append(torch.full((len(values),), number))
+        start += len(values)
+    x = {"nodes": torch.cat(nodes), "edges": torch.cat(edges), "graph": torch.cat(owner)}
+    return x, torch.tensor([target for _, target in samples])
+
+
+class _Edges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, nodes, edges, graph):
+        a, b = nodes[edges[:, 0]], nodes[edges[:, 1]]
+        messages = self.net(torch.stack([a, b, a * b], dim=1)).squeeze(1)
+        count = int(graph[-1]) + 1
+        return torch.zeros(count, dtype=messages.dtype).index_add(0, graph[edges[:, 0]], messages)
+
+
+class Vae(Objective):
+    """A tiny variational autoencoder of digits, by a step of its own."""
+
+    metric, direction, loss_floor = "bound", "minimize", None
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+    def data(self, seed):
+        from sklearn.datasets import load_digits
+
+        x = load_digits().data[:300] / 16
+        return Splits.make(x, x, seed=seed)
+
+    def model(self, config, train):
+        return _Encoder()
+
+    def step(self, model, batch, config):
+        decoded, mean, log_var = model(batch.x)
+        rebuilt = functional.mse_loss(decoded, batch.x, reduction="none").sum(dim=1)
+        kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(dim=1)
+        return Step(rebuilt + kl, metrics={"bound": (rebuilt + kl).mean(), "kl": kl.mean()})
+
+
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(64, 16), nn.Linear(8, 64)
+
+    def forward(self, x):
+        mean, log_var = self.encode(x).chunk(2, dim=1)
+        return self.decode(mean + torch.randn_like(mean) * (log_var / 2).exp()), mean, log_var
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("problem", [Text, Graphs, Vae])
+def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
+    objective = problem()
+    config = dataclasses.replace(objective.default_config(), **variant)
+    result = fit(objective, config, epochs=4)
+    losses = [record.metrics["val_loss"] for record in result.history]
+    assert losses[-1] < losses[0]
+    assert f"val_{objective.metric}" in result.best_metrics
+
+
+@pytest.mark.parametrize("problem", [Text, Graphs, Vae])
+def test_it_is_checked_before_a_search(problem):
+    objective = problem()
+    assert smoke(objective, steps=300).losses[-1] < 0.9 * smoke(objective, steps=1).losses[0]
+    assert 1e-4 < lr_range(objective, steps=60).suggestion < 10
+
+
+@pytest.mark.parametrize("problem", [Text, Graphs, Vae])
+def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
+    objective = problem()
+    config = objective.default_config()
+    whole = Trainer(objective, config, epochs=4, seed=3, session=Memory()).fit()
+    from objectives.training import LocalSession, Verdict
+
+    class Stopped(LocalSession):
+        def report(self, record):
+            return Verdict.STOP if record.epoch == 1 else Verdict.CONTINUE
+
+    assert Trainer(objective, config, epochs=4, seed=3, session=Stopped(tmp_path)).fit().status == "stopped"
+    same_result(Trainer(problem(), config, epochs=4, seed=3, session=LocalSession(tmp_path)).fit(), whole)
+
+
+def test_processes_that_load_change_nothing():
+    found = [fit(Text(), TrainConfig(lr=0.05, batch_size=16, num_workers=n), epochs=2) for n in (None, 0, 2)]
+    assert exact(found[0].history) == exact(found[1].history) == exact(found[2].history)
+
+
+def test_what_is_served_takes_the_tensors_in_their_order_and_any_length():
+    result = fit(Text(), TrainConfig(lr=0.05, batch_size=16), epochs=1)
+    module, parts = exportable(result.model, result.call, result.example.x)
+    assert [name for name, _ in parts] == ["ids", "lengths"]
+    assert result.example.free == [{0, 1}, {0}]
+    shapes = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in result.example.free]
+    exported = torch.export.export(module, tuple(part for _, part in parts), dynamic_shapes=shapes).module()
+    batch = result.val.batch(slice(5, 22))
+    torch.testing.assert_close(exported(*(t for _, t in tensors(batch.x))), result.model(**batch.x))
+
+
+def test_several_outputs_go_to_a_loss_and_metrics_of_ones_own(objective_with):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classes, self.strength = nn.Linear(13, 3), nn.Linear(13, 1)
+
+        def forward(self, x):
+            return {"classes": self.classes(x), "strength": self.strength(x)}
+
+    class Both(nn.Module):
+        def forward(self, output, target):
+            classes = functional.cross_entropy(output["classes"], target["grower"], reduction="none")
+            return classes + (output["strength"].squeeze(1) - target["alcohol"]).square()
+
+    class Hits:
+        def reset(self):
+            self.hits, self.rows = 0, 0
+
+        def update(self, output, target):
+            self.hits += int((output["classes"].argmax(1) == target["grower"]).sum())
+            self.rows += len(target["grower"])
+
+        def compute(self):
+            return {"hits": self.hits / self.rows}
+
+    def data(_self, seed):
+        from sklearn.datasets import load_wine
+
+        x, y = load_wine(return_X_y=True)
+        x = (x - x.mean(0)) / x.std(0)
+        return Splits.make(x, {"grower": y, "alcohol": x[:, 0]}, seed=seed)
+
+    parts = {"data": data, "model": lambda *_: Two(), "loss": lambda *_: Both(), "metrics": lambda *_: Hits()}
+    result = fit(objective_with(**parts, metric="hits"), TrainConfig(lr=0.05, batch_size=16), epochs=6)
+    assert result.best_value > 0.8
+
+
+def test_a_lone_torchmetrics_metric_is_the_one_that_is_optimised(objective_with):
+    from torchmetrics.classification import MulticlassCohenKappa
+
+    result = fit(objective_with(metric="kappa", metrics=lambda *_: MulticlassCohenKappa(3)), epochs=3)
+    assert result.best_value == result.best_metrics["val_kappa"] > 0.5
+
+
+def test_a_step_may_weigh_its_batches_and_is_accumulated_by_that(objective_with):
+    """Two micro-batches that weigh 1 and 3 learn as their weighted mean."""
+
+    def weighted(weight):
+        def step(_self, model, batch, config):
+            loss = functional.cross_entropy(model(batch.x), batch.y)
+            return Step(loss, weight=weight.pop(0) if weight else None)
+
+        return step
+
+    def learned(weights, *window):
+        run = built(
+            objective_with(metric="loss", direction="minimize", step=weighted([])), optimizer="sgd", batch_size=8
+        )
+        run.stepping._objective = objective_with(step=weighted(list(weights)))
+        loss, _ = take_step(run, *window)
+        return float(loss), weights_of(run)
+
+    a, b = list(range(8)), list(range(8, 16))
+    loss, weights = learned([torch.tensor(1.0), torch.tensor(3.0)], a, b)
+    same_loss, same = learned([4.0], a + b + b + b)
+    assert loss == pytest.approx(same_loss, rel=1e-5)
+    assert torch.allclose(weights, same, atol=1e-6)
+
+
+class _Ids(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(13, 3)
+
+    def forward(self, ids, mask):
+        return self.net(ids * mask)
+
+
+def _dictionary(_self, seed):
+    from sklearn.datasets import load_wine
+
+    x, y = load_wine(return_X_y=True)
+    return Splits.make({"ids": x, "weights": np.ones_like(x)}, y, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        (
+            {"data": _dictionary, "model": lambda *_: _Ids()},
+            r"_Ids.forward takes \(ids, mask\), but a batch of inputs has ids, weights",
+        ),
+        ({"step": lambda *_: 3.0}, "Changed.step must return a Step with a loss, not float"),
+        ({"step": lambda *_: Step(torch.zeros(2, 2))}, r"Changed.step gave a loss \[2, 2\] for"),
+        ({"step": lambda *_: 1 / 0}, r"Changed.step: .*test_structures.py:\d+: ZeroDivisionError"),
+        ({"metrics": lambda *_: 3}, "metrics\\(\\) must return metrics with update, compute, reset, not int"),
+    ],
+)
+def test_mistakes_are_told_before_training(objective_with, replaced, message):
+    session = Memory()
+    with pytest.raises(ObjectiveError, match=message) as told:
+        fit(objective_with(**replaced), session=session)
+    assert "\n" not in str(told.value)
+    assert not session.saved
