@@ -13,7 +13,7 @@ from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Dataset, Splits
 from objectives.training.evaluation.calling import Call
-from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import as_metrics
 from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.prepared import prepared_splits
@@ -58,7 +58,7 @@ class Restored:
                 split,
                 self._stepping,
                 as_metrics(self.objective.metrics(self.splits.train), self.objective.metric),
-                batch_size=self.config.eval_batch_size or 256,
+                batch_size=evaluation_rows(self.config),
                 device="cpu",
                 num_workers=self.config.num_workers or 0,
             )

@@ -24,7 +24,7 @@ from objectives.training.loop.epoch import RunningMetrics, train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
 from objectives.training.loop.run import Run
 from objectives.training.reports.plots import rate_range
-from objectives.training.reproducibility.seeds import reproducible, seeded, set_seed
+from objectives.training.reproducibility.seeds import reproducible, seeded_on, set_seed
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -134,9 +134,7 @@ def _probe(run: Run) -> Batch:
 @torch.no_grad()
 def _loss(run: Run, probe: Batch) -> float:
     """The loss of the probe as training sees it, with the same dropout each time."""
-    on_device = torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else [])
-    with seeded(run.seed, "probe"), on_device:
-        torch.manual_seed(run.seed)
+    with seeded_on(run.device, run.seed, "probe"):
         return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
 

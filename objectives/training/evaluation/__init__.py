@@ -1,4 +1,4 @@
 """Evaluation: metrics, as sums over all samples.
 
-Imports: errors, data.
+Imports: errors, reproducibility, config, data.
 """

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from objectives.errors import ObjectiveError
+from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.loader import loaded
 from objectives.training.data.tree import moved, taken
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import LossStep, Step, Stepping
+from objectives.training.reproducibility.seeds import seeded_on
+
+_MORE = 4
 
 
 @torch.inference_mode()
@@ -41,20 +45,27 @@ def evaluate(
         device: where the model is.
         num_workers: processes that load a dataset which is not in memory.
     """
-    stepping = LossStep(step) if isinstance(step, nn.Module) else step
+    stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     training = model.training
     model.eval()
     try:
         metrics.reset()
         sums = Means(device)
-        for batch in batches(dataset, batch_size, torch.device(device), num_workers):
-            found = stepping(model, batch, nullcontext())
-            sums.add(found, batch.size)
-            if found.outputs is not None:
-                metrics.update(found.outputs, found.targets)
+        # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
+        with seeded_on(device, "evaluation"):
+            for batch in batches(dataset, batch_size, device, num_workers):
+                found = stepping(model, batch, nullcontext())
+                sums.add(found, batch.size)
+                if found.outputs is not None:
+                    metrics.update(found.outputs, found.targets)
         return as_floats({**sums.compute(), **metrics.compute()})
     finally:
         model.train(training)
+
+
+def evaluation_rows(config: TrainConfig) -> int:
+    """Rows in one batch of an evaluation: it keeps no activations, so it takes more than training."""
+    return config.eval_batch_size or _MORE * config.batch_size
 
 
 class Means:

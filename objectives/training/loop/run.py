@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Feed
 from objectives.training.data.dataset import Dataset, Splits
-from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.guards import FiniteGuard
@@ -25,7 +25,6 @@ from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import Schedule
 
 FORMAT = 2  # of a checkpoint's state
-_EVAL_FACTOR = 4  # an evaluation keeps no activations, so it takes larger batches than training
 
 
 def _nothing() -> None:
@@ -106,7 +105,7 @@ class Run:
             split,
             self.stepping,
             metrics,
-            batch_size=self.config.eval_batch_size or _EVAL_FACTOR * self.config.batch_size,
+            batch_size=evaluation_rows(self.config),
             device=self.device,
             num_workers=self.config.num_workers or 0,
         )

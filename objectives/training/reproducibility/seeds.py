@@ -47,6 +47,16 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 
 @contextmanager
+def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
+    """A region as `seeded` makes it, where the device's generator is seeded and put back too."""
+    on_gpu = device.type == "cuda"
+    with seeded(*parts), torch.random.fork_rng(devices=[device] if on_gpu else [], enabled=on_gpu):
+        if on_gpu:
+            torch.cuda.manual_seed(derive_seed(*parts))
+        yield
+
+
+@contextmanager
 def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
     """A region in which a run may seed everything: generators and switches are put back after it."""
     debugging: Any = torch.utils.deterministic

@@ -1,0 +1,88 @@
+"""Whatever is trained, a killed worker changes no bit of it: the recipes, searched, shot at, confirmed, tested."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+from objectives import LoopObjective, fit, load_objective
+from search.finalists import read_finalists
+from search.sampling.seeds import training_seed
+from search.study.study import StoredStudy, load_study
+from storage.study_storage.opening import open_storage
+from storage.trials.attempts import read_attempts
+from tests.docs.recipes import RECIPES, name_in
+from tests.faults.harness import Arena
+from tests.faults.orders import Order, write
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+NAME, TRIALS, EPOCHS = "any", 6, 4
+
+# The others go the same ways: they are shot at in the soaks.
+OFTEN = ("Text of different lengths", "A loop of one's own")
+
+
+@pytest.mark.parametrize(
+    "title", [title if title in OFTEN else pytest.param(title, marks=pytest.mark.soak) for title in RECIPES]
+)
+def test_a_killed_worker_changes_no_bit(arena: Arena, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena.name = NAME
+    arena.home.mkdir()
+    arena.home.chmod(0o755)
+    monkeypatch.setenv("HPSEARCH_HOME", str(arena.home))
+    path = arena.folder / "recipe.py"
+    path.write_text(RECIPES[title])
+    reference = f"{path}:{name_in(RECIPES[title])}"
+    write(arena.orders, [Order("report", "kill", trial=1, nth=2), Order("save", "kill", trial=4, nth=3, when="after")])
+    few = ("--trials", str(TRIALS), "--epochs", str(EPOCHS), "--retries", "2", "--workers", "0")
+    arena.run("run", reference, "--name", NAME, "--sampler", "random", "--pruner", "median",
+              "--pruner-option", "n_startup_trials=2", "--pruner-option", "n_warmup_steps=1", *few)  # fmt: skip
+    arena.work(2)
+    storage = open_storage(arena.storage_url, application_name="test")
+    try:
+        study = load_study(storage, NAME)
+        assert arena.obeyed(0), "a worker died in mid-trial"
+        assert_as_undisturbed(study, reference)
+        assert_confirmed(arena, study, reference)
+    finally:
+        storage.engine.dispose()
+
+
+def assert_as_undisturbed(study: StoredStudy, reference: str) -> None:
+    """Each trial has the values of a run that nobody touched, as far as it was not pruned."""
+    objective = load_objective(reference)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for trial in study.trials():
+            assert trial.state in {TrialState.COMPLETE, TrialState.PRUNED}, trial.user_attrs
+            config = objective.configure(optuna.trial.FixedTrial(trial.params))
+            seed = training_seed(study.spec, trial.number)
+            alone = fit(objective, config, epochs=EPOCHS, seed=seed, split_seed=study.spec.seed, device="cpu")
+            expected = {r.epoch: r.metrics[f"val_{objective.metric}"] for r in alone.history}
+            assert trial.intermediate_values.items() <= expected.items(), trial.number
+    finally:
+        torch.set_num_threads(threads)
+    assert len(study.trials()) == TRIALS
+    attempts = read_attempts(study.engine, study.trials()[1]._trial_id)
+    assert [attempt.outcome for attempt in attempts][:1] == ["lost"]
+
+
+def assert_confirmed(arena: Arena, study: StoredStudy, reference: str) -> None:
+    """Finalists on fresh seeds, and the test set, or in one line what is missing for it."""
+    write(arena.orders, [])
+    arena.run("finalists", NAME, "--top", "1", "--seeds", "1", "--workers", "0")
+    arena.name = f"{NAME}.finalists"
+    arena.work(1)
+    found = read_finalists(study)
+    assert found is not None
+    assert found.winner == found.rows[0].trial
+    objective = load_objective(reference)
+    if isinstance(objective, LoopObjective) and not objective.defines("test"):
+        said = arena.run("open-test", NAME, "--yes", code=2)
+        assert "has no test(): define it to score the best of a search on the test set" in said
+    else:
+        assert f"test {objective.metric} " in arena.run("open-test", NAME, "--yes")
