@@ -1,7 +1,7 @@
 """Predicts with a model of the registry in a process that has none of this project's code.
 
 Run by its path, with ``python -I``; it imports nothing of ours, and lets nobody else do so:
-``predict_alone.py URI INPUTS OUTPUTS.pt REFUSED...``; INPUTS is a folder of batches, each an .npz of its tensors.
+``predict_alone.py URI INPUTS OUTPUTS.pt SEED REFUSED...``; INPUTS is a folder of batches, each an .npz of its tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Refusing(MetaPathFinder):
 
 def main() -> None:
     """Load the model and write what it predicts."""
-    uri, inputs, outputs, *refused = sys.argv[1:]
+    uri, inputs, outputs, seed, *refused = sys.argv[1:]
     sys.meta_path.insert(0, Refusing(refused))
     import mlflow
     import numpy as np
@@ -45,6 +45,7 @@ def main() -> None:
     told = mlflow.models.get_model_info(uri).signature
     predict = lone(uri) if alone and told is not None and told.outputs is not None else several(uri)
     predictions = []
+    torch.manual_seed(int(seed))  # a model may draw at random, as it did when it was judged
     for file in files:
         with np.load(file) as parts:
             predictions.append(predict([parts[name] for name in parts]))

@@ -18,8 +18,9 @@ from torch import nn
 
 from objectives import Objective, load_objective
 from objectives.fit import model_objective
-from objectives.training import Splits, evaluate
+from objectives.training import Splits, TrainConfig, evaluate
 from objectives.training.data.tree import tensors
+from objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluation_rows
 from objectives.training.evaluation.metrics import as_metrics
 from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.stepping import build_stepping
@@ -35,7 +36,6 @@ from storage.study_storage import PostgresStorage
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
-_ROWS = 1024  # in one step of judging
 _PATIENCE = 600.0  # seconds for the other process
 
 
@@ -86,13 +86,15 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     splits, _ = prepared_splits(objective, study.spec.seed)
     changed = _changes(study, objective, splits, version)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
-        predictions, error = _predict(version, splits, objective, tracking.uri, Path(folder))
+        config = objective.configure(optuna.trial.FixedTrial(trial.params))
+        rows = evaluation_rows(config)
+        _write_inputs(splits, Path(folder), rows)
+        predictions, error = _predict(version, objective, tracking.uri, Path(folder))
     scored = None
     if predictions is not None:
-        scored = _judge(predictions, objective, splits, optuna.trial.FixedTrial(trial.params))
+        scored = _judge(predictions, objective, splits, config)
         if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
-            drawn = "; a step that draws at random is not reproduced" if objective.has_own_step else ""
-            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}{drawn}"
+            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
     return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error)
 
 
@@ -140,17 +142,14 @@ def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: 
     return "".join(f"; {change}" for change in changed)
 
 
-def _predict(
-    version: Version, splits: Splits, objective: Objective, tracking_uri: str, folder: Path
-) -> tuple[list[Any] | None, str]:
+def _predict(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> tuple[list[Any] | None, str]:
     """Return what the model predicts of each validation batch in a process of its own, or None and why not."""
-    inputs, outputs, empty = folder / "inputs", folder / "outputs.pt", folder / "cwd"
+    outputs, empty = folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
-    inputs.mkdir()
-    _write_inputs(splits, inputs)
     ours = {"search", "objectives", "storage", type(objective).__module__.partition(".")[0]}
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
-    command = [sys.executable, "-I", predict_alone.__file__, version.address, str(inputs), str(outputs), *sorted(ours)]
+    told = [version.address, str(folder), str(outputs), str(EVALUATION_SEED)]
+    command = [sys.executable, "-I", predict_alone.__file__, *told, *sorted(ours)]
     settings = {"MLFLOW_TRACKING_URI": tracking_uri, "MLFLOW_DEFAULT_PREDICTION_DEVICE": "cpu"}
     try:
         done = subprocess.run(
@@ -171,10 +170,10 @@ def _predict(
     return torch.load(outputs, weights_only=True), ""
 
 
-def _write_inputs(splits: Splits, folder: Path) -> None:
+def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
     """Write the validation inputs as the model takes them, a batch a file: they may be larger than the memory."""
-    for number, start in enumerate(range(0, len(splits.val), _ROWS)):
-        inputs = tensors(splits.val.inputs(slice(start, start + _ROWS)))
+    for number, start in enumerate(range(0, len(splits.val), rows)):
+        inputs = tensors(splits.val.inputs(slice(start, start + rows)))
         parts: dict[str, Any] = {name or predict_alone.LONE: part.numpy() for name, part in inputs}
         np.savez(folder / f"{number:06d}.npz", **parts)
 
@@ -190,13 +189,13 @@ class _Replay(nn.Module):
         return next(self._left)
 
 
-def _judge(predictions: list[Any], objective: Objective, splits: Splits, trial: optuna.trial.FixedTrial) -> float:
+def _judge(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of predictions of the validation split, counted as in training."""
-    config, replay = objective.configure(trial), _Replay(predictions)
+    replay = _Replay(predictions)
     stepping = build_stepping(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     try:
-        scores = evaluate(replay, splits.val, stepping, metrics, batch_size=_ROWS, device="cpu")
+        scores = evaluate(replay, splits.val, stepping, metrics, batch_size=evaluation_rows(config), device="cpu")
     except StopIteration:  # fewer predictions than batches
         return float("nan")
     return scores[objective.metric]

@@ -16,9 +16,11 @@ from objectives.training.data.loader import loaded
 from objectives.training.data.tree import moved, taken
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import LossStep, Step, Stepping
-from objectives.training.reproducibility.seeds import seeded_on
+from objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
 _MORE = 4
+_PURPOSE = ("evaluation",)
+EVALUATION_SEED = derive_seed(*_PURPOSE)  # of what is drawn in one
 
 
 @torch.inference_mode()
@@ -52,7 +54,7 @@ def evaluate(
         metrics.reset()
         sums = Means(device)
         # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
-        with seeded_on(device, "evaluation"):
+        with seeded_on(device, *_PURPOSE):
             for batch in batches(dataset, batch_size, device, num_workers):
                 found = stepping(model, batch, nullcontext())
                 sums.add(found, batch.size)
