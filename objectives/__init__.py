@@ -2,20 +2,16 @@
 
 from objectives.base import BaseObjective
 from objectives.errors import ObjectiveError
-from objectives.fit import fit
 from objectives.loading import BUILTIN, load_objective, objective_reference, source_hash
 from objectives.objective import Objective
 from objectives.own_loop.loop_objective import LoopObjective
-from objectives.own_loop.loop_trial import LoopTrial
 
 __all__ = [
     "BUILTIN",
     "BaseObjective",
     "LoopObjective",
-    "LoopTrial",
     "Objective",
     "ObjectiveError",
-    "fit",
     "load_objective",
     "objective_reference",
     "source_hash",

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from objectives import ObjectiveError, fit
+from objectives import ObjectiveError
+from objectives.fit import fit
 from objectives.training import DeviceMemoryError, NonFiniteError
 from objectives.training.result import RunResult
 from search.sampling.seeds import training_seed

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from objectives import fit, load_objective
+from objectives import load_objective
+from objectives.fit import fit
 from objectives.training.reports.describe import search_space
 from tests.docs.recipes import RECIPES, name_in
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from objectives import LoopObjective, fit, load_objective
+from objectives import LoopObjective, load_objective
+from objectives.fit import fit
 from search.finalists import read_finalists
 from search.sampling.seeds import training_seed
 from search.study.study import StoredStudy, load_study

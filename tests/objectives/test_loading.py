@@ -163,7 +163,7 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("pass", "Mine lacks data, model, suggest: an objective defines"),
+        ("pass", "Mine lacks data, model, suggest: an Objective defines"),
         ("def __init__(self, path): ...", "Mine cannot be made: "),
         (None, "Mine cannot be made: mine.py:6: KeyError: 'HOME_OF_DATA'"),
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),

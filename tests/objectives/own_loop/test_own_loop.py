@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import LoopObjective, ObjectiveError, fit, load_objective
+from objectives import LoopObjective, ObjectiveError, load_objective
 from objectives.errors import MetricError
-from objectives.fit import restore
+from objectives.fit import fit, restore
 from objectives.training import LocalSession, NonFiniteError, Verdict, promotable
 from objectives.training.reports.describe import search_space
 from objectives.training.reproducibility import checkpoint
@@ -278,7 +278,7 @@ def lazy(trial):
 
 
 def test_a_function_is_an_objective(tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "own_script.py"
     path.write_text(FUNCTION)
     objective = load_objective(f"{path}:main")
     assert (objective.name, objective.metric, objective.direction, objective.epochs) == ("main", "error", "minimize", 3)

@@ -150,8 +150,11 @@ def test_what_nobody_wrote_down_is_stopped(small: Small) -> None:
 def test_an_id_that_somebody_else_has_now_is_left_alone(small: Small) -> None:
     service = small.up()
     kill(service)
-    bystander = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
+    bystander = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert bystander.stdout is not None
+        bystander.stdout.readline()  # before that it may have no command line yet, and could be anything
         assert service.record.process is not None
         then = service.record.process
         service.record.process = process.Identity(bystander.pid, then.started, then.command)
