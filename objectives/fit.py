@@ -103,4 +103,6 @@ def model_objective(objective: BaseObjective, what: str) -> Objective:
     """
     if isinstance(objective, Objective):
         return objective
-    raise ObjectiveError(f"{objective.name} trains by a loop of its own, and {what} needs data() and model()")
+    raise ObjectiveError(
+        f"{objective.name} trains by a loop of its own, and {what} needs data() and model(); hpsearch train tries it"
+    )

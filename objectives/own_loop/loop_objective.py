@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -90,13 +91,14 @@ def plain_config(config: Any, what: str) -> Any:
         ObjectiveError: it holds something else.
     """
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
-    try:
-        same = json.loads(json.dumps(values, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ObjectiveError(f"{what} must return plain values, not {type(config).__name__}: {error}") from error
     if not isinstance(values, Mapping):
         raise ObjectiveError(f"{what} must return a dictionary or a dataclass, not {type(config).__name__}")
-    return same
+    for name, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ObjectiveError(f"{what}: {name} must be a plain value, not {value!r}") from error
+    return json.loads(json.dumps(values))
 
 
 class _Suggested(Exception):  # noqa: N818 no error: the function has asked for all that it wants to know
@@ -154,11 +156,22 @@ class _Told:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("suggest_"):
             return getattr(self._trial, name)
-        return lambda parameter, *_arguments, **_settings: self._trial.config[parameter]
+        return self._told
+
+    def _told(self, parameter: str, *_arguments: Any, **_settings: Any) -> Any:
+        if parameter not in self._trial.config:
+            raise ObjectiveError(f"{parameter!r} is asked for too late: ask for all parameters before trial.epochs()")
+        return self._trial.config[parameter]
 
 
 def objective_of(function: Callable[[Any], None]) -> type[FunctionObjective]:
     """The objective that a function stands for."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ObjectiveError(
+            f"{function.__name__} must take one argument, the trial: def {function.__name__}(trial)"
+        ) from error
     names = ("metric", "direction", "epochs", "n_trials")
     given = {name: getattr(function, name) for name in names if hasattr(function, name)}
     parts = {"name": function.__name__, "function": staticmethod(function), "__module__": function.__module__}

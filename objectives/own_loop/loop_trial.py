@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class LoopTrial:
         self._verdict = Verdict.CONTINUE
         self._epoch: int | None = None  # that runs, until it is reported
         self._started = 0.0
+        self._within = False  # the body of the loop over epochs
         self._checked = False
         self.failure: BaseException | None = None  # of a report, which ends the trial whatever the loop makes of it
 
@@ -75,8 +76,9 @@ class LoopTrial:
         while self._verdict is Verdict.CONTINUE and self._progress.next_epoch < self.total_epochs:
             epoch = self._progress.next_epoch
             set_seed(self.seed, "epoch", epoch)
-            self._epoch, self._started = epoch, time.perf_counter()
+            self._epoch, self._started, self._within = epoch, time.perf_counter(), True
             yield epoch
+            self._within = False
             if self._epoch is not None:
                 raise ObjectiveError(f"epoch {epoch + 1} was not reported: call trial.report once in each epoch")
 
@@ -97,18 +99,18 @@ class LoopTrial:
             ObjectiveError: no epoch runs, the metric is missing, or the state is not plain.
             NonFiniteError: the metric is NaN or infinite: the configuration diverges.
         """
-        if self._epoch is None:
-            raise ObjectiveError("trial.report belongs once into each epoch of trial.epochs()")
-        if self._metric not in metrics:
-            raise MetricError(self._metric, f"is none that was reported: {nearest(self._metric, list(metrics))}")
-        epoch, value = self._epoch, float(metrics[self._metric])
-        if not math.isfinite(value):
+        epoch = self._require_epoch()
+        numbers = _numbers(metrics)
+        if self._metric not in numbers:
+            near = nearest(self._metric, list(numbers))
+            raise MetricError(self._metric, f"is none that was reported: {near}; or set the objective's metric")
+        if not math.isfinite(value := numbers[self._metric]):
             raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch, step=0, lr=0.0, grad_norm=None, batch=None)
         if not self._checked:
-            _check_plain(state, "state")
-            _check_plain(best, "best")
+            check_plain(state, "state")
+            check_plain(best, "best")
             self._checked = True
-        numbers = {_named(name): float(number) for name, number in metrics.items()}
+        numbers = {_named(name): number for name, number in numbers.items()}
         record = EpochRecord(epoch, time.time(), {**numbers, "epoch_seconds": time.perf_counter() - self._started})
         kept = self._progress.add(record, lambda: _copied(state if best is None else best))
         self._epoch = None
@@ -118,6 +120,13 @@ class LoopTrial:
             self.failure = error
             raise
         return kept
+
+    def _require_epoch(self) -> int:
+        if self._epoch is not None:
+            return self._epoch
+        if self._within:
+            raise ObjectiveError(f"epoch {self._progress.next_epoch} is reported already: report each epoch once")
+        raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
 
     def log_artifact(self, path: Path | str) -> None:
         """Keeps a file for the trial's run in MLflow; it is sent when the trial ends."""
@@ -133,20 +142,36 @@ def _copied(tree: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
-def _check_plain(tree: Any, what: str) -> None:
-    """Refuses what a checkpoint cannot hold, at the first report and not at a resume."""
-    file = io.BytesIO()
-    try:
-        torch.save(map_tensors(_first, tree), file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except (pickle.UnpicklingError, pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        told = [line for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-        reason = (told or [str(error)])[0]
-        raise ObjectiveError(
-            f"trial.report: {what} must be of plain values and tensors, nested: {reason.strip()[:200]}"
-        ) from error
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as floats.
+
+    Raises:
+        ObjectiveError: they are no dictionary, or one of them is no number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ObjectiveError(f"trial.report takes a dictionary of numbers by name, not {type(metrics).__name__}")
+    found = {}
+    for name, value in metrics.items():
+        size = value.numel() if isinstance(value, Tensor) else np.size(value)
+        if not isinstance(value, (Real, Tensor, np.ndarray)) or size != 1:
+            what = f"a {type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise ObjectiveError(f"trial.report: {name} must be one number, not {what}")
+        found[str(name)] = float(value)
+    return found
 
 
-def _first(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:1].cpu().clone()
+def check_plain(tree: Any, what: str) -> None:
+    """Refuses what a checkpoint cannot hold, at the first report and not at a resume.
+
+    Raises:
+        ObjectiveError: it says where something else stands, and what it is.
+    """
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            check_plain(value, f"{what}[{key!r}]")
+    elif isinstance(tree, (tuple, list)):
+        for number, value in enumerate(tree):
+            check_plain(value, f"{what}[{number}]")
+    elif not isinstance(tree, (Tensor, bool, int, float, str, bytes, type(None))):
+        remedy = "give its state_dict()" if hasattr(tree, "state_dict") else "give tensors and plain values"
+        raise ObjectiveError(f"trial.report: {what} is a {type(tree).__name__}, which no checkpoint holds: {remedy}")

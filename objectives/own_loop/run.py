@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
-from objectives.errors import ObjectiveError, is_out_of_memory, users_code
+from objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
 from objectives.own_loop.loop_objective import LoopObjective, plain_config
 from objectives.own_loop.loop_trial import LoopTrial
 from objectives.training.evaluation.calling import call_of
 from objectives.training.exportable import exportable
-from objectives.training.loop.guards import DeviceMemoryError
+from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.resume import require_same
 from objectives.training.reports.run_dir import RunDir
@@ -133,12 +134,19 @@ class LoopRun:
         try:
             self._objective.run(trial)
         except Exception as error:  # whatever the user's code raises
-            if trial.failure is None and is_out_of_memory(error):
-                raise DeviceMemoryError(None, self._device, str(error).strip().splitlines()[0]) from error
             if trial.failure is None:
-                raise
+                self._raise(error)
         if trial.failure is not None:  # of the service, whatever the loop made of it
             raise trial.failure
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise what ended the loop, told by the user's file and line; the log has where it went from there."""
+        if isinstance(error, (ObjectiveError, NonFiniteError)):
+            raise error
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(None, self._device, str(error).strip().splitlines()[0]) from error
+        self._files.log.error("%s", traceback.format_exc())
+        raise ObjectiveError(f"{type(self._objective).__name__}.run: {blame(error)}") from error
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from storage.trials.progress import read_progress
 
 
 class Addresses(TypedDict, total=False):
-    """What may be said of where studies, runs and checkpoints are kept, as the README's table of settings explains."""
+    """What may be said of where studies, runs and checkpoints are kept, as docs/reference/settings.md explains."""
 
     storage_url: str | None
     tracking_uri: str | None

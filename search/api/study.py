@@ -79,7 +79,7 @@ class Study:
             objective: digits, breast_cancer, package.module:Class, my_file.py; or a class that such a file has.
             name, trials, epochs, metric, direction: by default the objective's.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            seed, retries, retry_on, timeout, models: as the README's table of settings says.
+            seed, retries, retry_on, timeout, models: as docs/reference/settings.md says.
             where: storage_url, tracking_uri, checkpoint_url, home.
 
         Example:

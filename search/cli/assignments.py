@@ -46,10 +46,13 @@ def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
     """The configuration of an own loop: of the settings that its search space has."""
     from objectives.own_loop.loop_objective import plain_config
     from objectives.own_loop.restored import config_of
+    from search.errors import SearchError
 
     values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
     for key, value in given.items():
         _require(key in values, f"--set {key}: {objective.name} has no setting {key!r}", key, list(values))
+        if isinstance(values[key], float | int) and isinstance(value, str):
+            raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
         values[key] = value
     return config_of(objective, values)
 

@@ -42,6 +42,7 @@ class Promoted:
         alias: that names the version now.
         replaced: the version that the alias named before; None if it named none, or this one.
         unconfirmed: why the choice is not confirmed; empty when it is.
+        checkable: whether `serve-check` can judge it: the trial told of its data.
     """
 
     trial: int
@@ -50,6 +51,7 @@ class Promoted:
     alias: str
     replaced: int | None
     unconfirmed: str
+    checkable: bool = True
 
     @property
     def previous(self) -> str:
@@ -126,6 +128,7 @@ def promote(
         alias=alias,
         replaced=replaced.number if replaced else None,
         unconfirmed=evidence.unconfirmed,
+        checkable=bool(evidence.data_sha256),
     )
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from objectives import BaseObjective, load_objective
+from objectives import BaseObjective, Objective, load_objective
 from search.console import command, counted
 from search.errors import SearchError
 from search.fleet.fleet import Fleet
@@ -112,7 +112,8 @@ def run_search(
         services = with_tracking(services, study, required=options.tracking_required)
         start_clock(study)
         away = open_run(services, study, required=options.tracking_required)
-        tell("overfitting one batch")
+        if isinstance(objective, Objective):
+            tell("overfitting one batch")
         smoke_warning = smoke_test(study, objective, None if away else services.open_tracking())
     begin = summarise(study)
     _tell_begin(console, study, objective, begin, workers=workers, created=created)

@@ -50,7 +50,8 @@ def call_of(model: nn.Module, x: Tree) -> Call:
         return whole
     given = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} parts"
     raise ObjectiveError(
-        f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}"
+        f"{type(model).__name__}.forward takes ({', '.join(signature.parameters)}), but a batch of inputs has {given}: "
+        "give the one the names of the other"
     )
 
 

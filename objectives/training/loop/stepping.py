@@ -30,8 +30,10 @@ class OwnStep:
         who = f"{type(self._objective).__name__}.step"
         with users_code(who), autocast or nullcontext():
             step = self._objective.step(model, batch, self._config)
-        if not isinstance(step, Step) or not isinstance(step.loss, Tensor):
-            raise ObjectiveError(f"{who} must return a Step with a loss, not {type(step).__name__}")
+        if not isinstance(step, Step):
+            raise ObjectiveError(f"{who} must return a Step, not {type(step).__name__}")
+        if not isinstance(step.loss, Tensor):
+            raise ObjectiveError(f"{who}: the loss of its Step must be a tensor, not {type(step.loss).__name__}")
         loss = step.loss.float()
         if loss.ndim and loss.shape != (batch.size,):
             raise ObjectiveError(f"{who} gave a loss {list(loss.shape)} for {batch.size} samples, not [n] or the mean")

@@ -42,4 +42,5 @@ def promote(
         typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
     if done.unconfirmed:
         typer.echo(f"unconfirmed: {done.unconfirmed}")
-    typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")
+    if done.checkable:
+        typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from objectives import LoopObjective, ObjectiveError, load_objective
-from objectives.errors import MetricError
 from objectives.fit import fit, restore
 from objectives.training import LocalSession, NonFiniteError, Verdict, promotable
 from objectives.training.reports.describe import search_space
@@ -174,39 +173,41 @@ def _reporting(*reports, outside=False):
 
 
 @pytest.mark.parametrize(
-    ("objective", "error", "message"),
+    ("objective", "message"),
     [
-        (_reporting(), ObjectiveError, "epoch 1 was not reported: call trial.report once in each epoch"),
-        (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), ObjectiveError, "belongs once into each"),
-        (_reporting(outside=True), ObjectiveError, "trial.report belongs once into each epoch of trial.epochs"),
+        (_reporting(), "epoch 1 was not reported: call trial.report once in each epoch"),
+        (_reporting(({"distance": 1.0}, None), ({"distance": 1.0}, None)), "epoch 1 is reported already: report each"),
+        (_reporting(outside=True), r"trial.report was called outside of trial.epochs\(\): report each epoch once"),
+        (_reporting(({"distanse": 1.0}, None)), "'distance' is none that was reported: did you mean 'distanse'"),
+        (_reporting(({"distance": math.nan}, None)), "distance is nan at epoch 1"),
         (
-            _reporting(({"distanse": 1.0}, None)),
-            MetricError,
-            "'distance' is none that was reported: did you",
+            _reporting(({"distance": torch.ones(3)}, None)),
+            r"trial.report: distance must be one number, not a Tensor",
         ),
-        (_reporting(({"distance": math.nan}, None)), NonFiniteError, "distance is nan at epoch 1"),
+        (_reporting(({"distance": 1.0, "other": "x"}, None)), "trial.report: other must be one number, not 'x'"),
+        (_reporting((0.5, None)), "trial.report takes a dictionary of numbers by name, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
-            ObjectiveError,
-            "trial.report: state must be of plain values and tensors",
+            r"state\['a'\]\[0\] is a object, which no",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
-            ObjectiveError,
-            "trial.report: state must be of plain values and tensors",
+            r"trial.report: state\['net'\] is a Linear, which no checkpoint holds: give its state_dict\(\)",
         ),
-        (type("Silent", (Gan,), {"run": lambda *_: None}), ObjectiveError, "Silent.run ended without a report"),
-        (type("Odd", (Gan,), {"suggest": lambda *_: 3}), ObjectiveError, "Odd.suggest must return a dictionary or a"),
+        (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
+        (
+            type("Odd", (Gan,), {"suggest": lambda *_: 3}),
+            "Odd.suggest must return a dictionary or a dataclass",
+        ),
         (
             type("Odd", (Gan,), {"suggest": lambda *_: {"f": max}}),
-            ObjectiveError,
-            "Odd.suggest must return plain",
+            "Odd.suggest: f must be a plain value",
         ),
-        (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), ZeroDivisionError, "division by zero"),
+        (type("Wrong", (Gan,), {"run": lambda *_: 1 / 0}), r"Wrong.run: .*test_own_loop.py:\d+: ZeroDivisionError"),
     ],
 )
-def test_mistakes_are_told(objective, error, message):
-    with pytest.raises(error, match=message) as told:
+def test_mistakes_are_told(objective, message):
+    with pytest.raises((ObjectiveError, NonFiniteError), match=message) as told:
         _fit(objective())
     assert "\n" not in str(told.value)
 
@@ -274,6 +275,13 @@ main.metric, main.direction, main.epochs = "error", "minimize", 3
 
 def lazy(trial):
     trial.suggest_float("rate", 0.1, 0.4)
+
+def late(trial):
+    for epoch in trial.epochs():
+        trial.suggest_float("rate", 0.1, 0.4)
+
+def bare():
+    pass
 """
 
 
@@ -288,3 +296,7 @@ def test_a_function_is_an_objective(tmp_path):
     assert type(load_objective(f"{path}:main")) is type(objective)
     with pytest.raises(ObjectiveError, match="lazy never trained: iterate over trial"):
         load_objective(f"{path}:lazy").default_config()
+    with pytest.raises(ObjectiveError, match="'rate' is asked for too late: ask for all parameters before"):
+        _fit(load_objective(f"{path}:late"))
+    with pytest.raises(ObjectiveError, match="bare must take one argument, the trial: def bare"):
+        load_objective(f"{path}:bare")
