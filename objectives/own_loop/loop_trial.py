@@ -116,7 +116,7 @@ class LoopTrial:
         self._epoch = None
         try:
             self._verdict = self._report(record, state, kept)
-        except BaseException as error:
+        except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
             self.failure = error
             raise
         return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError
+from objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, plain, to_plain
 from objectives.training.data.samples import (
     Collate,
     Mapped,
@@ -284,16 +285,16 @@ def _whole(
     x: Any, y: Any, load: Callable[[Tensor], Tensor] | None, collate: Collate | None, fingerprint: str | None
 ) -> Dataset:
     """All of the data, before they are divided."""
-    if isinstance(x, torch_data.IterableDataset) or (hasattr(x, "__getitem__") and not _is_arrays(x)):
+    if isinstance(x, torch_data.IterableDataset) or (hasattr(x, "__getitem__") and not is_arrays(x)):
         return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
     if collate is not None:
         if y is not None and len(x) != len(y):
             raise ObjectiveError(f"x has {len(x)} samples and y has {len(y)}")
         pairs = list(x) if y is None else list(zip(x, y, strict=True))
-        return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=_known(y))
+        return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=known_targets(y))
     if y is None:
         raise ObjectiveError("y is missing: give the targets [n, ...]")
-    data = Dataset(_inputs(x), map_tensors(_to_plain, _tree(y, "y")), load=load)
+    data = Dataset(as_inputs(x), map_tensors(to_plain, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}
         if len(lengths) > 1:
@@ -302,55 +303,6 @@ def _whole(
     if len(data) != count:
         raise ObjectiveError(f"x has {len(data)} samples and y has {count}")
     return data
-
-
-def _is_arrays(x: Any) -> bool:
-    """Whether these are columns of numbers, and not a dataset that gives samples."""
-    return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
-
-
-def _known(y: Any) -> Any:
-    """Targets that are one value a sample; None where they are more, and nothing is known beforehand."""
-    try:
-        return None if y is None else plain(y)
-    except (TypeError, ValueError, ObjectiveError):
-        return None
-
-
-def _inputs(x: Any) -> Tree:
-    if isinstance(x, np.memmap):
-        return Mapped(x)
-    return map_tensors(lambda tensor: tensor if tensor.dtype == torch.uint8 else _to_plain(tensor), _tree(x, "x"))
-
-
-def _tree(values: Any, name: str) -> Tree:
-    """Arrays as tensors; a list is one array, a tuple or a dictionary is several."""
-    if isinstance(values, Mapping):
-        return {str(key): _tree(value, f"{name}[{key!r}]") for key, value in values.items()}
-    if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
-        return tuple(_tree(value, f"{name}[{number}]") for number, value in enumerate(values))
-    if isinstance(values, Tensor):
-        return values
-    try:
-        return torch.as_tensor(np.asarray(values))
-    except (ValueError, TypeError) as error:
-        shapes = [np.shape(value) for value in values]
-        odd = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
-        if odd is None:
-            raise ObjectiveError(f"{name} holds what is no number: {error}") from error
-        raise ObjectiveError(
-            f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} {list(shapes[odd])}; "
-            "give collate=, which makes a batch of a list of samples, such as `padded`"
-        ) from error
-
-
-def plain(values: Any) -> Tensor:
-    """Targets as a tensor: integers are int64, floating point is float32."""
-    return _to_plain(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
-
-
-def _to_plain(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 
 def _add_bytes(found: Any, what: str, tensor: Tensor | Mapped) -> None:
@@ -389,32 +341,3 @@ def _check_finite(what: str, tree: Tree) -> None:
 
 def _form(tree: Tree) -> str:
     return form(tree[:1] if isinstance(tree, Mapped) else tree)
-
-
-def steps_per_epoch(samples: int, *, batch_size: int, accumulate: int, drop_last: bool) -> int:
-    """Optimizer steps in one epoch."""
-    batches = -(-samples // batch_size)
-    if drop_last and batches > 1 and samples % batch_size:
-        batches -= 1
-    return -(-batches // accumulate)
-
-
-def windows(
-    samples: int,
-    *,
-    batch_size: int,
-    accumulate: int,
-    drop_last: bool,
-    seed: int,
-    device: torch.device | str = "cpu",
-) -> Iterator[tuple[Tensor, ...]]:
-    """The rows of one epoch in random order, as the micro-batches of each optimizer step.
-
-    The last window may be shorter; with `drop_last` a short last micro-batch is left out unless it is the only one.
-    """
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).to(device)
-    batches = torch.split(order, batch_size)
-    if drop_last and len(batches) > 1 and len(batches[-1]) < batch_size:
-        batches = batches[:-1]
-    for start in range(0, len(batches), accumulate):
-        yield batches[start : start + accumulate]

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.dataset import steps_per_epoch, windows
 from objectives.training.reproducibility.seeds import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -48,6 +47,35 @@ class ByLength(torch_data.Sampler[list[int]]):
             yield batches[number].tolist()
 
 
+def steps_per_epoch(samples: int, *, batch_size: int, accumulate: int, drop_last: bool) -> int:
+    """Optimizer steps in one epoch."""
+    batches = -(-samples // batch_size)
+    if drop_last and batches > 1 and samples % batch_size:
+        batches -= 1
+    return -(-batches // accumulate)
+
+
+def windows(
+    samples: int,
+    *,
+    batch_size: int,
+    accumulate: int,
+    drop_last: bool,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of one epoch in random order, as the micro-batches of each optimizer step.
+
+    The last window may be shorter; with `drop_last` a short last micro-batch is left out unless it is the only one.
+    """
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).to(device)
+    batches = torch.split(order, batch_size)
+    if drop_last and len(batches) > 1 and len(batches[-1]) < batch_size:
+        batches = batches[:-1]
+    for start in range(0, len(batches), accumulate):
+        yield batches[start : start + accumulate]
+
+
 class Order:
     """The rows of each optimizer step of an epoch: drawn from (seed, epoch) alone.
 
@@ -59,13 +87,14 @@ class Order:
     """
 
     def __init__(self, samples: int, config: TrainConfig, seed: int, sampler: Sampler | None = None) -> None:
-        self._samples, self._config, self._seed, self._sampler = samples, config, seed, sampler
+        self._config, self._seed, self._sampler = config, seed, sampler
+        self._length = samples if sampler is None else len(sampler)  # type: ignore[arg-type]  # torch declares no length
         self._in_batches = sampler is not None and isinstance(self._first(sampler), (list, tuple))
 
     def _first(self, sampler: Sampler) -> object:
         with users_code("sampler"), seeded(self._seed, "order", 0):
             first = next(iter(sampler), None)
-            if first is None or not len(sampler):  # type: ignore[arg-type]
+            if first is None or not self._length:
                 raise ObjectiveError("sampler() gave a sampler without samples, or without a length")
         return first
 
@@ -74,10 +103,9 @@ class Order:
         """Optimizer steps in one epoch."""
         config = self._config
         if self._in_batches:
-            return -(-len(self._sampler) // config.accumulate)  # type: ignore[arg-type]
-        samples = self._samples if self._sampler is None else len(self._sampler)  # type: ignore[arg-type]
+            return -(-self._length // config.accumulate)
         return steps_per_epoch(
-            samples, batch_size=config.batch_size, accumulate=config.accumulate, drop_last=config.drop_last
+            self._length, batch_size=config.batch_size, accumulate=config.accumulate, drop_last=config.drop_last
         )
 
     def windows(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
@@ -85,7 +113,7 @@ class Order:
         config = self._config
         if self._sampler is None:
             yield from windows(
-                self._samples,
+                self._length,
                 batch_size=config.batch_size,
                 accumulate=config.accumulate,
                 drop_last=config.drop_last,

@@ -4,7 +4,7 @@ import torch
 
 from objectives import ObjectiveError
 from objectives.training import Dataset, Splits, Standardize
-from objectives.training.data.dataset import steps_per_epoch, windows
+from objectives.training.data.samplers import steps_per_epoch, windows
 
 
 def _make(seed=0, n=100, **kwargs):
