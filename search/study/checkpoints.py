@@ -18,6 +18,9 @@ from storage.urls import redact
 
 log = logging.getLogger(__name__)
 
+# What only a resumed trial needs of a run directory, and what a death in the middle of writing left there.
+_LOCAL = ("last.pt", "previous.pt", ".*.pt.*.tmp")
+
 
 def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
     """Return a study's checkpoints: under `url`, else where the study says, else in a folder of the home.
@@ -84,12 +87,12 @@ class StudyCheckpoints:
             CheckpointStoreError: the store does not answer.
         """
         found = self.files.sizes(self.folder)  # before the database is asked: a trial may be tried again
-        local = [path for name in ("last.pt", "previous.pt") for path in runs.glob(f"*/{name}")]
+        local = [path for name in _LOCAL for path in runs.glob(f"*/{name}")]
         numbers = {_number(path) for path in [*found, *map(str, local)]}
         over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
         return (
             {path: size for path, size in found.items() if path not in over.get(_number(path), {path})},
-            {path: path.stat().st_size for path in local if _number(str(path)) in over},
+            {path: size for path in local if _number(str(path)) in over and (size := _size(path)) is not None},
         )
 
     def forget_trial(self, number: int) -> None:
@@ -111,6 +114,14 @@ class StudyCheckpoints:
             CheckpointStoreError: the store does not answer.
         """
         self.files.remove_folder(self.folder)
+
+
+def _size(path: Path) -> int | None:
+    """The file's bytes; None where another worker removed it meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _number(path: str) -> int:

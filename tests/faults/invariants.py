@@ -118,7 +118,8 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
     failed = {trial.number for trial in trials if trial.state == "FAIL"}
     local = [path for name in ("last.pt", "previous.pt", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
-    assert not [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
+    left = [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
+    assert not left, "files here that only a trial which goes on would need"
 
 
 def assert_tracked(tracking_uri: str, study: str, trials: list[Trial], *, models: Container[int] = ()) -> None:

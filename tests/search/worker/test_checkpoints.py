@@ -271,12 +271,14 @@ def test_what_dead_workers_left_is_tidied_up(
 ) -> None:
     first = study.attempt(1).epochs(0, 1)
     first.save(2)  # and there it died, or right after it settled
+    half_written = first.local.run_dir / ".previous.pt.4711.tmp"
+    half_written.write_bytes(b"PK")
     if state != TrialState.RUNNING:
         study.storage.set_trial_state_values(study.trial_id, state, [1.0] if state == TrialState.COMPLETE else None)
     study.checkpoints.tidy(study.folder / "a" / "s-1-abcd")
     assert study.files() == files
     assert bool(study.pointers()) == resumable
-    assert first.local.last_path.exists() == (state == TrialState.RUNNING)
+    assert first.local.last_path.exists() == half_written.exists() == (state == TrialState.RUNNING)
     assert first.local.best_path.exists()
 
 
