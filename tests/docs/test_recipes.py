@@ -12,6 +12,7 @@ from objectives.training.reports.describe import search_space
 from tests.docs.recipes import RECIPES, name_in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPSEARCH_HOME", str(tmp_path))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 ALONE = '''
@@ -87,6 +89,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@pytest.mark.slow
 def test_objectives_run_with_torch_numpy_scikit_learn_and_pydantic_alone(tmp_path: Path) -> None:
     allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"objectives"}
     assert {"torch", "sklearn", "scipy", "sympy"} <= allowed

@@ -98,6 +98,7 @@ def test_scaling_is_fitted_on_training_data_and_kept_as_buffers():
     assert torch.equal(copied(val.x), scaling(val.x))
 
 
+@pytest.mark.slow
 def test_smoothed_and_weighted_binary_cross_entropy():
     torch.manual_seed(0)
     logits, y = torch.randn(50, 1), torch.randint(0, 2, (50,))
@@ -106,6 +107,7 @@ def test_smoothed_and_weighted_binary_cross_entropy():
     torch.testing.assert_close(loss, -(3 * soft * p.log() + (1 - soft) * (1 - p).log()))
 
 
+@pytest.mark.slow
 def test_the_default_configuration_of_breast_cancer_is_good():
     """That of digits: by `hpsearch train`, in tests of its command line."""
     objective = load_objective("breast_cancer")
@@ -139,6 +141,7 @@ def _exported(name, kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("digits", "cnn"), ("digits", "mlp"), ("breast_cancer", "mlp+")])
 def test_the_exported_model_scores_what_was_recorded_from_raw_inputs(tmp_path, name, kind):
     objective, config, result, program = _exported(name, kind)

@@ -36,6 +36,7 @@ def test_every_middle_is_in_its_range():
         assert trial.params["n"] == middle
 
 
+@pytest.mark.slow
 def test_what_is_read_from_the_configuration_is_there(objective_with):
     def suggest(_self, trial):
         return TrainConfig(lr=0.02, model={"width": trial.suggest_int("width", 4, 64)})

@@ -190,6 +190,7 @@ def test_finding_a_name_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_training_imports_neither_torchmetrics_nor_matplotlib():
     code = (
         "import sys, objectives.training, objectives.digits;"

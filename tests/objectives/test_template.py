@@ -6,6 +6,7 @@ from objectives.template import write_template
 from objectives.training import Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["my_objective.py", "wine-2.py", "2.py", "objective.py", "with space.py", "class.py"])
 def test_what_init_writes_runs_as_it_is(tmp_path, name):
     path = tmp_path / name
@@ -21,6 +22,7 @@ def test_what_init_writes_runs_as_it_is(tmp_path, name):
     assert 0 <= result.best_value <= 1
 
 
+@pytest.mark.slow
 def test_a_short_search_of_it_finds_a_good_model(tmp_path):
     write_template(tmp_path / "a.py")
     objective = load_objective(str(tmp_path / "a.py"))

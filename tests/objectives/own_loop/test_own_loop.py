@@ -90,6 +90,7 @@ def _numbers(result):
     return [(epoch, {k: v for k, v in found.items() if k != "epoch_seconds"}) for epoch, found in exact(result.history)]
 
 
+@pytest.mark.slow
 def test_it_repeats_and_each_epoch_is_reported_once():
     session = Memory()
     result = _fit(session=session)
@@ -101,6 +102,7 @@ def test_it_repeats_and_each_epoch_is_reported_once():
     assert "train_loss" in result.best_metrics
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_undisturbed_run_to_the_last_bit(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_fit, args=(Killed(), LocalSession(tmp_path)))
     process.start()
@@ -111,6 +113,7 @@ def test_killed_and_resumed_it_is_the_undisturbed_run_to_the_last_bit(tmp_path):
     assert torch.equal(resumed.best["weight"], whole.best["weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verdict", "status"), [(Verdict.PRUNE, "pruned"), (Verdict.STOP, "stopped")])
 def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
     session = Memory({2: verdict})
@@ -119,6 +122,7 @@ def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
     assert [epoch for epoch, _ in session.saved] == [0, 1, 2], "kept before it is reported"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_done_is_not_trained_again(tmp_path):
     whole = _fit(session=LocalSession(tmp_path))
     again = _fit(type("Gan", (Gan,), {"run": lambda *_: 1 / 0})(), session=LocalSession(tmp_path))

@@ -64,6 +64,7 @@ def test_states_may_be_saved_by_the_clock(tmp_path, monkeypatch):
     assert saved == [0, 0, 0, 3, 3, 3, 6, 7], "the first, then each minute, and the last epoch"
 
 
+@pytest.mark.slow
 def test_a_run_saved_by_the_clock_goes_on_exactly(wine, tmp_path):
     class DiedError(Exception):
         pass

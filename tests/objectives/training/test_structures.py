@@ -131,6 +131,7 @@ class _Encoder(nn.Module):
         return self.decode(mean + torch.randn_like(mean) * (log_var / 2).exp()), mean, log_var
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
 def test_whatever_the_structure_all_of_the_loop_holds_for_it(problem, variant):
@@ -149,6 +150,7 @@ def test_it_is_checked_before_a_search(problem):
     assert 1e-4 < lr_range(objective, steps=60).suggestion < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [Text, Graphs, Vae])
 def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
     objective = problem()
@@ -164,6 +166,7 @@ def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
     same_result(Trainer(problem(), config, epochs=4, seed=3, session=LocalSession(tmp_path)).fit(), whole)
 
 
+@pytest.mark.slow
 def test_processes_that_load_change_nothing():
     found = [fit(Text(), TrainConfig(lr=0.05, batch_size=16, num_workers=n), epochs=2) for n in (None, 0, 2)]
     assert exact(found[0].history) == exact(found[1].history) == exact(found[2].history)

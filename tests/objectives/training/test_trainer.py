@@ -7,6 +7,7 @@ from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_keeps_its_records(wine, tmp_path):
     session = Memory()
     result = fit(wine, session=session, run_dir=tmp_path, split_seed=4)

@@ -47,12 +47,14 @@ def test_the_test_split_is_opened_once_and_only_when_asked_for(capsys) -> None:
     assert len(re.findall(r"^test loss \S+  accuracy \S+  macro_f1 \S+$", out, re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 def test_digits_with_defaults_are_learned_well(capsys) -> None:
     code, out, _ = call(capsys, "train", "digits", "--run-dir", "a")
     assert code == 0
     assert float(re.search(r"best accuracy (\S+)", out)[1]) >= 0.985
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_folder(capsys) -> None:
     call(capsys, "train", "digits", *SMALL, "--run-dir", "a", "--keep", "1", "--snapshot-every", "2")
     assert {path.name for path in Path("a").glob("*.pt")} == {"best.pt", "last.pt", "epoch-0001.pt"}
@@ -179,6 +181,7 @@ def test_a_checkpoint_of_another_run_is_refused(capsys) -> None:
     assert "another run: lr is 0.01 there and 0.5 here" in err
 
 
+@pytest.mark.slow
 def test_what_a_run_warns_of_is_printed(capsys) -> None:
     code, _, err = call(capsys, "train", "digits", *SMALL, "--set", "batch_size=5000", "--run-dir", "a")
     assert (code, err) == (0, "hpsearch: batch_size 5000 is more than the 1077 training samples: a step takes all\n")

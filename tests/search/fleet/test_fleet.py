@@ -21,7 +21,7 @@ from search.fleet.forking import ForkedProcess, can_fork, load_ahead
 from search.worker.join import WorkerOptions
 
 # Of those who fork, one process of pytest-xdist loads what workers need.
-pytestmark = pytest.mark.xdist_group("forked")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]
 
 MANY = 1000  # workers: each is to have one thread
 ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]

@@ -92,6 +92,7 @@ def test_nothing_listens_there() -> None:
         assert f"nothing listens at 127.0.0.1:{port}" in _refused(f"postgresql://u:p@127.0.0.1:{port}/db")
 
 
+@pytest.mark.slow
 def test_something_listens_and_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

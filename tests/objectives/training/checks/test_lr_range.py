@@ -10,6 +10,7 @@ from objectives.training import Splits, TrainConfig, Trainer
 from objectives.training.checks.lr_range import _judged, lr_range
 
 
+@pytest.mark.slow
 def test_the_rate_climbs_by_one_factor_and_stops_when_the_loss_diverges(wine):
     result = lr_range(wine, lowest=1e-5, highest=100.0, steps=150)
     factors = [after / before for before, after in itertools.pairwise(result.rates)]
@@ -30,6 +31,7 @@ def test_the_steepest_fall_is_suggested():
     assert found.highest == rates[39]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])
 def test_a_suggested_rate_trains_well(name):
     objective = load_objective(name)

@@ -32,6 +32,7 @@ def test_regularisation_is_out_of_the_way():
     assert smoke(load_objective("digits"), config).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-4, 0.5])
 def test_a_rate_that_is_far_off_is_not_the_models_fault(lr):
     config = TrainConfig(lr=lr, model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.0})
@@ -114,6 +115,7 @@ class _Bound(nn.Module):
         return nn.functional.cross_entropy(output, target, reduction="none") * 30 + self.least
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_floor_of_its_own_is_judged_above_it(objective_with):
     loss = {"loss": lambda *_: _Bound(40.0)}
     blamed = smoke(objective_with(**loss), steps=200)

@@ -141,6 +141,7 @@ def filed(objective_with, tmp_path):
     return make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [None, 2])
 def test_data_may_be_loaded_sample_by_sample(filed, wine, workers):
     config = {"batch_size": 16, "lr": 0.02}

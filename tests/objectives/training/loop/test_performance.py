@@ -32,6 +32,7 @@ def _fit(objective, config, epochs=2):
     return Trainer(objective, config, epochs=epochs, seed=0).fit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.5}])
 def test_recomputed_activations_change_no_bit_and_leave_no_trace(settings):
     digits = load_objective("digits")
@@ -75,6 +76,7 @@ def test_channels_last_reaches_the_convolutions_and_not_the_result():
     assert all(tensor.is_contiguous() for tensor in result.model.state_dict().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["traced alone", pytest.param("compiled to C++", marks=[needs_headers, pytest.mark.soak])]
 )
@@ -94,6 +96,7 @@ def test_a_model_is_compiled_when_asked_for(wine, monkeypatch, backend):
     assert all(module._compiled_call_impl is None for module in result.model.modules())
 
 
+@pytest.mark.slow
 def test_where_compiling_fails_the_run_goes_on_and_says_why(wine, monkeypatch, tmp_path):
     def broken(*_args, **_kwargs):
         raise RuntimeError("no compiler here\nand a long trace")
@@ -140,6 +143,7 @@ def test_peak_memory_is_recorded_on_a_gpu(wine):
     assert result.history[0].metrics["peak_memory_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch, tmp_path):
     _without_cpp(monkeypatch)
 

@@ -76,6 +76,7 @@ def undisturbed():
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize(
     ("name", "point"),

@@ -65,6 +65,7 @@ def test_overfitting_is_called_so(objective_with, tmp_path):
     assert "above its lowest: later epochs overfitted" in gap
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_alike_is_not_called_overfit(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert "No wide gap" in _section(text, "Train against validation")
@@ -75,6 +76,7 @@ def test_underfitting_is_called_so(wine, tmp_path):
     assert "more epochs may do better (underfit)" in text
 
 
+@pytest.mark.slow
 def test_a_loss_that_has_come_to_rest_is_not_called_underfit(wine, tmp_path):
     """A rate that fades out lowers the loss to the last epoch, by less and less."""
     config = TrainConfig(optimizer="sgd", lr=0.1, batch_size=16, schedule="exponential", warmup_fraction=0.0)
@@ -98,6 +100,7 @@ def test_copies_in_the_validation_split_are_counted(objective_with, tmp_path):
     assert _section(clean, "Possible leakage") == "None seen."
 
 
+@pytest.mark.slow
 def test_a_split_of_copies_is_flagged_by_its_curve(objective_with, tmp_path):
     """Each case is there ten times, with a noise that hides it from a comparison of bits."""
 
@@ -193,6 +196,7 @@ def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
     assert re.search(r"the training loss rose from \S+ to \S+ in epoch \d+", text)
 
 
+@pytest.mark.slow
 def test_the_smoke_test_is_quoted(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
     assert "Not run here; `hpsearch smoke Wine` overfits one batch." in before
@@ -205,6 +209,7 @@ def test_the_smoke_test_is_quoted(wine, tmp_path):
     assert "FAILED: do not trust this model" in _report(wine, tmp_path / "c")[1]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_named(wine, tmp_path):
     _, text = _report(wine, tmp_path)
     assert f"- best, for promotion: `{tmp_path / 'best.pt'}`" in text
@@ -220,6 +225,7 @@ def test_the_flow_of_gradients_is_drawn_from_the_noted_steps(wine, tmp_path):
     assert not (tmp_path / "quiet" / "gradients.png").exists()
 
 
+@pytest.mark.slow
 def test_the_share_of_the_largest_class_stands_beside_the_accuracy(objective_with, tmp_path):
     def data(_self, seed):
         torch.manual_seed(seed)

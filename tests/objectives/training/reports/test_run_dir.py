@@ -42,6 +42,7 @@ def test_a_local_run_keeps_checkpoints_in_its_directory(wine, tmp_path):
         assert part in state
 
 
+@pytest.mark.slow
 def test_a_new_run_in_an_old_directory_keeps_no_old_numbers(wine, tmp_path):
     for lr in (0.1, 0.001):  # these sessions restore nothing
         result = fit(wine, TrainConfig(lr=lr), session=Memory(), run_dir=tmp_path, epochs=2)
