@@ -39,7 +39,7 @@ ROOMS = (
     *("objectives.training.conclude", "objectives.training.trainer"),
     "objectives.training.checks",
     "objectives.training",
-    *("objectives.own_loop", "objectives.fit"),
+    *("objectives.own_loop", "objectives.adapters", "objectives.fit"),
     *("objectives.loading", "objectives.template"),
     "objectives",
     *("objectives.digits", "objectives.breast_cancer"),

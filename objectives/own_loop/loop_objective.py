@@ -50,13 +50,14 @@ class LoopObjective(BaseObjective):
     def run(self, trial: LoopTrial) -> None:
         """Trains the trial to its end, or to where `trial.epochs()` ends it."""
 
-    def test(self, best: Any, config: Any, device: torch.device) -> Mapping[str, float]:
+    def test(self, best: Any, config: Any, device: torch.device, seed: int) -> Mapping[str, float]:
         """Scores on the test set, the study's metric among them, for `open-test`.
 
         Args:
             best: what `trial.report` was given as `best`, or as `state`, in the best epoch.
             config: of the trial.
             device: to compute on.
+            seed: by which the study's data is divided, `trial.split_seed` in `run`.
         """
         raise NotImplementedError
 

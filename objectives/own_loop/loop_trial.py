@@ -67,13 +67,18 @@ class LoopTrial:
         """The answer to the last report."""
         return self._verdict
 
+    @property
+    def ended(self) -> bool:
+        """Whether no epoch is left: all are done, or the last report was answered by an end."""
+        return self._verdict is not Verdict.CONTINUE or self._progress.next_epoch >= self.total_epochs
+
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, 0-based, each with its generators seeded; it ends where the trial does.
 
         Raises:
             ObjectiveError: an epoch was not reported.
         """
-        while self._verdict is Verdict.CONTINUE and self._progress.next_epoch < self.total_epochs:
+        while not self.ended:
             epoch = self._progress.next_epoch
             set_seed(self.seed, "epoch", epoch)
             self._epoch, self._started, self._within = epoch, time.perf_counter(), True

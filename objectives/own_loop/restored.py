@@ -22,13 +22,14 @@ class RestoredLoop:
     config: Any
     best: Any
     seed: int
+    split_seed: int
 
     def test(self) -> dict[str, float]:
         """Scores on the test set, by the objective's own `test`: what is seen once cannot be unseen."""
         objective, who = self.objective, type(self.objective).__name__
         with users_code(f"{who}.test"), reproducible(deterministic=False):
             set_seed(self.seed, "test")
-            found = objective.test(self.best, self.config, torch.device("cpu"))
+            found = objective.test(self.best, self.config, torch.device("cpu"), self.split_seed)
             scores = {str(name): float(value) for name, value in found.items()}
         if objective.metric not in scores:
             hint = nearest(objective.metric, list(scores))
@@ -44,7 +45,8 @@ def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredL
     """
     if not objective.defines("test"):
         raise ObjectiveError(f"{objective.name} has no test(): define it to score the best of a search on the test set")
-    return RestoredLoop(objective, config_of(objective, best["config"]), best["model"], best["seed"])
+    config = config_of(objective, best["config"])
+    return RestoredLoop(objective, config, best["model"], best["seed"], best["split_seed"])
 
 
 def config_of(objective: LoopObjective, values: Mapping[str, Any]) -> Any:

@@ -6,8 +6,17 @@ import re
 
 from docs.rooms import ROOT
 
-TEXT = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
-RECIPES = dict(zip(re.findall(r"^## (.+)$", TEXT, re.M), re.findall(r"```python\n(.*?)```", TEXT, re.S), strict=True))
+_SECTIONS = (ROOT / "docs" / "how-to" / "recipes.md").read_text().split("\n## ")[1:]
+
+
+def _blocks(language: str) -> dict[str, str]:
+    found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in _SECTIONS}
+    return {title: "\n".join(blocks) for title, blocks in found.items() if blocks}
+
+
+RECIPES = _blocks("python")
+DIFFS = _blocks("diff")  # what it took to make one of a script
+assert len(RECIPES) == len(_SECTIONS)
 
 
 def name_in(recipe: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from objectives import load_objective
 from objectives.fit import fit
 from objectives.training.reports.describe import search_space
-from tests.docs.recipes import RECIPES, name_in
+from tests.docs.recipes import DIFFS, RECIPES, name_in
 
 
 @pytest.mark.slow
@@ -23,3 +24,11 @@ def test_a_recipe_trains(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     history = fit(objective, objective.default_config(), epochs=3, seed=0, device="cpu").history
     values = [record.metrics[f"val_{objective.metric}"] for record in history]
     assert max(values[1:]) >= values[0] if objective.direction == "maximize" else min(values[1:]) <= values[0]
+
+
+@pytest.mark.parametrize("title", DIFFS)
+def test_a_script_becomes_an_objective_by_few_lines(title: str) -> None:
+    lines = DIFFS[title].splitlines()
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
+    assert len(lines) <= 15
+    assert not [line for line in added if line not in re.split(r"\n\s*", RECIPES[title])]

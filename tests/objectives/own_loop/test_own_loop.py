@@ -60,7 +60,7 @@ class Gan(LoopObjective):
     def before(self, trial, epoch):
         pass
 
-    def test(self, best, config, device):
+    def test(self, best, config, device, seed):
         drawing = self.parts(config)["drawing"]
         drawing.load_state_dict(best)
         with torch.no_grad():
@@ -257,7 +257,7 @@ def test_a_configuration_may_be_a_dataclass_of_ones_own(tmp_path):
             for _ in trial.epochs():
                 trial.report({"distance": trial.config.lr})
 
-        def test(self, best, config, device):
+        def test(self, best, config, device, seed):
             return {"distance": config.lr}
 
     result = _fit(Typed(), LocalSession(tmp_path))

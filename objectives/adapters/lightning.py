@@ -1,0 +1,208 @@
+"""Lightning within an own loop: `fit` trains a module and reports its epochs, `test` scores the best of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+
+from objectives.adapters.names import bare_names
+from objectives.errors import ObjectiveError
+from objectives.training.reproducibility.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from objectives.own_loop.loop_trial import LoopTrial
+
+_QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+_OF_THE_TRIAL = ("max_epochs", "max_steps", "check_val_every_n_epoch", "accelerator", "devices", "default_root_dir")
+
+
+def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) -> None:
+    """Trains a module with Lightning's `Trainer` as a trial's loop, on from where the trial was left.
+
+    It validates each epoch and reports what the module logs: `val_NAME` and `val/NAME` as NAME, the rest as it is. The
+    state is Lightning's own checkpoint, and `best` the module's `state_dict`. A resumed epoch draws what the
+    undisturbed one would: loaders shuffle by the trial's seed and the epoch. Only processes that a loader keeps over
+    epochs (`persistent_workers=True`) draw something else after a resume.
+
+    Args:
+        trial: what `run`, or a function objective, was given.
+        module: to train.
+        data: a `LightningDataModule`, or a tuple of the loaders for training and for validation.
+        trainer: settings of `lightning.Trainer`, but for those that the trial decides.
+
+    Raises:
+        ObjectiveError: a setting is one that the trial decides.
+    """
+    if decided := [name for name in _OF_THE_TRIAL if name in trainer]:
+        raise ObjectiveError(f"fit(): {decided[0]} is decided by the trial: leave it out")
+    memory = _Memory(trial.state)
+    settings = {
+        **_QUIET,
+        **trainer,
+        **_device(trial.device),
+        "max_epochs": trial.total_epochs,
+        "default_root_dir": trial.folder,
+        "callbacks": [*_listed(trainer.get("callbacks")), _Reports(trial, memory)],
+        # Nobody else's environment: within Slurm Lightning would requeue the job by itself.
+        "plugins": [*_listed(trainer.get("plugins")), LightningEnvironment(), memory],
+    }
+    resumed = None if trial.state is None else _Memory.PATH
+    with _quiet():
+        Trainer(**settings).fit(module, **_loaders(data), ckpt_path=resumed)
+
+
+def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer: Any) -> dict[str, float]:
+    """Scores on the test set: what the module's `test_step` logs, `test_NAME` and `test/NAME` as NAME.
+
+    Args:
+        module: made as for `fit`.
+        best: what the objective's `test` is given.
+        data: a `LightningDataModule`, or the loader of the test set.
+        trainer: settings of `lightning.Trainer`.
+    """
+    module.load_state_dict(dict(best))
+    environment = [*_listed(trainer.pop("plugins", None)), LightningEnvironment()]
+    settings = {**_QUIET, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1, **trainer}
+    where = {"datamodule": data} if isinstance(data, LightningDataModule) else {"dataloaders": data}
+    with _quiet():
+        found = Trainer(**settings, plugins=environment).test(module, **where, verbose=False)
+    return bare_names({name: float(value) for part in found for name, value in part.items()}, "test")
+
+
+class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked into
+    """Lightning's checkpoint on its way to the trial's state and back."""
+
+    PATH = "the trial's state"
+
+    def __init__(self, state: Any) -> None:
+        self.checkpoint: dict[str, Any] = {} if state is None else state["checkpoint"]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 Lightning's
+        """Take it, but for the hyperparameters: the module is made from the trial's configuration."""
+        self.checkpoint = {
+            name: _plain(part) for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)
+        }
+
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:  # noqa: ARG002 Lightning's
+        """Give it."""
+        return self.checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """There is no file."""
+
+
+_HYPERPARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
+
+
+class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is called when all else has logged
+    """Makes an epoch of Lightning one of the trial's."""
+
+    def __init__(self, trial: LoopTrial, memory: _Memory) -> None:
+        self._trial, self._memory = trial, memory
+        self._epochs = trial.epochs()
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._first = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
+        """Undo what a trial cannot bear, and do what Lightning leaves out when it resumes."""
+        # Lightning leaves an epoch in the middle at a SIGTERM; the worker's own handler lets it end, and keeps it.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self._trial.state is not None:
+            _step_plateaus(trainer, self._trial.state["logged"])
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 Lightning's
+        """Begin the trial's epoch, which seeds the generators; the loaders have their own."""
+        epoch = next(self._epochs)
+        if epoch != trainer.current_epoch:
+            raise ObjectiveError(
+                f"fit() is at epoch {trainer.current_epoch + 1}, the trial at {epoch + 1}: call it once"
+            )
+        loaders = CombinedLoader(trainer.train_dataloader, "max_size").flattened
+        for number, loader in enumerate(loaders):
+            for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                if holder is not None and hasattr(holder, "generator"):
+                    seed = derive_seed(self._trial.seed, "shuffle", epoch, number)
+                    holder.generator = torch.Generator().manual_seed(seed)
+        if self._first:  # these loaders were begun before they were seeded; later ones begin after this
+            iter(trainer.fit_loop._data_fetcher)
+            self._first = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report the epoch, and end with the trial."""
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        trainer.save_checkpoint(_Memory.PATH, weights_only=False)
+        metrics = bare_names(logged, "val")
+        metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
+        state = {"checkpoint": self._memory.checkpoint, "logged": logged}
+        self._trial.report(metrics, state=state, best=pl_module.state_dict())
+        if self._trial.ended:
+            trainer.should_stop = True
+
+
+def _step_plateaus(trainer: Trainer, logged: Mapping[str, float]) -> None:
+    """Step the schedulers that follow a metric: an epoch's checkpoint is from before that, and Lightning drops it."""
+    for found in trainer.lr_scheduler_configs:
+        due = found.interval == "epoch" and trainer.current_epoch % found.frequency == 0
+        if found.reduce_on_plateau and due and found.monitor in logged:
+            found.scheduler.step(logged[found.monitor])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning tells of each `Trainer`, which a night of trials would repeat."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # its own use of torch
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """The settings of a `Trainer` for one device."""
+    if device.type == "cuda":
+        return {"accelerator": "cuda", "devices": [device.index or 0]}
+    return {"accelerator": device.type, "devices": 1}
+
+
+def _loaders(data: Any) -> dict[str, Any]:
+    if isinstance(data, LightningDataModule):
+        return {"datamodule": data}
+    if not isinstance(data, tuple) or len(data) != 2:
+        what = type(data).__name__
+        raise ObjectiveError(f"fit(): data must be a LightningDataModule, or (training, validation), not {what}")
+    return {"train_dataloaders": data[0], "val_dataloaders": data[1]}
+
+
+def _listed(given: Callback | list[Any] | None) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _plain(tree: Any) -> Any:
+    """Mappings of classes of their own as dictionaries, which a checkpoint can hold."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    return type(tree)(map(_plain, tree)) if type(tree) in (list, tuple) else tree

@@ -1,0 +1,147 @@
+"""Hugging Face's Trainer within an own loop: `train` trains it and reports its epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from objectives.adapters.names import bare_names
+from objectives.errors import ObjectiveError
+from objectives.training.reproducibility.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from objectives.own_loop.loop_trial import LoopTrial
+
+_SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
+_OF_THE_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")
+
+
+def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
+    """`transformers.TrainingArguments` of a trial: its epochs, seed and device, with an evaluation after each epoch.
+
+    Args:
+        trial: what `run`, or a function objective, was given.
+        settings: of `TrainingArguments`, but for those that the trial decides.
+
+    Raises:
+        ObjectiveError: a setting is one that the trial decides, or the Trainer would not train on the trial's device.
+    """
+    if decided := [name for name in _OF_THE_TRIAL if name in settings]:
+        raise ObjectiveError(f"training_arguments(): {decided[0]} is decided by the trial: leave it out")
+    seed = derive_seed(trial.seed, "transformers") % 2**31
+    defaults = {"report_to": "none", "output_dir": trial.folder or tempfile.mkdtemp(), "disable_tqdm": True}
+    arguments = TrainingArguments(
+        **{**defaults, **settings},
+        num_train_epochs=trial.total_epochs,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        seed=seed,
+        data_seed=seed,
+        use_cpu=trial.device.type == "cpu",
+    )
+    if arguments.device.type != trial.device.type or (arguments.device.index or 0) != (trial.device.index or 0):
+        raise ObjectiveError(
+            f"the Trainer would train on {arguments.device}, the trial on {trial.device}: "
+            "show the worker one device only, by CUDA_VISIBLE_DEVICES"
+        )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # a trial is not spread over all that there are
+    return arguments
+
+
+def train(trial: LoopTrial, trainer: Trainer) -> None:
+    """Trains a `transformers.Trainer` as a trial's loop, on from where the trial was left.
+
+    What an evaluation gives is reported, `eval_NAME` as NAME; the loss of training as `train_loss`. The state is the
+    Trainer's own checkpoint folder, and `best` the model's `state_dict`. A resumed epoch draws what the undisturbed
+    one would.
+
+    Args:
+        trial: what `run`, or a function objective, was given.
+        trainer: with arguments that `training_arguments` made.
+
+    Raises:
+        ObjectiveError: the arguments were made otherwise.
+    """
+    arguments = trainer.args
+    if (arguments.num_train_epochs, arguments.save_strategy) != (trial.total_epochs, "epoch"):
+        raise ObjectiveError("train(): make the Trainer's arguments by training_arguments(trial, ...)")
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(_Reports(trial, trainer.model))
+    resumed = None
+    if trial.state is not None:
+        resumed = Path(arguments.output_dir) / "resumed"
+        _unpack(trial.state["folder"], resumed)
+    with _quiet():
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+
+
+class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+    """Makes an epoch of a Trainer one of the trial's."""
+
+    def __init__(self, trial: LoopTrial, model: torch.nn.Module) -> None:
+        self._trial, self._model = trial, model
+        self._epochs = trial.epochs()
+        self._metrics: dict[str, float] = {}
+
+    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 a Trainer's
+        """Begin the trial's epoch, which seeds the generators."""
+        next(self._epochs, None)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **_: Any) -> None:  # noqa: ARG002 a Trainer's
+        """Take what the evaluation gave; with several data sets it is called once for each."""
+        self._metrics |= bare_names(metrics, "eval")
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        """Report the epoch, and end with the trial."""
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        metrics = {name: value for name, value in self._metrics.items() if not name.endswith(_SPEED)}
+        losses = [line["loss"] for line in state.log_history if "loss" in line]
+        if losses:
+            metrics["train_loss"] = losses[-1]
+        rates = [line["learning_rate"] for line in state.log_history if "learning_rate" in line]
+        if rates:
+            metrics["lr"] = rates[-1]
+        packed = _pack(folder)
+        shutil.rmtree(folder)
+        self._metrics = {}
+        self._trial.report(metrics, state={"folder": packed}, best=self._model.state_dict())
+        if self._trial.ended:
+            control.should_training_stop = True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a progress bar for each checkpoint."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _pack(folder: Path) -> dict[str, torch.Tensor]:
+    """The files of a checkpoint, as bytes; the generators' states are left out, for each epoch is seeded."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("rng_state")]
+    return {path.relative_to(folder).as_posix(): torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
+
+
+def _unpack(files: Mapping[str, torch.Tensor], folder: Path) -> None:
+    for name, content in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ObjectiveError(f"the state names a file outside of its folder: {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.numpy().tobytes())

@@ -1,0 +1,34 @@
+"""Runs that are stopped again and again, beside one that nobody disturbed."""
+
+import torch
+
+from objectives.fit import fit
+from objectives.training import LocalSession, Verdict
+from tests.objectives.training.support import exact
+
+
+class Stopped(LocalSession):
+    """Ends a run after an epoch; the epochs before it were reported in earlier runs."""
+
+    def __init__(self, folder, after):
+        super().__init__(folder)
+        self._after = after
+
+    def report(self, record):
+        return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE
+
+
+def trained(objective, session, *, epochs=5):
+    return fit(objective, objective.default_config(), epochs=epochs, seed=7, session=session, device="cpu")
+
+
+def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):
+    """A run that is left after each of these epochs is the undisturbed one, to the last bit."""
+    whole = trained(objective, LocalSession(folder / "whole"), epochs=epochs)
+    for epoch in after:
+        stopped = trained(objective, Stopped(folder / "parts", epoch), epochs=epochs)
+        assert (stopped.status, len(stopped.history)) == ("stopped", epoch + 1)
+    resumed = trained(objective, LocalSession(folder / "parts"), epochs=epochs)
+    assert exact(resumed.history) == exact(whole.history)
+    assert all(torch.equal(resumed.best[name], weights) for name, weights in whole.best.items())
+    return whole
