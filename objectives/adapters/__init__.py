@@ -1,4 +1,4 @@
 """Adapters: trainers of other libraries within an own loop, each needing its library.
 
-Imports: errors, own_loop, reproducibility.
+Imports: errors, reproducibility, own_loop.
 """
