@@ -130,7 +130,7 @@ def test_preparation_is_done_once_on_a_machine_whoever_asks_and_whoever_is_kille
     fork = multiprocessing.get_context("fork")
     askers = [fork.Process(target=_ask) for _ in range(3)]
     askers[0].start()
-    _until((tmp_path / "calls").exists)
+    _until(lambda: (tmp_path / "calls").exists() and (tmp_path / "calls").read_text())
     os.kill(askers[0].pid, signal.SIGKILL)
     askers[0].join()
     for asker in askers[1:]:
@@ -145,7 +145,9 @@ def test_preparation_is_done_once_on_a_machine_whoever_asks_and_whoever_is_kille
 
 
 def _until(holds):
+    deadline = time.monotonic() + 600
     while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
