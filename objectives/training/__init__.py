@@ -6,7 +6,7 @@ from objectives.training.data.preprocess import Standardize
 from objectives.training.data.samplers import ByLength
 from objectives.training.data.samples import fingerprint_files, padded
 from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.metrics import Metrics, classification
 from objectives.training.evaluation.step import Step
 from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from objectives.training.reproducibility.metrics_file import EpochRecord
@@ -31,6 +31,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "Verdict",
+    "classification",
     "evaluate",
     "fingerprint_files",
     "padded",

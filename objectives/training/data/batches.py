@@ -12,6 +12,7 @@ from torch import Tensor
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.loader import Augment, loaded
 from objectives.training.data.samplers import Order
+from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, moved, taken
 from objectives.training.reproducibility.seeds import derive_seed
 
@@ -90,6 +91,9 @@ class _LoaderFeed(_Feed):
     def windows(self, epoch: int) -> Iterator[Window]:
         found = list(self._order.windows(epoch, torch.device("cpu")))
         batches = [rows for window in found for rows in window]
+        samples: object = self._train.samples
+        if isinstance(samples, Stream):
+            samples.set_epoch(epoch)
         stream = self._loaded(batches, self._augment, derive_seed(self._seed, "load", epoch))
         for window in found:
             yield tuple([Pending(len(rows), partial(self._move, next(stream))) for rows in window])

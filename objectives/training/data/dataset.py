@@ -24,6 +24,7 @@ from objectives.training.data.samples import (
     targets_of,
 )
 from objectives.training.data.split import Rows, by_time, divide
+from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, form, map_tensors, moved, taken, tensors
 
 
@@ -73,8 +74,9 @@ class Dataset:
         collate: Collate | None = None,
         fingerprint: str | None = None,
         targets: Any | None = None,
+        length: int | None = None,
     ) -> Dataset:
-        """A dataset over samples: a torch map-style or Hugging Face dataset, or a list, whatever a sample is.
+        """A dataset over samples: a torch or Hugging Face dataset, or a list, whatever a sample is.
 
         Args:
             samples: what has a length and gives a sample by its number: a pair of input and target, or a dictionary in
@@ -83,14 +85,22 @@ class Dataset:
             fingerprint: what says that the contents are the same: see `fingerprint_files`. A Hugging Face dataset has
                 its own, and a list in memory is read.
             targets: one a sample [n], for strata and for metrics; unless given, `samples.targets` or the column.
+            length: how many samples are an epoch, of what is only iterated over, such as an `IterableDataset`: it is
+                read in its own order, by at most one process, and shuffles by itself where it shall.
 
         Raises:
             ObjectiveError: there is no length, or no fingerprint.
         """
         what = type(samples).__name__
+        if length is not None and not isinstance(samples, Stream):
+            samples = Stream(samples, length)
+        if isinstance(samples, torch_data.IterableDataset):
+            raise ObjectiveError(f"{what} needs a length=: how many samples are an epoch")
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
             raise ObjectiveError(f"{what} has no length or gives no sample by its number: make it a map-style Dataset")
         known = fingerprint or fingerprint_of(samples)
+        if known is None and isinstance(samples, Stream):
+            raise ObjectiveError(f"{what} needs a fingerprint=, which says what the data are")
         if known is None:
             if not isinstance(samples, (list, tuple)):
                 raise ObjectiveError(f"{what} needs a fingerprint=, such as fingerprint_files(folder)")
@@ -105,6 +115,11 @@ class Dataset:
         if self.samples is not None:
             return len(self.samples)
         return len(self.x) if isinstance(self.x, Mapped) else len(next(tensors(self.x))[1])
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its samples come in an order of their own."""
+        return isinstance(self.samples, Stream)
 
     @property
     def in_memory(self) -> bool:
@@ -285,7 +300,11 @@ def _whole(
     x: Any, y: Any, load: Callable[[Tensor], Tensor] | None, collate: Collate | None, fingerprint: str | None
 ) -> Dataset:
     """All of the data, before they are divided."""
-    if isinstance(x, torch_data.IterableDataset) or (hasattr(x, "__getitem__") and not is_arrays(x)):
+    if isinstance(x, torch_data.IterableDataset):
+        raise ObjectiveError(
+            f"{type(x).__name__} cannot be divided: give Splits(train, val, test), each by Dataset.of(stream, length=)"
+        )
+    if hasattr(x, "__getitem__") and not is_arrays(x):
         return Dataset.of(x, collate=collate, fingerprint=fingerprint, targets=y)
     if collate is not None:
         if y is not None and len(x) != len(y):

@@ -66,7 +66,7 @@ def loaded(
     loader = torch_data.DataLoader(
         _Batches(dataset, batches, augment, seed),
         batch_size=None,
-        num_workers=num_workers,
+        num_workers=min(num_workers, 1) if dataset.is_stream else num_workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
         worker_init_fn=start,

@@ -75,7 +75,8 @@ def _without_targets(metric: str) -> Metrics:
     if metric in BINARY or metric in REGRESSION:
         return binary() if metric in BINARY else regression()
     if metric in CLASSIFICATION:
-        raise MetricError(metric, "needs the number of classes: give the data targets=, or override metrics()")
+        remedy = "give the data targets=, or define metrics(), as classification(10)"
+        raise MetricError(metric, f"needs the number of classes: {remedy}")
     raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
 
 

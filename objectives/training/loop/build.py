@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
@@ -80,7 +81,7 @@ def build(
             augment(splits.train.inputs(slice(0, 2)))
     in_memory = config.num_workers is None and splits.val.in_memory
     with users_code(f"{who}.sampler"):
-        order = Order(len(splits.train), config, seed, objective.sampler(config, splits.train))
+        order = _order(objective, config, splits.train, seed)
     epoch_steps = order.steps
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
     maximize = objective.direction == "maximize"
@@ -219,6 +220,15 @@ def _check_pairs(loss: nn.Module, y: Tensor, output: Tensor) -> None:
 
 def _dims(shape: list[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
+
+
+def _order(objective: Objective, config: TrainConfig, train: Dataset, seed: int) -> Order:
+    sampler = objective.sampler(config, train)
+    if not train.is_stream:
+        return Order(len(train), config, seed, sampler)
+    if sampler is not None:
+        raise ObjectiveError("a stream comes in an order of its own: leave the sampler out")
+    return Order(len(train), config, seed, SequentialSampler(range(len(train))))
 
 
 def _check_length(config: TrainConfig, samples: int, total_steps: int, epoch_steps: int) -> None:

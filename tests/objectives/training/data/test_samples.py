@@ -111,7 +111,7 @@ def _fails_at(number):
     [
         (lambda: Splits.make(SEQUENCES, np.arange(40), seed=0), r"x is ragged: sample 0 has shape \[7\] and sample 1 .*"
          "give collate=, which makes a batch of a list of samples, such as `padded`"),
-        (lambda: Splits.make(_Endless(), seed=0), "_Endless has no length or gives no sample by its number"),
+        (lambda: Splits.make(_Endless(), seed=0), "_Endless cannot be divided: give Splits"),
         (lambda: Dataset.of(range(9)), "range needs a fingerprint=, such as fingerprint_files"),
         (lambda: Dataset.of([object()] * 3), "sample 0 holds a object: give fingerprint="),
         (lambda: Dataset.of([1, 2], targets=[1]), "there are 2 samples and 1 targets"),

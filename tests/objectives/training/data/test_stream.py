@@ -1,0 +1,102 @@
+"""Samples that come one after the other, as a torch `IterableDataset` gives them."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import data as torch_data
+
+from objectives import Objective, ObjectiveError
+from objectives.training import Dataset, LocalSession, Splits, TrainConfig, Trainer, Verdict, classification
+from tests.objectives.training.support import exact, fit, same_result
+
+
+class Numbers(torch_data.IterableDataset):
+    """Rows of four numbers and whether their sum is positive; drawn anew each time, by numpy's generator."""
+
+    def __init__(self, count=None):
+        self.count, self.begun, self.epochs = count, 0, []
+
+    def __iter__(self):
+        self.begun += 1
+        for _ in range(self.count) if self.count else itertools.count():
+            x = np.random.randn(4).astype("float32")
+            yield x, int(x.sum() > 0)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Sums(Objective):
+    epochs = 4
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+    def data(self, seed):
+        self.source = Numbers()
+        return Splits(*(Dataset.of(self.source, length=n, fingerprint=f"sums-{n}") for n in (200, 60, 61)))
+
+    def metrics(self, train):
+        return classification(2)
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_it_is_read_once_an_epoch_and_learned_from():
+    objective = Sums()
+    result = fit(objective, TrainConfig(lr=0.05, batch_size=16), epochs=3)
+    assert result.best_value > 0.8
+    assert objective.source.epochs == [0, 1, 2]
+    assert objective.source.begun < 15, "a pass begins it once"
+
+
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_it_is_resumed_to_the_last_bit(workers, tmp_path):
+    class Stopped(LocalSession):
+        def report(self, record):
+            return Verdict.STOP if record.epoch == 1 else Verdict.CONTINUE
+
+    config = TrainConfig(lr=0.05, batch_size=16, num_workers=workers)
+    whole = fit(Sums(), TrainConfig(lr=0.05, batch_size=16))
+    assert Trainer(Sums(), config, epochs=5, seed=0, session=Stopped(tmp_path)).fit().status == "stopped"
+    resumed = fit(Sums(), config, session=LocalSession(tmp_path))
+    assert exact(resumed.history) == exact(whole.history), "whoever reads it"
+    same_result(resumed, whole)
+
+
+def test_validation_sees_the_same_samples_each_time():
+    data = Dataset.of(list(range(5)), length=5, fingerprint="five", collate=lambda rows: (torch.tensor(rows),) * 2)
+    assert [data.batch(torch.arange(2, 4)).x.tolist() for _ in range(2)] == [[2, 3]] * 2
+    assert data.batch(slice(0, 5)).x.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dataset.of(Numbers()), "Numbers needs a length=: how many samples are an epoch"),
+        (lambda: Dataset.of(Numbers(), length=9), "Numbers needs a fingerprint="),
+        (lambda: Dataset.of(Numbers(), length=0), "length=0: an epoch of a stream has at least one sample"),
+        (
+            lambda: Splits.make(Numbers(), seed=0),
+            r"Numbers cannot be divided: give Splits\(train, val, test\), each by Dataset.of\(stream, length=\)",
+        ),
+        (
+            lambda: Dataset.of(Numbers(3), length=9, fingerprint="x").batch(slice(0, 5)),
+            "the stream ended after 3 samples: give that as its length, not 9",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(make, message):
+    with pytest.raises(ObjectiveError, match=message) as told:
+        make()
+    assert "\n" not in str(told.value)
+
+
+def test_a_sampler_has_nothing_to_choose():
+    objective = type("Chosen", (Sums,), {"sampler": lambda *_: torch_data.SequentialSampler(range(3))})()
+    with pytest.raises(ObjectiveError, match="a stream comes in an order of its own: leave the sampler out"):
+        fit(objective)
