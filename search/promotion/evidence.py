@@ -15,6 +15,8 @@ from search.study.study import StoredStudy
 from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
 from storage.mlflow.health import one_line
+from storage.mlflow.registry import Registry
+from storage.mlflow.weights_model import why_weights_only
 from storage.records.test_openings import Opening, read_opening
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Evidence:
         finalists: the finalists' table; None without any.
         test: the opening of the test set for this trial, with its scores; None while it is sealed.
         unconfirmed: why the choice of this trial is not confirmed; empty when it is.
+        weights_only: why the model is but a checkpoint, which takes the objective's code; empty when it is exported.
     """
 
     study: str
@@ -66,6 +69,7 @@ class Evidence:
     finalists: dict[str, Any] | None
     test: dict[str, Any] | None
     unconfirmed: str
+    weights_only: str = ""
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values for the database."""
@@ -73,7 +77,7 @@ class Evidence:
 
 
 def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient) -> Evidence:
-    """Return what is known of a trial now; what MLflow does not give is left out."""
+    """Return what is known of a trial and its model now; what MLflow does not give is left out."""
     finalists = read_finalists(study)
     opening = read_opening(study.engine, study.study_id)
     run_id = str(trial.user_attrs[RUN_ID])
@@ -99,6 +103,7 @@ def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient
         finalists=None if finalists is None else asdict(finalists),
         test=_opening(opening) if for_it else None,
         unconfirmed=why_unconfirmed(study, trial.number),
+        weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
     )
 
 

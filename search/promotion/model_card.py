@@ -8,6 +8,7 @@ from typing import Any
 from search.promotion.evidence import Evidence
 from search.study.summary import format_value
 from storage.mlflow.registry import DESCRIPTION_LIMIT
+from storage.mlflow.weights_model import CHECKPOINT
 
 HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's
 
@@ -41,9 +42,18 @@ def _card(evidence: Evidence, address: str) -> list[str]:
     ]
     if evidence.finalists is not None:
         lines += ["", *_finalists(evidence.finalists, evidence.metric)]
-    lines += ["", f'Load it with `mlflow.pytorch.load_model("{address}")`.', ""]
+    lines += ["", _loading(evidence, address), ""]
     lines += _table(("parameter", "value"), [(key, format_value(value)) for key, value in evidence.params.items()])
     return lines
+
+
+def _loading(evidence: Evidence, address: str) -> str:
+    if not evidence.weights_only:
+        return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
+    return (
+        f"It cannot be exported ({evidence.weights_only}): it is its checkpoint, `{CHECKPOINT}`, which takes the code "
+        "of the objective: `objectives.fit.restore(objective, torch.load(path, weights_only=True))`."
+    )
 
 
 def _confirmation(evidence: Evidence) -> list[str]:

@@ -19,17 +19,20 @@ from torch import nn
 from objectives import Objective, load_objective
 from objectives.fit import model_objective
 from objectives.training import Splits, TrainConfig, evaluate
+from objectives.training.checks.held_out import restore_best
 from objectives.training.data.tree import tensors
 from objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluation_rows
 from objectives.training.evaluation.metrics import as_metrics
 from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.stepping import build_stepping
+from objectives.training.reproducibility import checkpoint
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
 from search.study.steering import find_trial
 from search.study.study import StoredStudy, load_study
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import Registry, Version
+from storage.mlflow.weights_model import fetch_checkpoint, why_weights_only
 from storage.records.promotions import trials_of_runs
 from storage.study_storage import PostgresStorage
 
@@ -51,6 +54,7 @@ class Check:
         recorded: the trial's value.
         scored: what the predictions of the other process score; None when it could not load or run the model.
         why: what is different, or what the other process died of; empty when the value is reproduced.
+        weights_only: why the model was loaded by the objective's code; empty where it was served alone.
     """
 
     version: Version
@@ -60,6 +64,7 @@ class Check:
     recorded: float
     scored: float | None
     why: str
+    weights_only: str = ""
 
 
 def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *, tolerance: float = TOLERANCE) -> Check:
@@ -85,17 +90,33 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     objective.judge_by(study.spec.metric, study.spec.direction)
     splits, _ = prepared_splits(objective, study.spec.seed)
     changed = _changes(study, objective, splits, version)
+    scored: float | None
+    why_weights = why_weights_only(tracking.client, version.model_id)
     with tempfile.TemporaryDirectory(prefix="hpsearch-serve-") as folder:
-        config = objective.configure(optuna.trial.FixedTrial(trial.params))
-        rows = evaluation_rows(config)
-        _write_inputs(splits, Path(folder), rows)
-        predictions, error = _predict(version, objective, tracking.uri, Path(folder))
-    scored = None
-    if predictions is not None:
-        scored = _judge(predictions, objective, splits, config)
-        if not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
-            error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
-    return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error)
+        if why_weights:
+            scored, error = _score_weights(version, objective, tracking.uri, Path(folder)), ""
+        else:
+            config = objective.configure(optuna.trial.FixedTrial(trial.params))
+            scored, error = _score_alone(version, objective, config, splits, tracking.uri, Path(folder))
+    if scored is not None and not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
+        error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
+    return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error, why_weights)
+
+
+def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:
+    """Return what a model that is but its checkpoint scores in the objective's code."""
+    assert version.model_id is not None
+    path = fetch_checkpoint(version.model_id, folder, tracking_uri=tracking_uri)
+    return restore_best(objective, checkpoint.read(path)).validate()[objective.metric]
+
+
+def _score_alone(
+    version: Version, objective: Objective, config: TrainConfig, splits: Splits, tracking_uri: str, folder: Path
+) -> tuple[float | None, str]:
+    """Return what a model scores in a process without this project's code, or None and why not."""
+    _write_inputs(splits, folder, evaluation_rows(config))
+    predictions, error = _predict(version, objective, tracking_uri, folder)
+    return None if predictions is None else _judge(predictions, objective, splits, config), error
 
 
 def find_version(registry: Registry, reference: str) -> Version:

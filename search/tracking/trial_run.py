@@ -19,6 +19,7 @@ from storage.attributes import PENDING
 from storage.mlflow import exported_model, journal_records
 from storage.mlflow.client import FINALIST_OF, SEED
 from storage.mlflow.outbox import Journal
+from storage.mlflow.weights_model import WEIGHTS_ONLY, keep_weights
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
@@ -143,13 +144,13 @@ class TrialTracking:
 
     def _log_model(self, result: RunResult) -> None:
         try:
-            exported_model.export_model(*result.exported(), self.journal.model)
+            tags = self._write_model(result)
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
             self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))
             return
-        except Exception as error:  # it leaves its checkpoint and the reason
-            reason = f"no model: it cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        except Exception as error:  # whatever torch.export says of it
+            reason = f"no model: it cannot be exported ({_told(error)})"
             log.warning("trial %d: %s", self._claim.number, reason)
             self.journal.append(journal_records.Problem(reason))
             return
@@ -160,9 +161,22 @@ class TrialTracking:
             at=best.timestamp,
             metrics=best.metrics,
             params=self._params(),
-            tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number)},
+            tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number), **tags},
         )
         self.journal.append(model)
+
+    def _write_model(self, result: RunResult) -> dict[str, str]:
+        """Export the model, or else keep its checkpoint, and return the tags that say why."""
+        try:
+            exported_model.export_model(*result.exported(), self.journal.model)
+            return {}
+        except Exception as error:  # as above
+            if isinstance(error, OSError) or result.best_path is None:
+                raise
+            why = _told(error)
+        log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", self._claim.number, why)
+        keep_weights(result.best_path, self.journal.model, objective=self._spec.objective, why=why)
+        return {WEIGHTS_ONLY: why}
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
@@ -208,3 +222,8 @@ class TrialTracking:
             self.finish(Outcome.CANCELLED, reason)
         else:
             self.leave()
+
+
+def _told(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")  # the rest is where it was in torch
+    return f"{type(error).__name__}: {first[:200]}"

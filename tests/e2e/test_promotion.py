@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
@@ -90,3 +91,47 @@ def test_nothing_of_the_search_goes_that_somebody_needs(cli: Cli, search: Search
     (models,) = [line for line in said.splitlines() if "beyond the best 1" in line]
     assert str(best) not in re.split(r"[ ,]+", models.partition("beyond the best 1")[2])
     assert "freed" not in said, "it was not agreed to"
+
+
+BRANCHING = '''
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Splits, TrainConfig
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(13, 3), nn.Linear(13, 3)
+
+    def forward(self, x):
+        return self.one(x) if float(x.mean()) > 1e6 else self.two(x)
+
+
+class Branching(Objective):
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+    def data(self, seed):
+        return Splits.make(*load_wine(return_X_y=True), seed=seed)
+
+    def model(self, config, train):
+        return Branch()
+'''
+
+
+def test_a_model_that_cannot_be_exported_is_its_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:
+    """It can be promoted all the same, is said to need its code, and scores by that what was recorded."""
+    path = tmp_path / "branching.py"
+    path.write_text(BRANCHING)
+    few = ("--name", "branching", "--trials", "1", "--epochs", "1", "--workers", "1")
+    cli("run", str(path), *few)
+    cli("promote", "branching")
+    version = search.client.get_model_version_by_alias("branching", "champion")
+    assert "It cannot be exported (GuardOnDataDependentSymNode" in version.description
+    said = cli("serve-check", "branching@champion")
+    recorded, served = re.findall(r"^(?:recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE)
+    assert recorded == served
+    assert "reproduced by the objective's code: the model cannot be exported (GuardOnData" in said

@@ -25,6 +25,8 @@ def serve_check(
 ) -> int:
     """Load a registered model in a new process without this project's code, and score the validation split with it.
 
+    A model that cannot be exported is its checkpoint, and is loaded by the objective's code.
+
     Exit code 0 when it scores what its trial recorded, 1 when it does not.
     """
     from search.errors import SearchError
@@ -44,5 +46,8 @@ def serve_check(
     if done.why:
         typer.echo(f"not reproduced: {done.why}")
         return 1
-    typer.echo("reproduced, in a process without this project's code")
+    if done.weights_only:
+        typer.echo(f"reproduced by the objective's code: the model cannot be exported ({done.weights_only})")
+    else:
+        typer.echo("reproduced, in a process without this project's code")
     return 0
