@@ -1,6 +1,7 @@
 # One image for every service of docker-compose.yml: migrate, mlflow, dashboard and workers.
 #   docker build .                                   # torch for the CPU
 #   docker build --build-arg TORCH_BACKEND=cu130 .   # torch with CUDA
+#   docker build --build-arg PACKAGES="rdkit timm" . # and what your objectives import
 ARG PYTHON=3.11.14-slim-bookworm
 
 FROM python:${PYTHON} AS build
@@ -13,6 +14,11 @@ ARG TORCH_BACKEND=cpu
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \
     --constraint constraints.txt --requirements pyproject.toml
+ARG PACKAGES=""
+# hadolint ignore=SC2086
+RUN --mount=type=cache,target=/root/.cache/uv \
+    [ -z "${PACKAGES}" ] || uv pip install --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \
+    --constraint constraints.txt ${PACKAGES}
 COPY README.md LICENSE ./
 COPY objectives objectives
 COPY search search

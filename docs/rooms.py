@@ -26,7 +26,7 @@ ROOMS = (
     "storage.dashboard",
     "storage.embedded",
     # objectives: what a trial does
-    *("objectives.errors", "objectives.preparation", "objectives.search_space"),
+    *("objectives.packages", "objectives.errors", "objectives.preparation", "objectives.search_space"),
     "objectives.training.reproducibility",
     "objectives.training.config",
     "objectives.training.optimizers",

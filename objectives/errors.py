@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
+from objectives.packages import how_to_install
+
 _OWN = Path(__file__).resolve().parent
 _LIBRARIES = tuple(
     Path(folder).resolve()
@@ -56,7 +58,7 @@ def blame(error: BaseException, file: Path | None = None) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shown(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    what = f"{type(error).__name__}: {_first_line(error)}"
+    what = f"{type(error).__name__}: {_first_line(error)}{how_to_install(error)}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_users(frame.filename, file):
             return f"{shown(frame.filename)}:{frame.lineno}: {what}"

@@ -4,6 +4,7 @@ import ast
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,14 +105,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def make_wheel(folder: Path, name: str) -> None:
+def make_wheel(folder: Path, name: str, version: str = "1.0", more: str = "") -> None:
     """A wheel with one module, which only an installer that looks into ``folder`` can find."""
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "VALUE = 1\n")
-        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"VALUE = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def test_first_call_installs_and_later_calls_only_run(installed: Clone) -> None:
@@ -258,9 +260,9 @@ def test_uv_obeys_what_is_configured_for_pip_and_what_changed_is_installed_again
     assert clone.builds() == 3
 
 
-def change(path: Path) -> None:
+def change(path: Path, text: str = "# changed\n") -> None:
     with path.open("a") as file:
-        file.write("# changed\n")
+        file.write(text)
 
 
 def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> None:
@@ -272,6 +274,81 @@ def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "installing with pip" in done.stderr
     assert list(clone.site_packages().glob("__pycache__/onlyhere.*.pyc")), "not compiled"
+    make_wheel(tmp_path / "wheels", "backward", "1.0", "Requires-Dist: onlyhere>1\n")
+    change(clone.root / "constraints.txt", "onlyhere==1.0\n")
+    refused = clone.run("add", "backward")
+    assert refused.returncode == 2
+    assert "cannot add backward: Cannot install backward==1.0 because these package" in refused.stderr.splitlines()[-1]
+    assert "keeps its version" in refused.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def shop(clone: Clone, tmp_path: Path) -> Clone:
+    """A clone whose one index is a folder of wheels: a torch, which it needs, and packages to add."""
+    folder = tmp_path / "wheels"
+    for version in ("2.12.0", "2.13.0"):
+        make_wheel(folder, "torch", version)
+    make_wheel(folder, "plain")
+    make_wheel(folder, "plain", "2.0")
+    make_wheel(folder, "rich_one", "1.0", "Provides-Extra: all\nRequires-Dist: deeper; extra == 'all'\n")
+    make_wheel(folder, "deeper")
+    make_wheel(folder, "backward", "1.0", "Requires-Dist: torch<2.13\n")
+    (clone.root / "requires.txt").write_text("torch")
+    clone.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    return clone
+
+
+def there(clone: Clone) -> set[str]:
+    return {path.name.removesuffix(".dist-info") for path in clone.site_packages().glob("*.dist-info")}
+
+
+def test_packages_are_added_remembered_and_installed_again(shop: Clone, tmp_path: Path) -> None:
+    nothing = shop.run("add")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert "nothing was added yet" in nothing.stderr
+    assert not shop.venv.exists(), "to list is not to install"
+
+    added = shop.run("add", "plain<2", "rich-one[all]")  # the first call of all installs the clone too
+    assert added.returncode == 0, added.stderr
+    assert "added plain<2, rich-one[all] in" in added.stderr
+    assert there(shop) == {"tiny-1.0", "torch-2.13.0", "plain-1.0", "rich_one-1.0", "deeper-1.0"}
+    assert list(shop.site_packages().glob("__pycache__/plain.*.pyc")), "not compiled"
+    assert shop.run("x").stderr == ""
+    assert shop.run("add", "Plain>=2").returncode == 0  # in the place of what was asked of it before
+    assert shop.run("add").stdout.split() == ["rich-one[all]", "Plain>=2"]
+    assert "plain-2.0" in there(shop)
+    assert shop.builds() == 1, "the clone itself is left as it is"
+
+    (tmp_path / "wheels" / "plain-2.0-py3-none-any.whl").unlink()
+    shop.root = shop.root.rename(tmp_path / "elsewhere")
+    shop.venv = shop.root / ".venv"
+    moved = shop.run("x")
+    assert moved.returncode == 0, moved.stderr
+    assert "Plain>=2, which was added, is left out: " in moved.stderr
+    assert there(shop) == {"tiny-1.0", "torch-2.13.0", "rich_one-1.0", "deeper-1.0"}
+    assert shop.run("add").stdout.split() == ["rich-one[all]"]
+
+
+def test_what_cannot_be_added_is_told_in_one_line_and_changes_nothing(shop: Clone) -> None:
+    assert shop.run("x").returncode == 0
+    before = there(shop), (shop.venv / "hpsearch.stamp").read_text()
+    for package, why, remedy in (
+        ("hpsearch-no-such-package", "was not found", "check its name"),
+        ("torch==2.12.0", "torch==2.13.0", "keeps its version"),
+        ("backward", "depend on torch<2.13", "keeps its version"),
+        ("plain>=9", "only plain<=2.0 is available", "ask for another version, or for none"),
+        ("-r", "an option", "name packages"),
+        ("./plain", "not the name of a package", "name packages"),
+        ("", "not the name of a package", "name packages"),
+        ("plain==", "Failed to parse", "see "),
+    ):
+        refused = shop.run("add", "deeper", package)
+        lines = [line for line in refused.stderr.splitlines() if not re.search(r"\[ *\d+ s\]", line)]  # of progress
+        assert (refused.returncode, len(lines), refused.stdout) == (2, 1, ""), (package, refused.stderr)
+        assert all(part in lines[0] for part in ("error: cannot add", package, why, remedy)), lines
+        assert (there(shop), (shop.venv / "hpsearch.stamp").read_text()) == before
+    assert shop.run("add").stdout == ""
+    assert shop.run("add", "--help").stdout.startswith("usage: ./hpsearch add [PACKAGE...]")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import nn
 from objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
 from objectives.own_loop.loop_objective import LoopObjective, plain_config
 from objectives.own_loop.loop_trial import LoopTrial
+from objectives.own_loop.report import drawn, write_loop_report
 from objectives.training.evaluation.calling import call_of
 from objectives.training.exportable import exportable
 from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
@@ -221,10 +222,7 @@ class LoopRun:
         status = {Verdict.PRUNE: "pruned", Verdict.STOP: "stopped"}.get(verdict, "completed")
         if status == "stopped" and self._progress.next_epoch >= self._epochs:
             status = "completed"
-        if status != "stopped" and self._session is not None:
-            for path in [*self._files.kept(), *self._logged]:
-                self._session.log(path)
-        return LoopResult(
+        result = LoopResult(
             status=status,  # type: ignore[arg-type]  # one of the three
             best_epoch=best["epoch"],
             best_value=best["value"],
@@ -237,3 +235,13 @@ class LoopRun:
             config=self._config,
             best=best["model"],
         )
+        if status != "stopped":
+            names = drawn(result.history, self._objective.metric)
+            kept = self._files.finish(result, names, lambda path, _: self._write_report(path, result))
+            for path in [*kept, *self._logged]:
+                if self._session is not None:
+                    self._session.log(path)
+        return result
+
+    def _write_report(self, path: Path, result: LoopResult) -> None:
+        write_loop_report(path, self._objective, result, self._identity)

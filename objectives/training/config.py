@@ -146,7 +146,9 @@ class TrainConfig:
     ] = None
     log_every: Annotated[
         int | None,
-        about("optimizer steps between two records of loss and gradient norms by layer; None keeps none", ge=1),
+        about(
+            "steps between two records of loss and gradient norms by layer, after the first 20; None keeps none", ge=1
+        ),
     ] = 50
     validate_every: Annotated[
         int | None,

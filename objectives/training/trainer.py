@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from objectives.training.loop.performance import peak_memory, reset_peak_memory
 from objectives.training.loop.resume import restore
 from objectives.training.loop.run import Run
 from objectives.training.loop.stepping import call_in
+from objectives.training.reports.report import write_report
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
@@ -173,7 +175,9 @@ class Trainer:
         best = f"{run.progress.key}={result.best_value:.6g}"
         self.files.log.info("%s: best epoch %d, %s", result.status, result.best_epoch + 1, best)
         if result.status != "stopped":
-            for path in self.files.finish(run, result, self.objective):
+            names = list(dict.fromkeys(("loss", self.objective.metric)))
+            write = partial(write_report, run=run, result=result, objective=self.objective)
+            for path in self.files.finish(result, names, write):
                 if self.session is not None:
                     self.session.log(path)
         return result

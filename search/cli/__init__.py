@@ -14,7 +14,7 @@ from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, t
 app = typer.Typer(
     name="hpsearch",
     help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
-    epilog="The wrapper ./hpsearch has three verbs more: 'test', 'lint' and 'docs'.",
+    epilog="The wrapper ./hpsearch has four verbs more: 'add' (what objectives import), 'test', 'lint' and 'docs'.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

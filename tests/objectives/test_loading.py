@@ -147,6 +147,29 @@ def test_an_error_in_the_users_file_has_its_file_and_line(write, text, message, 
     assert _refused(reference).startswith(message), "a second try says the same"
 
 
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [
+        ("import no_such_module.deeper\n", "no_such_module"),
+        ("from cv2 import imread\n", "opencv-python-headless"),
+        ("import torch.no_such_thing\n", None),
+        ("from . import sibling\n", None),
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["./hpsearch", None])
+def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypatch, text, package, wrapper):
+    if wrapper:
+        monkeypatch.setenv("HPSEARCH_COMMAND", wrapper)
+    else:
+        monkeypatch.delenv("HPSEARCH_COMMAND", raising=False)
+    monkeypatch.setitem(sys.modules, "cv2", None)  # not here, whatever is installed
+    write("mine.py", text)
+    told = _refused("mine.py")
+    assert told.startswith("mine.py:1: ")
+    remedy = f"(where it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
+    assert told.endswith(remedy) if package else "a package:" not in told
+
+
 def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
     monkeypatch.setattr("objectives.errors._LIBRARIES", (tmp_path,))
     write("deeper.py", "def f():\n    raise KeyError('x')\n")

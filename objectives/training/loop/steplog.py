@@ -10,23 +10,26 @@ from torch import Tensor, nn
 
 from objectives.training.loop.guards import Point
 
+DENSE = 20  # steps noted each, where a bad start shows; few enough that a short trial costs no more
+
 
 class StepLog:
-    """Notes each `every`-th optimizer step; the numbers stay on the device until `drain` reads them at once.
+    """Notes the first steps, then each `every`-th; the numbers stay on the device until `drain` reads them at once.
 
     Each record has `epoch`, `step`, `lr`, `loss` (the mean of its samples), `grad_norm` and `layers`: the norm of the
-    gradient of each module's own parameters, before clipping.
+    gradient of each module's own parameters, before clipping, by the module's name in the model.
     """
 
     def __init__(self, model: nn.Module, every: int | None) -> None:
         self._every = every
         self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._layers = {name: _called(name, module) for name, module in model.named_modules()}
         self._pending: list[tuple[Point, Tensor, list[str], Tensor]] = []
         self._scores: list[dict[str, Any]] = []
 
     def note(self, point: Point, loss: Tensor) -> None:
         """Notes a step whose gradients are unscaled and not clipped, where it is one of those to note."""
-        if self._every is None or point.step % self._every:
+        if self._every is None or (point.step >= DENSE and point.step % self._every):
             return
         with_grad = [(name, p.grad) for name, p in self._parameters if p.grad is not None]
         norms = torch.stack(torch._foreach_norm([grad for _, grad in with_grad])).float()
@@ -44,23 +47,27 @@ class StepLog:
             flat = torch.cat([torch.cat([loss.float().reshape(1), norms]) for _, loss, _, norms in pending]).tolist()
             for point, _, names, _ in pending:
                 loss, values, flat = flat[0], flat[1 : len(names) + 1], flat[len(names) + 1 :]
-                scores.append(_record(point, loss, dict(zip(names, values, strict=True))))
+                scores.append(self._record(point, loss, dict(zip(names, values, strict=True))))
         return sorted(scores, key=lambda record: int(record["step"]))
 
+    def _record(self, point: Point, loss: float, norms: dict[str, float]) -> dict[str, Any]:
+        squares: dict[str, float] = {}
+        for name, norm in norms.items():
+            module = self._layers[name.rpartition(".")[0]]
+            squares[module] = squares.get(module, 0.0) + norm * norm
+        return {
+            "epoch": point.epoch,
+            "step": point.step,
+            "lr": point.lr,
+            "loss": _json(loss),
+            "grad_norm": _json(math.sqrt(sum(squares.values()))),
+            "layers": {module: _json(math.sqrt(square)) for module, square in squares.items()},
+        }
 
-def _record(point: Point, loss: float, norms: dict[str, float]) -> dict[str, Any]:
-    squares: dict[str, float] = {}
-    for name, norm in norms.items():
-        module = name.rpartition(".")[0]
-        squares[module] = squares.get(module, 0.0) + norm * norm
-    return {
-        "epoch": point.epoch,
-        "step": point.step,
-        "lr": point.lr,
-        "loss": _json(loss),
-        "grad_norm": _json(math.sqrt(sum(squares.values()))),
-        "layers": {module: _json(math.sqrt(square)) for module, square in squares.items()},
-    }
+
+def _called(name: str, module: nn.Module) -> str:
+    """A module's name in the model; with its class where that is a mere number, its place in a sequence."""
+    return name if name.rpartition(".")[2].isidentifier() else f"{name} {type(module).__name__}".strip()
 
 
 def _json(value: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from objectives.training.config import FIELDS, TrainConfig, type_name
 
@@ -31,9 +31,21 @@ def settings(config: TrainConfig) -> list[Setting]:
 
 
 def own_settings(config: Any) -> list[Setting]:
-    """The settings of an own loop: a dictionary, or a dataclass."""
+    """The settings of an own loop: a dictionary, or a dataclass whose fields may be `Annotated` with words."""
     values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-    return [Setting(str(name), type(value).__name__, value, "") for name, value in values.items()]
+    words = {} if isinstance(config, Mapping) else _annotated(type(config))
+    return [Setting(str(name), type(value).__name__, value, words.get(name, "")) for name, value in values.items()]
+
+
+def _annotated(cls: type) -> dict[str, str]:
+    """What the annotations of a dataclass say of its fields: a text, or what `about` makes of one."""
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except (NameError, TypeError):  # of names that are imported for type checkers alone
+        return {}
+    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in said.items()}
+    return {name: "; ".join(text for text in found if isinstance(text, str)) for name, found in texts.items()}
 
 
 def search_space(objective: BaseObjective, draws: int = 64) -> dict[str, str]:

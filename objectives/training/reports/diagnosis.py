@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
 _VANISHED = 1e-7  # norm of a layer's gradient
+_ENOUGH = 8  # evenly spaced steps tell of the whole run; with fewer of them all that were noted are looked at
 _EXPLODED = 100  # times what it was in the first quarter of the run: a loss that sums has large gradients all along
 
 
@@ -71,7 +72,7 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
     found = []
     if run.guard.skipped_in_all:
         found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16: skipped, loss scale halved")
-    limit = run.config.clip_grad_norm
+    steps, limit = _even(steps, run.config.log_every or 1), run.config.clip_grad_norm
     norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
     over = sum(norm > limit for norm in norms) if limit else 0
     if over and limit:
@@ -85,6 +86,12 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
         elif last > _EXPLODED * first or math.isinf(last):
             found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
     return found
+
+
+def _even(steps: Sequence[dict[str, Any]], every: int) -> Sequence[dict[str, Any]]:
+    """Steps evenly spaced over the run: the first are noted each, and would outweigh all others."""
+    even = [record for record in steps if record["step"] % every == 0]
+    return even if len(even) >= _ENOUGH else steps
 
 
 def _jumps(result: FitResult) -> list[str]:

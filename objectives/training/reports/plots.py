@@ -6,29 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from objectives.training.loop.steplog import DENSE
 from objectives.training.reproducibility.metrics_file import EpochRecord
 
+_COLUMNS = 2  # of panels
+_BESIDE, _LONGEST = 2.4, 32  # inches for the names of layers, and how many characters go there
 _LEGEND = 12  # more layers than this are named by the first and the last
 _HEIGHT, _DPI = 3.8, 120  # inches, dots per inch
 _LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.15  # inches around each panel
 
 
-def curves(
-    history: Sequence[EpochRecord], path: Path, *, metric: str | None = None, best_epoch: int | None = None
-) -> Path:
-    """Draws train and validation loss, and the metric, over epochs, as a PNG.
+def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
+    """Draws numbers over epochs, each as it was in training and in validation, as a PNG.
 
     Args:
         history: one record an epoch, at least one.
         path: the file to write.
-        metric: such as `accuracy`; the first one recorded besides the loss unless given.
+        names: such as `loss` and `accuracy`, a panel each.
         best_epoch: marked with a line; none unless given.
     """
-    names = [name.removeprefix("val_") for name in history[0].metrics if name.startswith("val_")]
-    metric = metric or next((name for name in names if name != "loss"), "loss")
-    panels = ["loss"] if metric == "loss" else ["loss", metric]
-    figure, all_axes = _figure(5.2, len(panels))
-    for axes, name in zip(all_axes, panels, strict=True):
+    figure, all_axes = _figure(5.2, len(names))
+    for axes, name in zip(all_axes, names, strict=True):
         _panel(axes, history, name, best_epoch)
     return _saved(figure, path)
 
@@ -46,16 +44,22 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     import matplotlib
     from matplotlib.ticker import NullLocator
 
-    figure, (axes,) = _figure(7.5)
+    figure, (axes,) = _figure(7.5 + _BESIDE)
+    left, bottom, _, height = axes.get_position().bounds
+    axes.set_position((left, bottom, 1 - left - (_RIGHT + _BESIDE) / (7.5 + _BESIDE), height))
     names = list(noted[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
     for number, name in enumerate(names):
         points = [(r["step"], r["layers"][name]) for r in noted if r["layers"].get(name)]
         if points:
-            label = name or "(model)" if len(names) <= _LEGEND or number in (0, len(names) - 1) else None
+            short = name if len(name) <= _LONGEST else f"...{name[3 - _LONGEST :]}"
+            label = short if len(names) <= _LEGEND or number in (0, len(names) - 1) else None
             colour = colours(number / max(len(names) - 1, 1))
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
+    axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # the first steps, noted each, need room
+    axes.set_xlim(left=-0.5)
+    axes.xaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
     if high > 30 * low:  # minor ticks and powers set as formulas are half of the work, and tell nothing more here
         axes.yaxis.set_minor_locator(NullLocator())
@@ -63,7 +67,14 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("norm of the gradient, before clipping")
     axes.grid(alpha=0.3)
-    axes.legend(framealpha=0.9, edgecolor="none", fontsize="small", title="layer, input first")
+    axes.legend(
+        framealpha=0.9,
+        edgecolor="none",
+        fontsize="small",
+        title="layer, input first",
+        loc="upper left",
+        bbox_to_anchor=(1, 1.03),
+    )
     return _saved(figure, path)
 
 
@@ -94,18 +105,22 @@ def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path
 
 
 def _figure(width: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure of panels side by side, each so many inches wide, and their axes.
+    """A figure of panels, two in a row, each so many inches wide, and their axes.
 
     The margins are fixed: a layout engine draws the figure once more to find them, half of what a plot takes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * panels, _HEIGHT))
+    columns = min(panels, _COLUMNS)
+    rows = -(-panels // columns)
+    figure = Figure(figsize=(width * columns, _HEIGHT * rows))
     FigureCanvasAgg(figure)
-    size = ((width - _LEFT - _RIGHT) / (width * panels), (_HEIGHT - _BOTTOM - _TOP) / _HEIGHT)
-    lefts = [(number * width + _LEFT) / (width * panels) for number in range(panels)]
-    return figure, [figure.add_axes((left, _BOTTOM / _HEIGHT, *size)) for left in lefts]
+    size = ((width - _LEFT - _RIGHT) / (width * columns), (_HEIGHT - _BOTTOM - _TOP) / (_HEIGHT * rows))
+    lefts = [(number * width + _LEFT) / (width * columns) for number in range(columns)]
+    bottoms = [(row * _HEIGHT + _BOTTOM) / (_HEIGHT * rows) for row in reversed(range(rows))]
+    places = [(left, bottom) for bottom in bottoms for left in lefts][:panels]
+    return figure, [figure.add_axes((*place, *size)) for place in places]
 
 
 def _saved(figure: Any, path: Path) -> Path:
@@ -120,7 +135,7 @@ def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int
         if points:
             label = "train" if split == "train" else "validation"
             axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=3)
-    if best_epoch is not None:
+    if best_epoch is not None and f"val_{name}" in history[best_epoch].metrics:
         value = history[best_epoch].metrics[f"val_{name}"]
         axes.axvline(best_epoch + 1, color="#d62728", linewidth=1, linestyle="--")
         axes.plot([best_epoch + 1], [value], "o", color="#d62728", label=f"best epoch {best_epoch + 1}: {value:.4g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,31 +18,48 @@ if TYPE_CHECKING:
 
 
 def write_report(
-    path: Path, run: Run, result: FitResult, objective: Objective, steps: Sequence[dict[str, Any]]
+    path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
 ) -> None:
     """Writes `report.md` for a run that has ended.
 
     Args:
-        path: the file to write; checkpoints and the smoke test's result are looked for beside it.
+        path: the file to write; plots, checkpoints and the smoke test's result are looked for beside it.
+        steps: the records of the run's `StepLog`.
         run: with its best weights in place.
         result: what it came to.
         objective: what was trained.
-        steps: the records of the run's `StepLog`.
     """
+    unstable = instabilities(run, result, steps) or ["None seen."]
     sections = {
         f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
         "Configuration, and why": _configuration(run, objective),
         "Smoke test": _smoke(path.parent, objective),
-        "Train against validation": _gap(run, result, objective),
+        "Train against validation": [
+            *_gap(run, result, objective),
+            *image(path, "curves.png", "Curves over the epochs"),
+        ],
         "Possible leakage": leakage(run, result) or ["None seen."],
-        "Instabilities, and what was done": instabilities(run, result, steps) or ["None seen."],
+        "Instabilities, and what was done": [
+            *unstable,
+            *image(path, "gradients.png", "Norm of the gradient in each layer, step by step"),
+        ],
         "Checkpoints": _checkpoints(result),
     }
+    write_sections(path, sections)
+
+
+def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
+    """Writes lines under headings, the first of which is the page's."""
     parts = [
         f"{'#' if number == 0 else '##'} {title}\n\n" + "\n".join(lines)
         for number, (title, lines) in enumerate(sections.items())
     ]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def image(report: Path, name: str, words: str) -> list[str]:
+    """The lines that show a plot beside the report; none where it was not drawn."""
+    return ["", f"![{words}]({name})"] if (report.parent / name).exists() else []
 
 
 def _summary(run: Run, result: FitResult) -> list[str]:
@@ -59,20 +76,26 @@ def _summary(run: Run, result: FitResult) -> list[str]:
 
 
 def _configuration(run: Run, objective: Objective) -> list[str]:
+    """What differs from the defaults; these are folded."""
     default = objective.default_config()
-    lines = ["| setting | value | why |", "|---|---|---|"]
+    chosen, defaults = [], []
     for item in dataclasses.fields(run.config):
         value, usual = getattr(run.config, item.name), getattr(default, item.name)
         plain = item.default if item.default is not dataclasses.MISSING else {}
+        row = f"| `{item.name}` | `{code(value)}` |"
         if value != usual:
-            why = f"set for this run; the objective's default is `{_code(usual)}`"
+            chosen.append(f"{row} set for this run; the objective's default is `{code(usual)}` |")
+        elif value != plain:
+            chosen.append(f"{row} the objective's default |")
         else:
-            why = "default" if value == plain else "the objective's default"
-        lines.append(f"| `{item.name}` | `{_code(value)}` | {why} |")
-    return lines
+            defaults.append(row)
+    table = ["| setting | value | why |", "|---|---|---|", *chosen] if chosen else ["All settings are the defaults."]
+    fold = f"<details><summary>{len(defaults)} settings have their defaults</summary>"
+    return [*table, "", fold, "", "| setting | value |", "|---|---|", *defaults, "", "</details>"]
 
 
-def _code(value: object) -> str:
+def code(value: object) -> str:
+    """A value as it stands between backticks in a table."""
     return json.dumps(value).replace("|", "\\|").replace("`", "'")
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from objectives.training.reports.plots import curves, gradient_flow
-from objectives.training.reports.report import write_report
 from objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
-    from objectives.training.loop.run import Run
-    from objectives.training.result import FitResult
+    from objectives.training.result import RunResult
 
 
 FILES = (
@@ -105,28 +102,37 @@ class RunDir:
         except OSError as error:
             self.log.warning("%s cannot be written: %s; the run goes on", name, error.strerror)
 
-    def finish(self, run: Run, result: FitResult, objective: Objective) -> list[Path]:
+    def finish(
+        self, result: RunResult, names: Sequence[str], write: Callable[[Path, list[dict[str, Any]]], None]
+    ) -> list[Path]:
         """Draws the plots and writes the report; returns the files that are worth keeping as artifacts.
 
         Of a pruned run there are no plots: drawing takes as long as some of them train, and the numbers are all there.
+
+        Args:
+            result: what the run came to.
+            names: what to draw over the epochs, such as `loss`.
+            write: the report, given its path and the records of steps; plots lie beside it.
         """
         if self.path is None:
             return []
         with self._room("the report"):
             steps = StepsFile(self.path / "steps.jsonl").read()
+            for plot in ("curves.png", "gradients.png"):  # of the run as it was before a resume
+                (self.path / plot).unlink(missing_ok=True)
             if result.status != "pruned":
-                self._draw(result, objective, steps)
-            write_report(self.path / "report.md", run, result, objective, steps)
+                self._draw(result, names, steps)
+            write(self.path / "report.md", steps)
         return self.kept()
 
     def kept(self) -> list[Path]:
         """The files that are worth keeping as artifacts, as far as there are any."""
         return [] if self.path is None else [self.path / name for name in FILES if (self.path / name).exists()]
 
-    def _draw(self, result: FitResult, objective: Objective, steps: list[dict[str, Any]]) -> None:
+    def _draw(self, result: RunResult, names: Sequence[str], steps: list[dict[str, Any]]) -> None:
         assert self.path is not None
         try:
-            curves(result.history, self.path / "curves.png", metric=objective.metric, best_epoch=result.best_epoch)
+            curves(result.history, self.path / "curves.png", names, best_epoch=result.best_epoch)
             gradient_flow(steps, self.path / "gradients.png")
         except ModuleNotFoundError as error:  # the run is done: what it came to must not hang on a plot
             self.log.warning("no plots: %s is not installed", error.name)

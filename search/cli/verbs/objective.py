@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import typer
 
 from search.cli.assignments import Objective_, Set, configured
+from search.cli.listing import listed
+
+if TYPE_CHECKING:
+    from objectives.training.reports.describe import Setting
 
 
 def register(app: typer.Typer) -> None:
@@ -23,22 +28,45 @@ def _group() -> None:
 
 def show(objective: Objective_, settings: Set = None) -> None:
     """Show an objective's configuration, setting by setting, and its search space."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from objectives import Objective, load_objective
+    from objectives import LoopObjective, load_objective
     from objectives.training.reports import describe
+    from search.console import PlainConsole
 
     found = load_objective(objective)
     config = configured(found, settings)
-    console = Console()
-    console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials\n")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("setting", "type", "value", "what it does"):
-        table.add_column(column, overflow="fold")
-    for item in describe.settings(config) if isinstance(found, Objective) else describe.own_settings(config):
-        table.add_row(item.name, item.type, json.dumps(item.value), item.help)
-    console.print(table, highlight=False, markup=False)
-    console.print("\nsearch space", style="bold")
-    for name, values in describe.search_space(found).items():
-        console.print(f"{name}: {values}", highlight=False, markup=False)
+    space = describe.search_space(found)
+    console = PlainConsole()
+    console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
+    if isinstance(found, LoopObjective):
+        own = describe.own_settings(config)
+        # Of what is searched by another name than the setting's nobody knows which setting it becomes.
+        fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
+        searched = {name: f"searched: {values}" for name, values in space.items()}
+        rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
+        space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
+    else:
+        rows = [row for item in describe.settings(config) for row in _rows(item)]
+    for title, block in (("settings", rows), ("search space", list(space.items()))):
+        if block:
+            console.print(f"\n{title}", style="bold")
+            for line in listed(block, console.width):
+                console.print(line)
+
+
+def _rows(item: Setting) -> list[tuple[str, str]]:
+    """A setting with its words; those of the model one by one, under the names that --set takes."""
+    if isinstance(item.value, dict) and item.value:
+        return [
+            (f"{item.name}.{name} = {json.dumps(value)}", "of the objective's model")
+            for name, value in item.value.items()
+        ]
+    kind = f" ({item.type.replace(' | ', ' or ')})" if " | " in item.type else ""  # else its value tells
+    return [(_set(item), f"{item.help}{kind}")]
+
+
+def _set(item: Setting) -> str:
+    return f"{item.name} = {json.dumps(item.value)}"
+
+
+def _and(*words: str) -> str:
+    return "; ".join(part for part in words if part)

@@ -13,7 +13,8 @@ from torch import nn
 
 from objectives import LoopObjective, ObjectiveError, load_objective
 from objectives.fit import fit, restore
-from objectives.training import LocalSession, NonFiniteError, Verdict, promotable
+from objectives.own_loop.report import drawn
+from objectives.training import EpochRecord, LocalSession, NonFiniteError, Verdict, promotable
 from objectives.training.reports.describe import search_space
 from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
@@ -304,3 +305,25 @@ def test_a_function_is_an_objective(tmp_path):
         _fit(load_objective(f"{path}:late"))
     with pytest.raises(ObjectiveError, match="bare must take one argument, the trial: def bare"):
         load_objective(f"{path}:bare")
+
+
+def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path):
+    fit(Gan(), {"lr": 1e-2}, epochs=3, seed=4, run_dir=tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# Gan: completed, best distance ")
+    assert "of 3 trained, 3 planned\n- seed 4, split seed 4\n" in text
+    assert "| `lr` | `0.01` |" in text
+    assert all(f"| {name} | " in text for name in ("val_distance", "train_loss"))
+    assert "![Curves over the epochs](curves.png)" in text
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert text.count("## What was not looked after") == 1
+    session = Memory({1: Verdict.PRUNE})
+    fit(Gan(), {"lr": 1e-2}, epochs=3, seed=4, run_dir=tmp_path / "pruned", session=session)
+    assert "report.md" in [path.name for path in session.logged]
+    assert "curves.png" not in (tmp_path / "pruned" / "report.md").read_text()
+
+
+def test_the_curves_of_many_numbers_begin_with_the_metric():
+    names = {f"val_{letter}": 1.0 for letter in "abcdefghij"}
+    history = [EpochRecord(0, 0.0, {"lr": 1.0, "train_loss": 1.0, **names, "epoch_seconds": 1.0})]
+    assert drawn(history, "c") == ["c", "loss", "a", "b", "d", "e", "f", "g"]

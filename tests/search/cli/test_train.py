@@ -137,11 +137,58 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
     code, out, _ = call(capsys, "objective", "show", "digits", "--set", "lr=0.123")
     assert code == 0
     for name in TrainConfig().to_dict():
-        row = next(line for line in out.splitlines() if line.split()[:1] == [name])
+        row = next(line for line in out.splitlines() if re.match(rf"{name}[ .]", line))
         assert len(row.split()) > 3, f"{name} is not explained"
-    assert re.search(r"^lr +float +0\.123 +the peak learning rate", out, re.MULTILINE)
-    assert "adamw_lr: 0.0001 to 0.1 on a log scale" in out
-    assert "optimizer: one of adamw, sgd" in out
+    assert re.search(r"^lr = 0\.123 +the peak learning rate$", out, re.MULTILINE)
+    assert re.search(r"^warmup_steps = null +their .* \(int or None\)$", out, re.MULTILINE)
+    assert re.search(r"^model\.width = 32 +of the objective's model$", out, re.MULTILINE), "as --set takes it"
+    assert re.search(r"^adamw_lr +0\.0001 to 0\.1 on a log scale$", out, re.MULTILINE)
+    assert re.search(r"^optimizer +one of adamw, sgd$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", [80, 60, 50])
+def test_an_objective_is_shown_in_a_terminal_of_any_width(capsys, monkeypatch, columns: int) -> None:
+    from objectives.training.config import FIELDS
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = call(capsys, "objective", "show", "digits")
+    assert max(map(len, out.splitlines())) <= columns
+    words = " ".join(out.split())
+    for name, field in FIELDS.items():
+        assert f"{name}" in words, "no word is torn"
+        assert name == "model" or str(field.description) in words, "nothing is cut"
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Annotated
+from objectives import LoopObjective
+
+@dataclass
+class Config:
+    lr: Annotated[float, "of both networks"]
+    width: int = 8
+
+class Own(LoopObjective):
+    def suggest(self, trial): return Config(trial.suggest_float("lr", 0.1, 0.5), 2 ** trial.suggest_int("power", 1, 3))
+    def run(self, trial): ...
+
+class Plain(LoopObjective):
+    def suggest(self, trial): return {"lr": trial.suggest_float("lr", 0.1, 0.5), "rounds": 3}
+    def run(self, trial): ...
+"""
+
+
+def test_the_settings_of_an_own_loop_have_words(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Path("own.py").write_text(OWN)
+    _, out, _ = call(capsys, "objective", "show", "own.py:Own")
+    assert "lr = 0.3   of both networks; searched: 0.1 to 0.5\nwidth = 4\n" in out
+    assert "search space\npower  1 to 3\n" in out
+    _, out, _ = call(capsys, "objective", "show", "own.py:Plain")
+    assert "lr = 0.3    searched: 0.1 to 0.5\nrounds = 3  the same in every trial\n" in out
+    assert "search space" not in out
 
 
 MISTAKES = [

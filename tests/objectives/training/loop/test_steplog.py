@@ -4,12 +4,16 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from objectives.training.loop.epoch import train_epoch
 from tests.objectives.training.support import built, weights_of
 
+ONE = torch.ones(1)
 
-def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine):
+
+def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypatch):
+    monkeypatch.setattr("objectives.training.loop.steplog.DENSE", 2)
     run = built(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
     seen = {}
 
@@ -24,16 +28,33 @@ def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine):
     for epoch in range(2):
         train_epoch(run, epoch)
     records = run.steplog.drain()
-    assert [record["step"] for record in records] == [0, 4, 8]
-    assert [record["epoch"] for record in records] == [0, 0, 1]
+    assert [record["step"] for record in records] == [0, 1, 4, 8]
+    assert [record["epoch"] for record in records] == [0, 0, 0, 1]
     for record in records:
         norms = seen[record["step"]]
-        assert set(record["layers"]) == {"1.0", "1.2"}
+        assert set(record["layers"]) == {"1.0 Linear", "1.2 Linear"}, "a place in a sequence tells little"
         for layer, norm in record["layers"].items():
-            assert norm == pytest.approx(math.hypot(norms[f"{layer}.weight"], norms[f"{layer}.bias"]), rel=1e-5)
+            name = layer.split()[0]
+            assert norm == pytest.approx(math.hypot(norms[f"{name}.weight"], norms[f"{name}.bias"]), rel=1e-5)
         assert record["grad_norm"] == pytest.approx(math.hypot(*record["layers"].values()))
         assert record["grad_norm"] > 1e-3, "before clipping"
     assert run.steplog.drain() == []
+
+
+def test_the_first_steps_are_noted_each_and_layers_by_their_names(objective_with):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks, self.scale = nn.Linear(13, 8), nn.ModuleList([nn.Linear(8, 3)]), nn.Parameter(ONE)
+
+        def forward(self, x):
+            return self.blocks[0](self.first(x)) * self.scale
+
+    run = built(objective_with(model=lambda *_: Named()), batch_size=4)
+    train_epoch(run, 0)
+    records = run.steplog.drain()
+    assert [record["step"] for record in records] == list(range(20))
+    assert set(records[0]["layers"]) == {"first", "blocks.0 Linear", "Named"}
 
 
 def test_no_step_is_noted_unless_asked_for(wine):

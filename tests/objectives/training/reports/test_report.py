@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
+from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
 from objectives.training.checks.smoke import smoke
 from objectives.training.reports.diagnosis import instabilities, shared_inputs, tracks
-from tests.objectives.training.support import built, fit
+from tests.objectives.training.support import Memory, built, fit
 
 
 def _report(objective, tmp_path, config=None, **settings):
@@ -26,11 +26,25 @@ def _section(text, title):
 def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
     objective = objective_with(default_config=lambda _self: TrainConfig(lr=0.5, batch_size=16))
     _, text = _report(objective, tmp_path, TrainConfig(lr=0.02, batch_size=16))
-    rows = _section(text, "Configuration, and why").splitlines()[2:]
-    assert len(rows) == len(TrainConfig().to_dict())
+    first, _, folded = _section(text, "Configuration, and why").partition("\n\n<details><summary>")
+    rows = first.splitlines()[2:]
+    assert len(rows) == 2, "what differs from the defaults stands first"
+    assert len(folded.splitlines()) == 4 + len(TrainConfig().to_dict()) - 2 + 2
     assert "| `lr` | `0.02` | set for this run; the objective's default is `0.5` |" in rows
     assert "| `batch_size` | `16` | the objective's default |" in rows
-    assert '| `optimizer` | `"adamw"` | default |' in rows
+    assert folded.startswith(f"{len(TrainConfig().to_dict()) - 2} settings have their defaults</summary>\n\n| setting")
+    assert '| `optimizer` | `"adamw"` |' in folded.splitlines()
+    assert folded.endswith("\n\n</details>"), "a table within HTML wants a blank line on both sides"
+
+
+def test_plots_stand_where_the_text_speaks_of_them(wine, tmp_path):
+    _, text = _report(wine, tmp_path)
+    assert _section(text, "Train against validation").endswith("\n\n![Curves over the epochs](curves.png)")
+    assert _section(text, "Instabilities, and what was done").endswith("](gradients.png)")
+    (tmp_path / "pruned").mkdir()
+    (tmp_path / "pruned" / "curves.png").touch()  # of the run before it was resumed
+    _, pruned = _report(wine, tmp_path / "pruned", session=Memory({1: Verdict.PRUNE}))
+    assert "](" not in pruned
 
 
 def test_train_and_validation_are_judged_alike(wine, tmp_path):
@@ -151,7 +165,7 @@ def test_instabilities_are_told(objective_with, tmp_path):
 
 
 def _steps(*norms):
-    return [{"grad_norm": None, "layers": {"net": norm}} for norm in norms]
+    return [{"step": 50 * step, "grad_norm": None, "layers": {"net": norm}} for step, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +182,15 @@ def test_a_gradient_explodes_by_what_it_was_in_this_run(wine, norms, told):
     result = fit(wine, epochs=1)
     found = instabilities(run, result, _steps(*norms))
     assert any("the gradient of `net` exploded" in line for line in found) == told
+
+
+def test_the_first_steps_do_not_outweigh_the_run(wine):
+    """A net that begins with next to no gradient, as residual branches do, and then is calm."""
+    dense = [{"step": step, "grad_norm": 0.1, "layers": {"net": 1e-4}} for step in range(1, 20)]
+    even = [{"step": 50 * step, "grad_norm": 9.0, "layers": {"net": 1.0}} for step in range(8)]
+    found = instabilities(built(wine), fit(wine, epochs=1), dense + even)
+    assert not any("exploded" in line for line in found)
+    assert any("8 of 8 noted steps had a gradient norm above 1" in line for line in found)
 
 
 def test_steps_that_loss_scaling_skipped_are_counted(objective_with, tmp_path):

@@ -68,8 +68,8 @@ def test_a_command_line_is_kept_without_its_passwords(wine, tmp_path, monkeypatc
 
 def test_curves_mark_the_best_epoch(wine, tmp_path):
     history = fit(wine).history
-    path = curves(history, tmp_path / "deep" / "a.png", metric="accuracy", best_epoch=2)
-    plain = curves(history, tmp_path / "b.png")
+    path = curves(history, tmp_path / "deep" / "a.png", ["loss", "accuracy"], best_epoch=2)
+    plain = curves(history, tmp_path / "b.png", ["loss", "accuracy"])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != plain.read_bytes()
 
