@@ -142,8 +142,9 @@ class Dataset:
             ObjectiveError: one of them cannot be read, or they make no batch.
         """
         if self.samples is not None:
-            numbers = torch.arange(len(self))[rows].tolist()
-            names = numbers if self.rows is None else self.rows[numbers].tolist()
+            index = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
+            numbers = index.tolist()
+            names = numbers if self.rows is None else self.rows[index].tolist()
             return Batch(*collated(self.samples, numbers, self.collate, names), len(numbers))
         x = taken(self.x, rows) if not isinstance(self.x, Mapped) else self.x[rows]
         if self.load is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.utils import data as torch_data
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.tree import Tree
-from objectives.training.reproducibility.seeds import derive_seed, seeded, set_seed
+from objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
 
 # A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
 Augment = Callable[[Tree], Tree]
@@ -23,16 +23,27 @@ class _Batches(torch_data.Dataset[Batch]):
 
     def __init__(self, dataset: Dataset, batches: Sequence[Tensor], augment: Augment | None, seed: int) -> None:
         self._dataset, self._batches, self._augment, self._seed = dataset, batches, augment, seed
+        self.draws = augment is not None or not dataset.in_memory
+        self.is_stream = dataset.is_stream
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, index: int) -> Batch:
-        # Seeded by the batch and not by the process that makes it, so that their number changes nothing.
-        draws = self._augment is not None or not self._dataset.in_memory
-        with users_code("loading a batch"), seeded(self._seed, "augment", index) if draws else nullcontext():
+        with users_code("loading a batch"), _drawing(self._seed, index) if self.draws else nullcontext():
             batch = self._dataset.batch(self._batches[index])
             return batch if self._augment is None else batch._replace(x=self._augment(batch.x))
+
+
+@contextmanager
+def _drawing(seed: int, index: int) -> Iterator[None]:
+    """Generators seeded by the batch, not by the process that makes it: their number changes nothing."""
+    torch_state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed_host(seed, "augment", index))  # a process that loads has no GPU to touch
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
 
 
 def loaded(
@@ -58,23 +69,32 @@ def loaded(
         ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
 
-    def start(worker: int) -> None:
-        set_seed(seed, "worker", worker)
-
-    # Workers live for one pass: those that persist would carry their generators into the next epoch, and a run
-    # that is resumed there has none to carry.
-    loader = torch_data.DataLoader(
-        _Batches(dataset, batches, augment, seed),
-        batch_size=None,
-        num_workers=min(num_workers, 1) if dataset.is_stream else num_workers,
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
-        worker_init_fn=start,
-        persistent_workers=False,
-    )
+    source = _Batches(dataset, batches, augment, seed)
+    # In this process a DataLoader would only add its own time, a fifth of a millisecond a batch.
+    alone = num_workers == 0 and device.type != "cuda"
+    found = map(source.__getitem__, range(len(source))) if alone else _ahead(source, seed, device, num_workers)
     try:
-        yield from loader
+        for index, batch in enumerate(found):
+            if source.draws:
+                seed_host(seed, "after", index)  # what comes next draws the same, whoever loaded the batch
+            yield batch
     except ObjectiveError as error:
         # A worker's error comes with its traceback, whose last line is the error itself.
         last = str(error).strip().splitlines()[-1]
         raise ObjectiveError(last.removeprefix("objectives.errors.ObjectiveError: ")) from error
+
+
+def _ahead(source: _Batches, seed: int, device: torch.device, num_workers: int) -> torch_data.DataLoader[Batch]:
+    def start(worker: int) -> None:
+        set_seed(seed, "worker", worker)
+
+    return torch_data.DataLoader(
+        source,
+        batch_size=None,
+        num_workers=min(num_workers, 1) if source.is_stream else num_workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
+        worker_init_fn=start,
+        # Those that live on would carry their generators into the next epoch, and a resumed run has none to carry.
+        persistent_workers=False,
+    )

@@ -32,13 +32,22 @@ def collated(
         ObjectiveError: a sample cannot be read, samples make no batch, or the batch is no pair; with the number of the
             sample and the user's line.
     """
-    found = []
+    try:
+        read = getattr(samples, "__getitems__", None)  # all at once, as a DataLoader reads them
+        found = read(rows) if read is not None else [samples[row] for row in rows]
+    except Exception as error:  # whatever the user's code raises
+        raise _unreadable(samples, rows, names, error) from error
+    return _pair(_joined(found, names, collate or torch_data.default_collate, own=collate is not None))
+
+
+def _unreadable(samples: Sequence[Any], rows: Sequence[int], names: Sequence[int], error: Exception) -> ObjectiveError:
+    """The error of a batch, as that of its first sample that cannot be read alone."""
     for row, name in zip(rows, names, strict=True):
         try:
-            found.append(samples[row])
-        except Exception as error:  # whatever the user's code raises
-            raise ObjectiveError(f"sample {name} cannot be read: {blame(error)}") from error
-    return _pair(_joined(found, names, collate or torch_data.default_collate, own=collate is not None))
+            samples[row]
+        except Exception as alone:  # as above
+            return ObjectiveError(f"sample {name} cannot be read: {blame(alone)}")
+    return ObjectiveError(f"samples {names[0]} to {names[-1]} cannot be read: {blame(error)}")
 
 
 def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bool) -> Any:

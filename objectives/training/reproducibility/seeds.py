@@ -24,10 +24,15 @@ def set_seed(*parts: int | str) -> None:
 
     Every epoch does this from (seed, epoch): a run resumed at an epoch then needs no saved generator to be exact.
     """
+    torch.manual_seed(seed_host(*parts))
+
+
+def seed_host(*parts: int | str) -> int:
+    """Seeds Python and numpy for a purpose, and returns the seed: putting them back would take longer than a batch."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    return seed
 
 
 @contextmanager
