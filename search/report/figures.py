@@ -60,6 +60,8 @@ def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
     """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
     if sum(t.state == TrialState.COMPLETE for t in study.trials()) < 2:
         return "Shown from two complete trials on."
+    if len({name for t in study.trials() for name in t.params}) == 1:
+        return "There is one parameter, and nothing to compare it with."
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which evaluators are experimental is not the reader's concern

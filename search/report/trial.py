@@ -82,14 +82,14 @@ def _print_section(console: Console, title: str, table: Table) -> None:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 2), header_style="bold")
     for column in columns:
         table.add_column(column)
     return table
 
 
 def _parameters(trial: FrozenTrial) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    table = Table(box=None, padding=(0, 1, 0, 2), show_header=False)
     for name, value in trial.params.items():
         table.add_row(name, format_value(value))
     return table

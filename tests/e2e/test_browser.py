@@ -36,6 +36,12 @@ FLAGS = [
 
 PATIENCE = 300_000  # ms
 
+# The texts of figures that begin left of their figure, and the reasons that do not fit their cell.
+CUT = """[...document.querySelectorAll(".figure")].flatMap((figure) => [...figure.querySelectorAll("text")]
+    .filter((text) => text.getBoundingClientRect().left < figure.getBoundingClientRect().left - 1))
+    .concat([...document.querySelectorAll("#trials td.why")].filter((cell) => cell.scrollWidth > cell.clientWidth))
+    .map((node) => node.textContent)"""
+
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
@@ -101,6 +107,8 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
     expect(page.locator(".figure svg")).to_have_count(3, timeout=PATIENCE)
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
+    cut = page.evaluate(CUT)
+    assert cut == [], "nothing is written over the edge of the page, where nobody can scroll to, nor cut in a table"
     keep(page, f"report-{width}")
     best = search.study.best_trial
     page.locator("#history .dot.best").hover()

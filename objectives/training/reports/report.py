@@ -30,9 +30,10 @@ def write_report(
         objective: what was trained.
     """
     unstable = instabilities(run, result, steps) or ["None seen."]
+    chosen, defaults = _configuration(run, objective)
     sections = {
         f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
-        "Configuration, and why": _configuration(run, objective),
+        "Configuration, and why": chosen,
         "Smoke test": _smoke(path.parent, objective),
         "Train against validation": [
             *_gap(run, result, objective),
@@ -44,6 +45,7 @@ def write_report(
             *image(path, "gradients.png", "Norm of the gradient in each layer, step by step"),
         ],
         "Checkpoints": _checkpoints(result),
+        "Defaults": defaults,  # last, for MLflow's view folds nothing
     }
     write_sections(path, sections)
 
@@ -75,8 +77,8 @@ def _summary(run: Run, result: FitResult) -> list[str]:
     return lines
 
 
-def _configuration(run: Run, objective: Objective) -> list[str]:
-    """What differs from the defaults; these are folded."""
+def _configuration(run: Run, objective: Objective) -> tuple[list[str], list[str]]:
+    """What differs from the defaults, and these, folded."""
     default = objective.default_config()
     chosen, defaults = [], []
     for item in dataclasses.fields(run.config):
@@ -91,7 +93,7 @@ def _configuration(run: Run, objective: Objective) -> list[str]:
             defaults.append(row)
     table = ["| setting | value | why |", "|---|---|---|", *chosen] if chosen else ["All settings are the defaults."]
     fold = f"<details><summary>{len(defaults)} settings have their defaults</summary>"
-    return [*table, "", fold, "", "| setting | value |", "|---|---|", *defaults, "", "</details>"]
+    return table, [fold, "", "| setting | value |", "|---|---|", *defaults, "", "</details>"]
 
 
 def code(value: object) -> str:

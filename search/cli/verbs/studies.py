@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from search.api.opening import StudyRow
 
 
+_NUMBERS = ("trials", "complete", "pruned", "failed", "running")
+_COLUMNS = ("study", "objective", *_NUMBERS, "best", "promoted")
+_ALWAYS = {"study", "objective", "trials", "complete", "best"}
+_LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narrower cannot be read
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb to the app."""
     app.command()(studies)
@@ -24,21 +30,34 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     from search.api.study import Study
     from search.console import PlainConsole, command
 
+    found = [_cells(row) for row in Study.list(storage_url=storage_url, home=home)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("study", "objective", "trials", "complete", "pruned", "failed", "running", "best", "promoted"):
-        table.add_column(column, justify="left" if column in {"study", "objective", "best", "promoted"} else "right")
-    for row in Study.list(storage_url=storage_url, home=home):
-        table.add_row(*_cells(row))
+    # What no study has takes no room: a terminal of 80 columns has none for all of them.
+    kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
+    for name in kept:
+        right, least = name in _NUMBERS, _LEAST.get(name)
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right, min_width=least)
+    for row in found:
+        table.add_row(*(row.get(name, "") for name in kept))
     if table.row_count:
         PlainConsole().print(table)
     else:
         typer.echo(f"no studies yet; start one with: {command('run', 'digits')}")
 
 
-def _cells(row: StudyRow) -> tuple[str, ...]:
+def _cells(row: StudyRow) -> dict[str, str]:
+    from objectives.errors import shown
+
     if not row.ours:
-        return row.name, "(not made by hpsearch)"
+        return {"study": row.name, "objective": "(not made by hpsearch)"}
     name = row.name + (" (finalists)" if row.of_finalists else "") + (" (stopped)" if row.stopped else "")
     best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
-    counts = (f"{row.finished}/{row.budget}", row.complete, row.pruned, row.failed, row.running)
-    return name, row.objective, *map(str, counts), best, ", ".join(row.promoted)
+    path, colon, cls = row.objective.rpartition(":")
+    return {
+        "study": name,
+        "objective": f"{shown(path)}{colon}{cls}" if path.startswith("/") else row.objective,
+        "trials": f"{row.finished}/{row.budget}",
+        **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
+        "best": best,
+        "promoted": ", ".join(row.promoted),
+    }

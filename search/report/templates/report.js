@@ -217,7 +217,10 @@
     });
     axes.push({ name: data.metric, own: values, at: scale(Math.min(...values), Math.max(...values), ends[1], ends[0]) });
     const [svg, width] = open(host, height);
-    const gap = (width - 110) / Math.max(axes.length - 1, 1), left = (i) => 50 + i * gap;
+    for (const axis of axes) axis.named = axis.choices ? axis.choices.map((c) => [shown(c), axis.at(c)]) : axis.at.ticks(4).map((v) => [shown(v), axis.at(v)]);
+    const longest = Math.max(...axes[0].named.map(([text]) => text.length));
+    const start = Math.max(50, Math.min(12 + 7 * longest, width / 4)); // the first axis has nothing on its left to write over
+    const gap = (width - 60 - start) / Math.max(axes.length - 1, 1), left = (i) => start + i * gap;
     const least = complete.length < 40 ? 45 : 15; // per cent: many lines must leave the good ones to be seen
     const order = [...complete.keys()].sort((a, b) => better(values[b], values[a]));
     const lines = order.map((i, rank) => {
@@ -230,10 +233,9 @@
       add(svg, "line", { class: "axis", x1: left(k), x2: left(k), y1: ends[0], y2: ends[1] });
       const name = add(svg, "text", { x: left(k), y: k % 2 && gap < 110 ? 34 : 16, "text-anchor": "middle", class: "strong" }, clipped(axis.name, Math.floor((gap < 110 ? 2 * gap : gap) / 7.5)));
       add(name, "title", {}, axis.name);
-      const named = axis.choices ? axis.choices.map((c) => [shown(c), axis.at(c)]) : axis.at.ticks(4).map((v) => [shown(v), axis.at(v)]);
-      for (const [text, y] of named) {
+      for (const [text, y] of axis.named) {
         add(svg, "line", { class: "axis", x1: left(k) - 3, x2: left(k) + 3, y1: y, y2: y });
-        add(svg, "text", { x: left(k) - 6, y: y + 4, "text-anchor": "end", class: "halo" }, clipped(text, Math.floor(gap / 8)));
+        add(svg, "text", { x: left(k) - 6, y: y + 4, "text-anchor": "end", class: "halo" }, clipped(text, Math.floor((k ? gap : start - 6) / 7)));
       }
     });
     watch(svg, (x, y) => {

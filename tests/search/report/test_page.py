@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.report import trials as shown
 from search.report import write_report
+from search.report.figures import importances
 from storage.attributes import INFEASIBLE, REASON
 from storage.study_storage.opening import open_storage
 from tests.search.finalists.support import search
@@ -96,3 +97,12 @@ def test_of_very_many_trials_the_best_and_the_latest_are_shown(
     study = search(open_storage(database_url, application_name="test"), "s", trials)
     assert [t.number for t in shown.shown_trials(study)] == [1, 0, 3]
     assert "3 of 4: the best complete ones" in write_report(study, tmp_path / "r.html", dashboard_url=None).read_text()
+
+
+def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -> None:
+    def alone(number: int) -> FrozenTrial:
+        params, space = {"lr": 1e-3 / (number + 1)}, {"lr": SPACE["lr"]}
+        return create_trial(value=number, params=params, distributions=space)
+
+    study = search(open_storage(database_url, application_name="test"), "s", [alone(number) for number in range(3)])
+    assert importances(study) == "There is one parameter, and nothing to compare it with."

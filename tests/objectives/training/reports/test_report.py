@@ -26,13 +26,15 @@ def _section(text, title):
 def test_every_setting_stands_there_with_its_reason(objective_with, tmp_path):
     objective = objective_with(default_config=lambda _self: TrainConfig(lr=0.5, batch_size=16))
     _, text = _report(objective, tmp_path, TrainConfig(lr=0.02, batch_size=16))
-    first, _, folded = _section(text, "Configuration, and why").partition("\n\n<details><summary>")
-    rows = first.splitlines()[2:]
+    rows = _section(text, "Configuration, and why").splitlines()[2:]
     assert len(rows) == 2, "what differs from the defaults stands first"
+    folded = _section(text, "Defaults")
     assert len(folded.splitlines()) == 4 + len(TrainConfig().to_dict()) - 2 + 2
     assert "| `lr` | `0.02` | set for this run; the objective's default is `0.5` |" in rows
     assert "| `batch_size` | `16` | the objective's default |" in rows
-    assert folded.startswith(f"{len(TrainConfig().to_dict()) - 2} settings have their defaults</summary>\n\n| setting")
+    assert folded.startswith(
+        f"<details><summary>{len(TrainConfig().to_dict()) - 2} settings have their defaults</summary>\n\n| setting"
+    )
     assert '| `optimizer` | `"adamw"` |' in folded.splitlines()
     assert folded.endswith("\n\n</details>"), "a table within HTML wants a blank line on both sides"
 
