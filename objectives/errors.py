@@ -90,6 +90,15 @@ def users_code(what: str) -> Iterator[None]:
         raise ObjectiveError(f"{what}: {blame(error)}") from error
 
 
+@contextmanager
+def needing(package: str, objective: str) -> Iterator[None]:
+    """Around the imports of a package that only this built-in objective needs: says how it is installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ObjectiveError(f"{objective} needs {package}: ./hpsearch add {package}") from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a CPU or an accelerator."""
     import torch  # most that load this module never need it
