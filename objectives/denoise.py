@@ -78,4 +78,5 @@ class Autoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pixels."""
-        return WHITE * self.decode(self.encode(x)).sigmoid().unflatten(1, (1, 8, 8))
+        decoded: Tensor = self.decode(self.encode(x))
+        return WHITE * decoded.sigmoid().reshape(-1, 1, 8, 8)

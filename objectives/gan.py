@@ -36,8 +36,8 @@ class GanConfig:
 class Gan(LoopObjective):
     """Learns to draw scikit-learn's digits (Goodfellow et al. 2014), judged by a Frechet distance, 0 at best.
 
-    It is that of Heusel et al. 2017, the FID, with the second hidden layer of a small classifier of digits in place of the
-    Inception network: between drawn images and those of the validation split, and in `test` those of the test split.
+    It is the FID of Heusel et al. 2017, with the second hidden layer of a small classifier of digits in place of the
+    Inception network: from drawn images to those of the validation split, and in `test` to those of the test split.
     """
 
     name: ClassVar[str] = "gan"
@@ -71,7 +71,7 @@ class Gan(LoopObjective):
         for _ in trial.epochs():
             losses = [
                 train_step(real[rows.to(trial.device)], trial.config, **parts)
-                for rows in torch.randperm(len(real)).split(trial.config.batch_size)
+                for rows in torch.split(torch.randperm(len(real)), trial.config.batch_size)
             ]
             drawing, judging = (sum(loss) / len(losses) for loss in zip(*losses, strict=True))
             state = {name: part.state_dict() for name, part in parts.items()}
@@ -149,11 +149,11 @@ def train_step(
     yes, no = torch.ones(len(real), 1, device=real.device), torch.zeros(len(real), 1, device=real.device)
     judging_loss = entropy(judging(real / 16), yes) + entropy(judging(fake.detach() / 16), no)
     judges.zero_grad()
-    judging_loss.backward()
+    torch.autograd.backward(judging_loss)
     judges.step()
     drawing_loss = entropy(judging(fake / 16), yes)
     draws.zero_grad()
-    drawing_loss.backward()
+    torch.autograd.backward(drawing_loss)
     draws.step()
     return drawing_loss.item(), judging_loss.item()
 

@@ -120,9 +120,10 @@ class GraphNetwork(nn.Module):
         for embed, update in zip(self.bond, self.update, strict=True):
             messages = torch.relu(x[start] + embed(order))
             x = x + update(x + torch.zeros_like(x).index_add(0, end, messages))
-        owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=len(atoms))
+        # By their shape, not by len(), which an exported model would take for a constant.
+        owner = torch.arange(sizes.shape[0], device=sizes.device).repeat_interleave(sizes, output_size=atoms.shape[0])
         contributions = self.last(x).squeeze(1) * self.scale
-        return torch.zeros(len(sizes), device=x.device).index_add(0, owner, contributions)
+        return torch.zeros(sizes.shape[0], device=x.device).index_add(0, owner, contributions)
 
 
 def perceptron(width: int, outputs: int, dropout: float) -> nn.Sequential:

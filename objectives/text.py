@@ -58,7 +58,8 @@ class Text(Objective):
     def data(self, seed: int) -> Splits:
         """Word ids [t], 8 to 64 of a paragraph, and the number of its topic."""
         found = paragraphs()
-        return Splits.make([word_ids(text) for text in found], list(found.values()), seed=seed, collate=padded)
+        ids = [[word_id(word) for word in text] for text in found]
+        return Splits.make(ids, list(found.values()), seed=seed, collate=padded)
 
     def sampler(self, config: TrainConfig, train: Dataset) -> ByLength:
         """Paragraphs of like length in a batch."""
@@ -69,25 +70,20 @@ class Text(Objective):
         return Encoder(**{**self.default_config().model, **config.model})
 
 
-def paragraphs() -> dict[str, int]:
-    """Each distinct paragraph of the topics, as one line, with the number of the only topic that has it."""
+def paragraphs() -> dict[tuple[str, ...], int]:
+    """The words of each distinct paragraph, in small letters, with the number of the only topic that has it."""
     from pydoc_data.topics import topics
 
-    owners: defaultdict[str, set[int]] = defaultdict(set)
+    owners: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
     for number, topic in enumerate(TOPICS):
         for paragraph in re.split(r"\n\s*\n", topics[topic]):
-            owners[" ".join(paragraph.split())].add(number)
-    return {text: min(of) for text, of in owners.items() if len(of) == 1 and len(words(text)) >= SHORTEST}
+            owners[tuple(re.findall(r"\w+", paragraph.lower())[:LONGEST])].add(number)
+    return {words: min(of) for words, of in owners.items() if len(of) == 1 and len(words) >= SHORTEST}
 
 
-def words(text: str) -> list[str]:
-    """Runs of letters and digits, in small letters."""
-    return re.findall(r"\w+", text.lower())
-
-
-def word_ids(text: str) -> list[int]:
-    """The hash of each word as its id, 1 to 4,095: a vocabulary that nothing is fitted for (Weinberger et al. 2009)."""
-    return [1 + crc32(word.encode()) % (VOCABULARY - 1) for word in words(text)[:LONGEST]]
+def word_id(word: str) -> int:
+    """A hash, 1 to 4,095: a vocabulary that needs no fitting (Weinberger et al. 2009)."""
+    return 1 + crc32(word.encode()) % (VOCABULARY - 1)
 
 
 class Encoder(nn.Module):

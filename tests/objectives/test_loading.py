@@ -98,7 +98,10 @@ def test_a_base_class_with_an_underscore_is_passed_over(write):
     ("reference", "message"),
     [
         ("digit", "unknown objective 'digit': did you mean 'digits'?"),
-        ("qqqq", "unknown objective 'qqqq': known: breast_cancer, digits"),
+        (
+            "qqqq",
+            "unknown objective 'qqqq': known: breast_cancer, denoise, digits, gan, language, molecules, series, text",
+        ),
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
         ("objectives.digits", "write package.module:Class"),
