@@ -14,8 +14,8 @@ from objectives.training import Dataset, Splits, TrainConfig
 if TYPE_CHECKING:
     from objectives.search_space import SearchSpace
 
-# Values of each column: of an atom its element, neighbours, hydrogens, charge + 4 and aromaticity; of a bond its order.
-ATOM, BOND = (119, 16, 16, 9, 2), 22
+# Values of each column: of an atom its element and charge + 4; of a bond its order. The rest is for messages to find.
+ATOM, BOND = (119, 9), 22
 
 
 class Molecules(Objective):
@@ -39,23 +39,23 @@ class Molecules(Objective):
             batch_size=trial.suggest_categorical("batch_size", [32, 64, 128]),
             schedule=trial.suggest_categorical("schedule", ["cosine", "one_cycle"]),
             model={
-                "layers": trial.suggest_int("layers", 0, 3),
+                "layers": trial.suggest_int("layers", 0, 4),
                 "width": trial.suggest_int("width", 16, 64, log=True),
                 "dropout": trial.suggest_float("dropout", 0.0, 0.2),
             },
         )
 
     def default_config(self) -> TrainConfig:
-        """Two rounds of messages."""
-        return TrainConfig(lr=5e-3, model={"layers": 2, "width": 32, "dropout": 0.0})
+        """Three rounds of messages."""
+        return TrainConfig(lr=5e-3, model={"layers": 3, "width": 32, "dropout": 0.0})
 
     def data(self, seed: int) -> Splits:
-        """Graphs, (atoms [a, 5], bonds [b, 3]), and areas; split by scaffold, 60/20/20 of the scaffolds."""
+        """Graphs, (atoms [a, 2], bonds [b, 3]), and areas; split by scaffold, 60/20/20 of the scaffolds."""
         graphs, areas, scaffolds = molecules()
         return Splits.make(graphs, areas, seed=seed, groups=scaffolds, collate=joined)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        """Atoms [a, 5], bonds [b, 3] and sizes [n] of n molecules -> areas [n], in square angstroms."""
+        """Atoms [a, 2], bonds [b, 3] and sizes [n] of n molecules -> areas [n], in square angstroms."""
         return GraphNetwork(scale=float(train.y.std()), **{**self.default_config().model, **config.model})
 
 
@@ -82,11 +82,8 @@ def molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
 
 
 def graph(molecule: Any) -> tuple[Tensor, Tensor]:
-    """Atoms [a, 5] by the columns of `ATOM`, and bonds [b, 3], each twice: from, to and order."""
-    atoms = [
-        (a.GetAtomicNum(), a.GetDegree(), a.GetTotalNumHs(), a.GetFormalCharge() + 4, a.GetIsAromatic())
-        for a in molecule.GetAtoms()
-    ]
+    """Atoms [a, 2] by the columns of `ATOM`, and bonds [b, 3], each twice: from, to and order."""
+    atoms = [(atom.GetAtomicNum(), atom.GetFormalCharge() + 4) for atom in molecule.GetAtoms()]
     bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx(), int(b.GetBondType())) for b in molecule.GetBonds()]
     both_ways = bonds + [(end, start, order) for start, end, order in bonds]
     return torch.tensor(atoms), torch.tensor(both_ways, dtype=torch.int64).reshape(-1, 3)
