@@ -42,7 +42,8 @@ ROOMS = (
     *("objectives.own_loop", "objectives.adapters", "objectives.fit"),
     *("objectives.loading", "objectives.template"),
     "objectives",
-    *("objectives.digits", "objectives.breast_cancer"),
+    *("objectives.digits", "objectives.breast_cancer", "objectives.text", "objectives.language"),
+    *("objectives.molecules", "objectives.series", "objectives.denoise", "objectives.gan"),
     # search: the service
     *("search.errors", "search.entry", "search.console", "search.steps", "search.services"),
     *("search.discovery", "search.kinds", "search.samplers", "search.pruners"),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from objectives.packages import how_to_install
+from objectives.packages import how_to_install, installing
 
 _OWN = Path(__file__).resolve().parent
 _LIBRARIES = tuple(
@@ -90,6 +90,15 @@ def users_code(what: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise ObjectiveError(f"{what}: {blame(error)}") from error
+
+
+@contextmanager
+def needing(package: str, objective: str) -> Iterator[None]:
+    """Around the imports of a package that only this built-in objective needs: says how it is installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ObjectiveError(f"{objective} needs {package}: {installing(package)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,6 +23,12 @@ _MADE = "__hpsearch_objective__"  # on a function: the class that was made of it
 BUILTIN: dict[str, str] = {
     "digits": "objectives.digits:Digits",
     "breast_cancer": "objectives.breast_cancer:BreastCancer",
+    "text": "objectives.text:Text",
+    "molecules": "objectives.molecules:Molecules",
+    "gan": "objectives.gan:Gan",
+    "denoise": "objectives.denoise:Denoise",
+    "language": "objectives.language:Language",
+    "series": "objectives.series:Series",
 }
 
 

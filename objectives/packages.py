@@ -31,6 +31,10 @@ def how_to_install(error: BaseException) -> str:
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if not module or "." in module or module in sys.stdlib_module_names:
         return ""
+    return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
+
+
+def installing(package: str) -> str:
+    """The command that installs a package beside hpsearch."""
     wrapper = os.environ.get("HPSEARCH_COMMAND")  # what the user calls; not set where hpsearch is a wheel
-    installer = f"{wrapper} add" if wrapper else "pip install"
-    return f" (where it is a package: `{installer} {_PACKAGES.get(module, module)}`)"
+    return f"{wrapper} add {package}" if wrapper else f"pip install {package}"

@@ -33,7 +33,8 @@ def api() -> str:
 def _member(name: str, thing: Any, level: int) -> str:
     head = "#" * level
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
-        return f"{head} {name}\n\n```python\n{name} = {json.dumps(thing)}\n```\n"
+        items = "".join(f"    {json.dumps(key)}: {json.dumps(value)},\n" for key, value in thing.items())
+        return f"{head} {name}\n\n```python\n{name} = {{\n{items}}}\n```\n"
     parts = [f"{head} {name}\n", f"```python\n{_signature(name, thing)}\n```\n"]
     if (doc := _own_doc(thing)) is not None:
         parts.append(_docstring(doc) + "\n")

@@ -76,7 +76,7 @@ class Study:
         """Create a study, or join the one of that name when what is given agrees with it.
 
         Args:
-            objective: digits, breast_cancer, package.module:Class, my_file.py; or a class that such a file has.
+            objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
             name, trials, epochs, metric, direction: by default the objective's.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
             seed, retries, retry_on, timeout, models: as docs/reference/settings.md says.

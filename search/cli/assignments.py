@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from objectives.training import TrainConfig
 
 Objective_ = Annotated[
-    str, typer.Argument(metavar="OBJECTIVE", help="digits, breast_cancer, package.module:Class or my_file.py.")
+    str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py.")
 ]
 Set = Annotated[
     list[str] | None,

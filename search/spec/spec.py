@@ -66,7 +66,7 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: str = Field(min_length=1, description="digits, breast_cancer, package.module:Class or my_file.py.")
+    objective: str = Field(min_length=1, description="digits or another built-in, package.module:Class or my_file.py.")
     metric: str = Field(min_length=1, description="Validation metric to optimise")
     direction: Literal["maximize", "minimize"] = Field(description="maximize or minimize")
     n_trials: int = Field(ge=1, le=1_000_000, description="Budget: how many trials the study runs")

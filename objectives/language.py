@@ -1,0 +1,94 @@
+"""A character language model: 0.37 million characters of Python's documentation, and which comes next."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from objectives.objective import Objective
+from objectives.training import Batch, Dataset, Splits, Step, TrainConfig
+
+if TYPE_CHECKING:
+    from objectives.search_space import SearchSpace
+
+ALPHABET = 128  # ASCII; its last one stands for all other characters
+LENGTH = 64  # characters of a sample
+
+
+class Language(Objective):
+    """Predicts the next character of `pydoc_data.topics`, Python's own `help()`; judged by bits per character.
+
+    The text is divided into three contiguous pieces, 60/20/20, after paragraphs that stand in it again are left out:
+    what is validated has not been trained on. Each sample begins without any context. The text is that of the Python
+    that runs.
+    """
+
+    name: ClassVar[str] = "language"
+    metric = "bits_per_character"
+    direction = "minimize"
+    epochs: ClassVar[int] = 8
+    loss_floor: ClassVar[float | None] = 0.1  # nats: nobody knows how a sample begins
+
+    def suggest(self, trial: SearchSpace) -> TrainConfig:
+        """An LSTM and how to train it."""
+        return TrainConfig(
+            lr=trial.suggest_float("lr", 1e-3, 3e-2, log=True),
+            weight_decay=trial.suggest_float("weight_decay", 1e-4, 1e-1, log=True),
+            batch_size=trial.suggest_categorical("batch_size", [16, 32, 64]),
+            schedule=trial.suggest_categorical("schedule", ["cosine", "one_cycle"]),
+            model={
+                "layers": trial.suggest_int("layers", 1, 2),
+                "width": trial.suggest_int("width", 32, 128, step=32),
+                "dropout": trial.suggest_float("dropout", 0.0, 0.3),
+            },
+        )
+
+    def default_config(self) -> TrainConfig:
+        """One layer."""
+        return TrainConfig(lr=2e-2, batch_size=32, model={"layers": 1, "width": 96, "dropout": 0.0})
+
+    def data(self, seed: int) -> Splits:
+        """Characters [n, 64], and [n, 64] those that come next; the split is by place, and `seed` decides nothing."""
+        codes = torch.tensor([min(ord(character), ALPHABET - 1) for character in corpus()])
+        samples = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+        return Splits.make(samples[:, :-1], samples[:, 1:], seed=seed, times=range(len(samples)))
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit
+        """[n, 64] characters' codes, 0 to 127 -> logits of those that come next [n, 64, 128]."""
+        return Recurrent(**{**self.default_config().model, **config.model})
+
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:  # noqa: ARG002 part of the protocol
+        """Cross entropy of every character, in nats, and the same in bits."""
+        loss = functional.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
+        return Step(loss, metrics={"bits_per_character": loss.detach() / math.log(2)})
+
+
+def corpus() -> str:
+    """All topics in their order, each paragraph where it stands first."""
+    from pydoc_data.topics import topics
+
+    first: dict[str, str] = {}
+    for topic in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[topic]):
+            first.setdefault(" ".join(paragraph.split()), paragraph)
+    return "\n\n".join(first.values())
+
+
+class Recurrent(nn.Module):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997) over characters."""
+
+    def __init__(self, layers: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ALPHABET, width)
+        self.units = nn.LSTM(width, width, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.last = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, ALPHABET))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.last(self.units(self.embed(x))[0])
+        return logits

@@ -1,0 +1,111 @@
+"""Paragraphs of Python's documentation: about a thousand, of eight topics, classified by a small transformer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, ClassVar
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from objectives.objective import Objective
+from objectives.training import ByLength, Dataset, Splits, TrainConfig, padded
+
+if TYPE_CHECKING:
+    from objectives.search_space import SearchSpace
+
+TOPICS = (
+    *("compound", "specialnames", "types", "debugger"),
+    *("string-methods", "typesseq", "typesmapping", "formatstrings"),
+)
+VOCABULARY = 4096  # ids of words; 0 is padding
+SHORTEST, LONGEST = 8, 64  # words of a paragraph: shorter ones are left out, longer ones are cut
+
+
+class Text(Objective):
+    """Tells from which of eight topics of `pydoc_data.topics`, Python's own `help()`, a paragraph comes.
+
+    The split is random and stratified, 60/20/20. A paragraph that stands twice in a topic is one sample, and one that
+    several topics share is none: no text is in two splits. The text is that of the Python that runs.
+    """
+
+    name: ClassVar[str] = "text"
+    metric = "accuracy"
+    epochs: ClassVar[int] = 15
+
+    def suggest(self, trial: SearchSpace) -> TrainConfig:
+        """A transformer encoder, of no layer (a bag of words) up to two."""
+        return TrainConfig(
+            lr=trial.suggest_float("lr", 3e-4, 3e-2, log=True),
+            weight_decay=trial.suggest_float("weight_decay", 1e-3, 1.0, log=True),
+            batch_size=trial.suggest_categorical("batch_size", [16, 32, 64]),
+            label_smoothing=trial.suggest_float("label_smoothing", 0.0, 0.2),
+            model={
+                "layers": trial.suggest_int("layers", 0, 2),
+                "width": trial.suggest_int("width", 32, 128, step=32),
+                "heads": trial.suggest_categorical("heads", [2, 4]),
+                "dropout": trial.suggest_float("dropout", 0.0, 0.5),
+            },
+        )
+
+    def default_config(self) -> TrainConfig:
+        """One layer."""
+        model = {"layers": 1, "width": 64, "heads": 4, "dropout": 0.3}
+        return TrainConfig(lr=5e-3, weight_decay=0.1, batch_size=32, label_smoothing=0.1, model=model)
+
+    def data(self, seed: int) -> Splits:
+        """Word ids [t], 8 to 64 of a paragraph, and the number of its topic."""
+        found = paragraphs()
+        ids = [[word_id(word) for word in text] for text in found]
+        return Splits.make(ids, list(found.values()), seed=seed, collate=padded)
+
+    def sampler(self, config: TrainConfig, train: Dataset) -> ByLength:
+        """Paragraphs of like length in a batch."""
+        return ByLength([len(ids) for ids, _ in train.samples or ()], config.batch_size)
+
+    def model(self, config: TrainConfig, train: Dataset) -> nn.Module:  # noqa: ARG002 no statistics to fit
+        """Word ids [n, longest] and their number [n] -> logits [n, 8]."""
+        return Encoder(**{**self.default_config().model, **config.model})
+
+
+def paragraphs() -> dict[tuple[str, ...], int]:
+    """The words of each distinct paragraph, in small letters, with the number of the only topic that has it."""
+    from pydoc_data.topics import topics
+
+    owners: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
+    for number, topic in enumerate(TOPICS):
+        for paragraph in re.split(r"\n\s*\n", topics[topic]):
+            owners[tuple(re.findall(r"\w+", paragraph.lower())[:LONGEST])].add(number)
+    return {words: min(of) for words, of in owners.items() if len(of) == 1 and len(words) >= SHORTEST}
+
+
+def word_id(word: str) -> int:
+    """A hash, 1 to 4,095: a vocabulary that needs no fitting (Weinberger et al. 2009)."""
+    return 1 + crc32(word.encode()) % (VOCABULARY - 1)
+
+
+class Encoder(nn.Module):
+    """A transformer encoder (Vaswani et al. 2017), norms first, over words and places; their mean is classified."""
+
+    def __init__(self, layers: int, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.word = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        self.place = nn.Parameter(0.02 * torch.randn(LONGEST, width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(width, len(TOPICS))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Logits; places after a paragraph's end are neither attended to nor in the mean."""
+        within = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        x = self.drop(self.word(ids) + self.place[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=~within)
+        mean = (x * within[:, :, None]).sum(dim=1) / lengths[:, None]
+        logits: Tensor = self.last(self.drop(mean))
+        return logits
