@@ -22,12 +22,18 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
 NAME, TRIALS, EPOCHS = "any", 6, 4
 
+_IMAGES = RECIPES["Images from a folder"]
+CASES = {
+    **RECIPES,
+    "2,000 images, two processes": _IMAGES.replace("range(120)", "range(2000)").replace("workers=1", "workers=2"),
+}
+
 # The others go the same ways: they are shot at in the soaks.
 OFTEN = ("Text of different lengths", "A loop of one's own")
 
 
 @pytest.mark.parametrize(
-    "title", [title if title in OFTEN else pytest.param(title, marks=pytest.mark.soak) for title in RECIPES]
+    "title", [title if title in OFTEN else pytest.param(title, marks=pytest.mark.soak) for title in CASES]
 )
 def test_a_killed_worker_changes_no_bit(arena: Arena, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arena.name = NAME
@@ -35,8 +41,8 @@ def test_a_killed_worker_changes_no_bit(arena: Arena, title: str, monkeypatch: p
     arena.home.chmod(0o755)
     monkeypatch.setenv("HPSEARCH_HOME", str(arena.home))
     path = arena.folder / "recipe.py"
-    path.write_text(RECIPES[title])
-    reference = f"{path}:{name_in(RECIPES[title])}"
+    path.write_text(CASES[title])
+    reference = f"{path}:{name_in(CASES[title])}"
     write(arena.orders, [Order("report", "kill", trial=1, nth=2), Order("save", "kill", trial=4, nth=3, when="after")])
     few = ("--trials", str(TRIALS), "--epochs", str(EPOCHS), "--retries", "2", "--workers", "0")
     arena.run("run", reference, "--name", NAME, "--sampler", "random", "--pruner", "median",
