@@ -36,11 +36,20 @@ def telling_mistakes(work: Callable[[], int]) -> int:
 
 @contextmanager
 def handling(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle signals so for a while; a thread beside a program's main one gets none, and leaves them as they are."""
+    """Handle signals so for a while; a thread beside a program's main one gets none, and leaves them as they are.
+
+    What this process forks meanwhile inherits the handler, and is told nothing by it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    own = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            handler(number, frame)
+
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

@@ -93,7 +93,7 @@ def test_nothing_of_the_search_goes_that_somebody_needs(cli: Cli, search: Search
     assert "freed" not in said, "it was not agreed to"
 
 
-BRANCHING = '''
+BRANCHING = """
 from sklearn.datasets import load_wine
 from torch import nn
 
@@ -119,7 +119,7 @@ class Branching(Objective):
 
     def model(self, config, train):
         return Branch()
-'''
+"""
 
 
 def test_a_model_that_cannot_be_exported_is_its_checkpoint(cli: Cli, search: Search, tmp_path: Path) -> None:

@@ -210,13 +210,15 @@ class Arena:
     def orders(self) -> Path:
         return self.folder / "orders"
 
-    def create(self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "") -> None:
+    def create(
+        self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "", objective: str = OBJECTIVE
+    ) -> None:
         """Make the study, with orders for whoever works on it."""
         write(self.orders, orders)
         self.home.mkdir(exist_ok=True)
         self.home.chmod(0o755)
         more = settings.split()
-        self.run("run", OBJECTIVE, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
+        self.run("run", objective, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
                  "--sampler", "random", "--pruner", "none", "--workers", "0", *more)  # fmt: skip
 
     def environment(self, **more: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError, users_code
+from objectives.training.data.child import ending_with_parent
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.tree import Tree
 from objectives.training.reproducibility.seeds import derive_seed, seeded, set_seed
@@ -58,7 +59,10 @@ def loaded(
         ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
 
+    bind = ending_with_parent()
+
     def start(worker: int) -> None:
+        bind()
         set_seed(seed, "worker", worker)
 
     # Workers live for one pass: those that persist would carry their generators into the next epoch, and a run

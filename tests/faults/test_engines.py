@@ -1,0 +1,56 @@
+"""What engines do to workers (Slurm, Kubernetes, Ray): signals to all processes of a job, again and again, too early."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.harness import Arena, wait_for
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+LOADING = str(Path(__file__).with_name("loading.py"))
+
+
+@pytest.mark.parametrize(("objective", "passing"), [("Loading", {"epoch": 1}), ("OwnLoop", {"nth": 2})])
+def test_a_signal_to_a_whole_job_ends_no_loader(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], objective: str, passing: dict[str, int]
+) -> None:
+    """The worker's processes are told with it, and go on: the epoch is ended, the trial given back."""
+    arena.create(1, [Order("training", "hang", trial=0, **passing)], objective=f"{LOADING}:{objective}")
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    assert len(psutil.Process(worker.pid).children()) >= 2, "it has loaders"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.killpg(worker.pid, number)
+    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.tell("it was not told to go")
+    (given_back,) = read_trials(arena.storage_url, arena.name)
+    assert (given_back.state, sorted(given_back.values)) == ("WAITING", [0, 1]), "the epoch was ended"
+    arena.work(1)
+    if objective == "Loading":
+        (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    else:
+        (trial,) = read_trials(arena.storage_url, arena.name)
+        assert [trial.values[epoch] / trial.values[0] for epoch in range(4)] == pytest.approx([1, 2, 3, 4], rel=0.1)
+    assert trial.outcomes == ["released", "complete"]
+
+
+def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
+    """Also while they load, which takes these two for ever."""
+    arena.create(1, [Order("loading", "hang", trial=0)], objective=f"{LOADING}:OwnLoop")
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "a loader to load")
+    loaders = psutil.Process(worker.pid).children()
+    assert loaders
+    worker.send(signal.SIGKILL)
+    wait_for(lambda: not any(one.is_running() for one in loaders), "the loaders to be gone")
