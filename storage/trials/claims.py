@@ -268,7 +268,7 @@ class Claims:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
     def failures(self, claim: Claim) -> int:
-        """Return how many attempts at the trial came to nothing: their worker died, or they failed."""
+        """Return how many attempts came to nothing, by death or error, since the last that added a checkpoint."""
         return int(self._database.rows(sql.FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def let_go(self, claim: Claim) -> None:

@@ -1,4 +1,4 @@
-"""What engines do to workers (Slurm, Kubernetes, Ray): signals to all processes of a job, again and again, too early."""
+"""What engines do to workers (Slurm, Kubernetes, Ray): signals to all processes of a job, once and again."""
 
 from __future__ import annotations
 
@@ -54,3 +54,19 @@ def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
     assert loaders
     worker.send(signal.SIGKILL)
     wait_for(lambda: not any(one.is_running() for one in loaders), "the loaders to be gone")
+
+
+def test_preemptions_cost_no_retries_while_a_trial_gets_on(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Trial 0 is preempted in each of its epochs, and once more; trial 1 never gets beyond its second."""
+    preempted = [
+        Order("training", action, trial=0, attempt=attempt, epoch=min(attempt, 3), nth=nth)
+        for attempt in range(1, 5)
+        for nth, action in enumerate(["terminate", "kill"], start=1)
+    ]
+    arena.create(2, [*preempted, Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert [trial.state for trial in trials] == ["COMPLETE", "FAIL"]
+    assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
