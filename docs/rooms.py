@@ -44,7 +44,7 @@ ROOMS = (
     "objectives",
     *("objectives.digits", "objectives.breast_cancer"),
     # search: the service
-    *("search.errors", "search.entry", "search.console", "search.steps", "search.services"),
+    *("search.early", "search.errors", "search.entry", "search.console", "search.steps", "search.services"),
     *("search.discovery", "search.kinds", "search.samplers", "search.pruners"),
     "search.spec",
     "search.sampling",

@@ -12,11 +12,13 @@ from types import FrameType
 
 from search.errors import USER_ERRORS
 
-# 0 is done, or nothing left to do; 1 an error of ours or of a service.
+# What an engine may start again by: 1 and 143, never 0, 2 or 3.
+EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
+EXIT_AWAY = 1  # a service does not answer, or an error of ours: it may be tried again
 EXIT_USER_ERROR = 2  # a setting is wrong: one line says which
 EXIT_GAVE_UP = 3  # of a worker: the objective fails every trial
-EXIT_INTERRUPTED = 128 + 2
-EXIT_DRAINED = 128 + 15
+EXIT_INTERRUPTED = 128 + 2  # by Ctrl-C
+EXIT_DRAINED = 128 + 15  # of a worker: it was told to go, and there is work left
 
 
 def find_modules_here() -> None:

@@ -6,14 +6,17 @@ its worker ends the epoch and saves.
 
 from __future__ import annotations
 
+import functools
 import signal
 from multiprocessing import popen_fork, util
+from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
 from objectives.training.data.child import ending_with_parent
 
 
+@functools.cache  # once is enough
 def shield_children() -> None:
     """Let no SIGTERM or SIGINT end what this process forks from now on; it ends with this one.
 
@@ -21,7 +24,8 @@ def shield_children() -> None:
     Torch puts a handler of its own in their place, so that is replaced. As SIGTERM is not heard, `terminate` of a
     process of `multiprocessing`, by which pools and loaders end theirs, kills.
     """
-    handle_faults, bind = signal_handling._set_worker_signal_handlers, ending_with_parent()
+    torch_signals: Any = signal_handling  # it names no types
+    handle_faults, bind = torch_signals._set_worker_signal_handlers, ending_with_parent()
 
     def begin_loader() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -29,7 +33,7 @@ def shield_children() -> None:
         signal.signal(signal.SIGTERM, _not_heard)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
-    signal_handling._set_worker_signal_handlers = begin_loader
+    torch_signals._set_worker_signal_handlers = begin_loader
     popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
     util.register_after_fork(shield_children, lambda _: bind())
 

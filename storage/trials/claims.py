@@ -179,6 +179,21 @@ class Claims:
                 return Lost(row.trial_id, row.number, row.attempt, reason)
         return None
 
+    def any_left(self, *, open_new: bool = True) -> bool:
+        """Whether the study is to go on: a trial can be taken, or is run by others; asked once, for an answer at once.
+
+        Args:
+            open_new: as of `claim`.
+        """
+        with self._engine.begin() as connection:
+            arguments = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+            study = connection.execute(sql.STUDY, arguments).one_or_none()
+            if study is None or study.stopped is not None:
+                return False
+            row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+        waits = open_new and row.total - row.enqueued < study.n_trials
+        return bool(row.given_back or row.running or waits)
+
     def sweep(self) -> None:
         """Put back the trials of workers that died, so that whoever claims next finds them.
 
