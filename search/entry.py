@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from search.errors import USER_ERRORS
+from storage.errors import AwayError
+from storage.urls import redact
 
 # What an engine may start again by: 1 and 143, never 0, 2 or 3.
 EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
@@ -28,12 +30,21 @@ def find_modules_here() -> None:
 
 
 def telling_mistakes(work: Callable[[], int]) -> int:
-    """Do the work and return its exit code; a mistake of the user is told in one line. All else is ours, and raised."""
+    """Do the work and return its exit code; a mistake of the user is told in one line, and so is a service
+    that is away. All else is ours, and raised."""
     try:
         return work()
     except USER_ERRORS as error:
         print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
-        return EXIT_USER_ERROR
+        return EXIT_AWAY if isinstance(error, AwayError) else EXIT_USER_ERROR
+    except Exception as error:
+        from storage.database.retry import is_transient
+
+        if not is_transient(error):
+            raise
+        said = redact(" ".join(str(getattr(error, "orig", error)).split()))
+        print(f"hpsearch: the database does not answer: {said}", file=sys.stderr, flush=True)  # noqa: T201 as above
+        return EXIT_AWAY
 
 
 @contextmanager

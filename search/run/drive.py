@@ -89,7 +89,7 @@ def drive(
 
     def look() -> tuple[Progress, bool]:
         try:
-            return read_progress(engine, study.study_id, study.spec.direction), False
+            return read_progress(engine, study.study_id, study.spec.direction, patience=0.0), False
         except DBAPIError:
             return progress, True
 

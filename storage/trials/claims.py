@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -295,6 +295,5 @@ class Claims:
 
 def running_now(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
-    with engine.connect() as connection:
-        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id}).all()
+    rows = Database(engine).rows(sql.LIVE, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from filelock import FileLock
 
@@ -326,6 +327,7 @@ class Wire:
         self.port = self._listener.getsockname()[1]
         self.mended = threading.Event()
         self.mended.set()
+        self.refused = 0  # connections, while it was cut
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -349,6 +351,7 @@ class Wire:
             except OSError:
                 return
             if not self.mended.is_set():
+                self.refused += 1
                 client.close()
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
@@ -368,10 +371,11 @@ class Wire:
 
 @contextmanager
 def wire(url: str) -> Iterator[tuple[Wire, str]]:
-    """A wire to the server of an http URL, and the URL through it."""
-    port = int(url.rpartition(":")[2].strip("/"))
+    """A wire to the server of a URL on this machine, and the URL through it."""
+    port = urlsplit(url).port
+    assert port is not None
     line = Wire(port)
     try:
-        yield line, url.replace(str(port), str(line.port))
+        yield line, url.replace(f":{port}", f":{line.port}")
     finally:
         line.close()

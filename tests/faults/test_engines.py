@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.harness import ROOT, Arena, Zygote, wait_for
+from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wait_for, wire
 from tests.faults.invariants import assert_whole, read_trials
-from tests.faults.orders import Order
+from tests.faults.orders import OUTSIDE, Order, write
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
@@ -191,3 +191,30 @@ def hearing(pid: int) -> list[psutil.Process]:
         return int(found[1], 16) if found else 0
 
     return [child for child in psutil.Process(pid).children() if caught(child) >> (signal.SIGTERM - 1) & 1]
+
+
+def test_a_command_bears_connections_that_are_cut_while_it_opens_a_study(arena: Arena) -> None:
+    """At its first word, and in the middle of making a study."""
+    with wire(arena.storage_url) as (line, through):
+        arena.storage_url, there = through, arena.storage_url
+        write(arena.orders, [Order("rehearse", "hang", trial=OUTSIDE, attempt=0)])
+        (arena.home).mkdir()
+        line.cut()
+        run = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "1", "--workers", "0")
+        wait_for(lambda: line.refused, "the command to be cut off")
+        line.mend()
+        wait_for(lambda: arena.obeyed(0), "the command to be at its rehearsal")
+        line.cut()
+        line.mend()
+        (arena.orders / "open").touch()
+        wait_for(lambda: arena.reap() or run.ended, "the study to be made")
+        assert run.exit_code == 0, arena.tell("it did not wait")
+        assert "(new)" in run.log.read_text()
+        line.cut()
+        before = line.refused
+        worker = arena.start()
+        wait_for(lambda: line.refused > before, "the worker to be cut off")
+        line.mend()
+        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, arena.tell("it did not wait")
+    assert [trial.state for trial in read_trials(there, arena.name)] == ["COMPLETE"]

@@ -66,17 +66,6 @@ BAD = [
     (["run", "digits", "--checkpoint-url", "foo://bucket"], ["--checkpoint-url", "'foo://bucket'", "s3"]),
     (["run", "digits", "--checkpoint-url", "file://relative"], ["--checkpoint-url", "file:///FOLDER"]),
     (["run", "digits", "--checkpoint-url", "/dev/null/x"], ["--checkpoint-url", "cannot be written"]),
-    (
-        [
-            "run",
-            "digits",
-            "--storage-url",
-            "postgresql://u:geheim@127.0.0.1:1/x",
-            "--tracking-uri",
-            "http://127.0.0.1:1",
-        ],
-        ["--storage-url", "127.0.0.1:1", "Postgres"],
-    ),
     (["worker"], ["--study"]),
     (["rnu"], ["'rnu'", "'run'"]),
     (["migrate"], ["--storage-url", "HPSEARCH_OWNER_URL"]),
@@ -129,6 +118,15 @@ def test_an_error_in_the_users_file_names_its_file_and_line(refuse, tmp_path: Pa
 
 def services(url: str) -> list[str]:
     return ["--storage-url", url, "--tracking-uri", "http://127.0.0.1:1"]
+
+
+def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr("storage.database.connect.OPENING", 0.0)
+    for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
+        assert _run([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "nothing listens at 127.0.0.1:1" in said
+        assert "geheim" not in said
 
 
 def test_a_wrong_password_is_told_without_it(refuse, database_url: str) -> None:
