@@ -45,7 +45,7 @@ ROOMS = (
     *("objectives.digits", "objectives.breast_cancer", "objectives.text", "objectives.language"),
     *("objectives.molecules", "objectives.series", "objectives.denoise", "objectives.gan"),
     # search: the service
-    *("search.errors", "search.entry", "search.console", "search.steps", "search.services"),
+    *("search.early", "search.errors", "search.entry", "search.console", "search.steps", "search.services"),
     *("search.discovery", "search.kinds", "search.samplers", "search.pruners"),
     "search.spec",
     "search.sampling",

@@ -16,6 +16,7 @@ RUN_URL = "hpsearch:mlflow_url"
 
 # Of a trial.
 ATTEMPT = "hpsearch:attempt"  # how often it was started, from 1
+GOT_ON = "hpsearch:got_on"  # the last attempt but the first that added an epoch with a checkpoint: retries count anew
 WORKER = "hpsearch:worker"  # who runs it, or ran it last
 REASON = "hpsearch:reason"  # why it ended as it did, for a person
 INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart

@@ -5,6 +5,10 @@ class StorageError(Exception):
     """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
 
 
+class AwayError(StorageError):
+    """A service that does not answer now: whoever starts the command again may have more luck."""
+
+
 class ClaimLostError(Exception):
     """Another worker has taken the trial, or somebody ended it from outside: nothing of it may be written."""
 

@@ -85,7 +85,7 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
         assert {port["host_ip"] for port in service.get("ports", [])} <= {"127.0.0.1"}
     worker = services["worker"]
     assert worker["init"]
-    assert worker["restart"] == "on-failure"
+    assert worker["restart"] == "on-failure:10"
     assert "ports" not in worker
     assert worker["stop_grace_period"] == "5m0s"
     assert worker["volumes"] == services["study"]["volumes"]

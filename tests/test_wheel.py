@@ -21,7 +21,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(tmp_path: Pat
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == tracked()
     points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "hpsearch = search.cli:main" in wheel.read(points).decode()
+    assert "hpsearch = search.__main__:main" in wheel.read(points).decode()
 
 
 def tracked() -> set[str]:

@@ -224,20 +224,26 @@ class Study:
             assert study.work().finished == 3
         """
         from search.entry import EXIT_DRAINED, handling
+        from search.worker.children import shield_children
         from search.worker.join import WorkerOptions, work_on
 
         stop = threading.Event()
 
-        def on_signal(_number: int, _frame: object) -> None:
-            if stop.is_set():  # a second one waits for no epoch
+        told: list[int] = []
+
+        def on_signal(number: int, _frame: object) -> None:
+            told.append(number)
+            if told.count(signal.SIGINT) > 1:  # a person's second one waits for no epoch
                 raise KeyboardInterrupt
-            stop.set()
+            if len(told) == 1:
+                stop.set()
 
         options = WorkerOptions(
             self.services.storage_url, self.services.tracking_uri, self._checkpoint_url, str(self.services.home),
             device=device, lease=lease, system_metrics=system_metrics,
         )  # fmt: skip
         with handling((signal.SIGINT, signal.SIGTERM), on_signal):
+            shield_children()
             code = work_on(self.name, options, stop)
         why = f"the worker gave up (exit code {code}): see its log, and `why` of the trials"
         _tell_end(interrupted=stop.is_set(), gave_up=() if code in {0, EXIT_DRAINED} else (why,))

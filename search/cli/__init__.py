@@ -9,6 +9,7 @@ import typer
 
 from search.cli import verbs
 from search.discovery import load_modules
+from search.early import leave_when_told
 from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ add_verbs(app)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    leave_when_told()
     find_modules_here()
     code = _run(arguments)
     garbage.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search

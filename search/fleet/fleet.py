@@ -14,12 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
+from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from search.fleet.cores import thread_settings
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
 from search.worker.join import WorkerOptions, join_study
-
-EXIT_USER_ERROR = 2
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
@@ -174,7 +172,7 @@ def _executed(command: list[str], environment: dict[str, str], log: Path) -> sub
         # -P: a search.py in the user's folder must not take the place of this package.
         # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "search.cli", *command],
+            [sys.executable, "-P", "-m", "search", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

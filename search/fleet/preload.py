@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 
 MODULES = (
     "search.worker.join",
@@ -25,7 +26,16 @@ MODULES = (
     "sklearn.model_selection",
 )
 
-_fleet = os.getppid()
+_fleet, _own = os.getppid(), os.getpid()
+
+
+def _on_signal(number: int, _frame: object) -> None:
+    """Stay, when all processes of a job are told to go: the fleet learns from this one how its workers end."""
+    if os.getpid() != _own:
+        os._exit(128 + number)  # a worker that has only just been forked
+
+
+signal.signal(signal.SIGTERM, _on_signal)
 with contextlib.suppress(OSError):
     os.setsid()
 gc.disable()

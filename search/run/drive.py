@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import FrameType
@@ -77,21 +77,19 @@ def drive(
     others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine
-    wake = threading.Event()
-    signals = 0
+    signals: list[int] = []
 
-    def on_signal(_signum: int, _frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        fleet.stop(kill=signals > 1)
-        wake.set()
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        # A second Ctrl-C is a person's; engines signal every process of a job, and scripts pass it on besides.
+        fleet.stop(kill=signals.count(signal.SIGINT) > 1)
 
     told = False
     progress, away = Progress(study.spec.n_trials), False
 
     def look() -> tuple[Progress, bool]:
         try:
-            return read_progress(engine, study.study_id, study.spec.direction), False
+            return read_progress(engine, study.study_id, study.spec.direction, patience=0.0), False
         except DBAPIError:
             return progress, True
 
@@ -108,13 +106,12 @@ def drive(
                     if signals and not told:
                         told = True
                         view.say("stopping: workers end their epoch and save (again to kill them)")
-                    wake.wait(_POLL)
-                    wake.clear()
+                    time.sleep(_POLL)
                 view.update(look()[0])
         finally:
             fleet.stop()  # on an error of ours they save what they have
             fleet.close()
-    return signals > 0, fleet
+    return bool(signals), fleet
 
 
 def tell_failed(console: Console, fleet: Fleet | None) -> tuple[str, ...]:

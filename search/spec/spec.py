@@ -75,7 +75,10 @@ class StudySpec(Options):
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
-        default=2, ge=0, le=1000, description="How many attempts at a trial may come to nothing before it fails"
+        default=2,
+        ge=0,
+        le=1000,
+        description="How many attempts at a trial may come to nothing, in a row, before it fails",
     )
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from search.errors import SearchError
 from search.spec.spec import StudySpec, differences, parse_spec, searched_by
 from search.study.study import StoredStudy, find_study
 from storage.attributes import FOLDER, SOURCE, SPEC
-from storage.database.locks import name_lock
+from storage.database.locks import LockLostError, name_lock, still_held
+from storage.database.retry import retrying
 from storage.study_storage import PostgresStorage
 
 
@@ -55,7 +57,26 @@ def create_or_join(
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
     wanted = parse_spec(complete_settings(settings, objective))
-    with name_lock(storage.engine, wanted.name):
+    rehearsed = functools.cache(lambda: rehearse(objective, wanted))  # once, however often a connection is cut
+    made: list[int] = []
+
+    def once() -> tuple[StoredStudy, bool]:
+        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made)
+        return study, created or bool(made)
+
+    return retrying(also=LockLostError)(once)
+
+
+def _create_or_join(
+    storage: PostgresStorage,
+    wanted: StudySpec,
+    settings: dict[str, Any],
+    objective: BaseObjective,
+    rehearse: Callable[[], None],
+    made: list[int],
+) -> tuple[StoredStudy, bool]:
+    """Do so once; `made` takes the number of a study that is created."""
+    with name_lock(storage.engine, wanted.name) as lock:
         study_id = find_study(storage, wanted.name)
         if study_id is None:
             if (searched := searched_by(wanted.name)) is not None:
@@ -63,9 +84,11 @@ def create_or_join(
                     f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
                     f"{command('finalists', searched)}, or choose another --name"
                 )
-            rehearse(objective, wanted)
+            rehearse()
+            still_held(lock)
             direction = optuna.study.StudyDirection[wanted.direction.upper()]
             study_id = storage.create_new_study([direction], wanted.name)
+            made.append(study_id)
         stored = storage.get_study_user_attrs(study_id).get(SPEC)
         if stored is not None:
             if (of := parse_spec(stored).finalists_of) is not None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import optuna
 
 from objectives import load_objective
+from search.early import leave_when_told
+from search.entry import EXIT_AWAY, EXIT_DONE
 from search.publish.study import close_if_spent
 from search.services import find_services
 from search.study.checkpoints import open_checkpoints
@@ -25,6 +27,7 @@ from search.worker.attempt import SERVICE_ERRORS
 from search.worker.loop import Worker, worker_name
 from search.worker.orphan import watch_fleet
 from search.worker.signals import stop_on_signals
+from storage.attributes import STOPPED
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import LEASE
@@ -71,14 +74,27 @@ class WorkerOptions:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def join_study(name: str, options: WorkerOptions) -> int:
-    """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`."""
+def join_study(name: str, options: WorkerOptions, stop: threading.Event | None = None) -> int:
+    """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`.
+
+    Args:
+        name: of the study.
+        options: of the worker.
+        stop: ends it when it is set; by default SIGTERM and SIGINT do, where this is the main thread.
+    """
     _log_to_stderr()
-    return work_on(name, options, stop_on_signals())
+    if stop is None:
+        leave_when_told()
+    return work_on(name, options, stop)
 
 
-def work_on(name: str, options: WorkerOptions, stop: threading.Event) -> int:
-    """Run a worker of study `name` in this process, until `stop` is set at the latest, and return its exit code.
+def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> int:
+    """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
+
+    Args:
+        name: of the study.
+        options: of the worker.
+        stop: set to tell it; without one it is told by signals, as soon as there is anything that it could hold.
 
     Raises:
         SearchError: no such study, or it names no tracking server and none was given.
@@ -103,9 +119,10 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event) -> int:
     tracker = Tracker(study, tracking, checkpoints, services.home, tags=tags, system_metrics=options.system_metrics)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     fleet_gone = watch_fleet(int(fleet)) if fleet else None
-    code = 1
+    code = EXIT_AWAY
     try:
         tracker.sender.start()
+        stop = stop or stop_on_signals()
         worker = Worker(
             study,
             objective,
@@ -119,24 +136,26 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event) -> int:
         )
         log.info("worker %s joins study %s", worker_name(), name)
         code = worker.work()
+        over = code == EXIT_DONE and STOPPED not in study.attrs
         # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-        left = tracker.sender.flush(_PATIENCE if code == 0 else _GRACE)
+        patience = _PATIENCE if over and not stop.is_set() else _GRACE
+        left = tracker.sender.flush(patience)
         if left:
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
         checkpoints.tidy(runs_folder(runs, study))
         # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
-        if code == 0 and (fleet_gone is None or fleet_gone() or study.spec.finalists_of is not None):
+        if over and (fleet_gone is None or fleet_gone() or study.spec.finalists_of is not None):
             best = summarise(study).best
             resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
-            tracker.sender.flush(_PATIENCE)
+            tracker.sender.flush(patience)
             close_if_spent(study, tracking)
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
-        code = 1
+        code = EXIT_AWAY
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
-        code = 1
+        code = EXIT_AWAY
     finally:
         tracker.sender.close()
     log.info("worker %s leaves with exit code %d", worker_name(), code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -13,17 +14,18 @@ from pathlib import Path
 import optuna
 
 from objectives import BaseObjective
-from search.entry import EXIT_DRAINED, EXIT_GAVE_UP
+from search.entry import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from search.pruning import StudyPruner
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import runs_folder
 from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
-from search.worker.attempt import Attempt
+from search.worker.attempt import SERVICE_ERRORS, Attempt
 from search.worker.context import WorkerContext
 from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
+from storage.trials.process_identity import process_name
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,13 @@ FAILURES_IN_A_ROW = 3
 
 
 def worker_name(pid: int | None = None) -> str:
-    """Return what tells a worker of this host from all others: ``host:pid``, by default this process's."""
-    return f"{socket.gethostname()}:{pid or os.getpid()}"
+    """Return ``host:pid-mark``, by default of this process.
+
+    The mark tells apart what containers call alike: it is of the machine's boot, the container and the process's start.
+    """
+    pid = pid or os.getpid()
+    mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
+    return f"{socket.gethostname()}:{pid}-{mark}"
 
 
 class Worker:
@@ -75,16 +82,16 @@ class Worker:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
 
         Returns:
-            The process's exit code: 0, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
+            The process's exit code: ``EXIT_DONE``, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
         """
         with self._context.lease:
             while not self._stopping():
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
                     case Stopped(why):
                         log.info("the study was stopped: %s", why)
-                        return EXIT_DRAINED
+                        return EXIT_DONE
                     case Nothing(running=0):
-                        return 0
+                        return EXIT_DONE
                     case Nothing():
                         self._wait()
                         continue
@@ -95,7 +102,14 @@ class Worker:
                         self._count(Attempt(self._context, claim).run())
                 if self._hopeless():
                     return EXIT_GAVE_UP
-        return EXIT_DRAINED
+        return EXIT_DRAINED if self._any_left() else EXIT_DONE
+
+    def _any_left(self) -> bool:
+        """Whether there is a reason to start a worker again; a database that does not answer is one."""
+        try:
+            return self._context.claims.any_left(open_new=not self._context.study.out_of_time)
+        except SERVICE_ERRORS:
+            return True
 
     def _lost(self, lost: Lost) -> Ended:
         log.error("trial %d: FAIL, %s", lost.number, lost.reason)
@@ -121,7 +135,10 @@ class Worker:
 
     def _wait(self) -> None:
         """Wait a moment while others run trials: when one of them dies, its trial is there to take."""
-        self._stop.wait(min(0.5 * 1.5**self._idle, 5.0))
+        until = time.monotonic() + min(0.5 * 1.5**self._idle, 5.0)
+        # Not by `stop.wait`, which has a lock that a signal's handler would wait for, for ever, in its middle.
+        while not self._stop.is_set() and time.monotonic() < until:
+            time.sleep(0.1)
         self._idle += 1
 
     def _stopping(self) -> bool:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
 
-log = logging.getLogger(__name__)
+from search.entry import EXIT_INTERRUPTED
+from search.worker.children import shield_children
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; the second signal of a kind ends the process at once."""
-    stop = threading.Event()
+    """Return an event that SIGTERM and SIGINT set; in a thread beside a program's main one nothing does.
+
+    SIGTERM may come again: engines signal every process of a job, and scripts pass it on besides. A second SIGINT is a
+    person's, and ends the process at once.
+    """
+    stop, own = threading.Event(), os.getpid()
+    if threading.current_thread() is not threading.main_thread():
+        return stop
+    told: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        log.info("%s: ending the epoch, then going", signal.Signals(number).name)
+        if os.getpid() != own:  # forked during a trial
+            return
+        told.append(number)
+        if told.count(signal.SIGINT) > 1:
+            os._exit(EXIT_INTERRUPTED)
+        if len(told) > 1:  # it may have come in the middle of what follows
+            return
         stop.set()
-        signal.signal(number, signal.SIG_DFL)
+        # Not by the log: what it writes may be interrupted by this very signal.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{signal.Signals(number).name}: ending the epoch, then going\n".encode())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    shield_children()
     return stop

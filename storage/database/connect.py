@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.database.connection_errors import connection_error
 from storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, OUR_TABLES, REVISION, VERSION_TABLE
-from storage.errors import StorageError
+from storage.errors import AwayError, StorageError
 from storage.urls import normalise, redact
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
 
 CONNECT_TIMEOUT = 10  # seconds
+OPENING = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
 
 # A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
 # The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
@@ -99,13 +100,26 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     return connection
 
 
-def check_database(url: str, *, setting: str = "--storage-url") -> None:
+def check_database(url: str, *, setting: str = "--storage-url", patience: float | None = None) -> None:
     """Check that studies can be kept at `url`, without changing anything there.
 
+    Args:
+        url: of the database.
+        setting: where it was given, for messages.
+        patience: seconds in which one that is away, or cuts connections, may come back; `OPENING` by default.
+
     Raises:
+        AwayError: it does not answer, or cuts connections.
         StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
             are missing, of another version of Optuna, or may not be written.
     """
+    from storage.database.retry import retrying
+
+    patience = OPENING if patience is None else patience
+    retrying(patience, also=AwayError)(_check_once, url, setting)
+
+
+def _check_once(url: str, setting: str) -> None:
     import psycopg2
 
     head = f"{setting} {redact(url)}"
@@ -123,7 +137,8 @@ def check_database(url: str, *, setting: str = "--storage-url") -> None:
             _check_tables(cursor, user, head)
             _check_revision(cursor, head)
     except psycopg2.Error as error:
-        raise StorageError(f"{head}: {' '.join(str(error).split())}") from None
+        passing = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        raise (AwayError if passing else StorageError)(f"{head}: {' '.join(str(error).split())}") from None
     finally:
         connection.close()
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from storage.errors import StorageError
+from storage.database.retry import may_pass
+from storage.errors import AwayError, StorageError
 from storage.urls import redact
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
+
+# A name that is misspelt; one that cannot be looked up now is another thing.
+_UNKNOWN = re.compile("name or service not known|nodename nor servname", re.IGNORECASE)
 
 # The first pattern found in the text decides.
 _MEANINGS = (
@@ -61,7 +65,7 @@ _MEANINGS = (
 
 
 def connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
-    """Return the error for the user that says why `url` could not be connected to.
+    """Return the error for the user that says why `url` could not be connected to: `AwayError` where that may pass.
 
     Args:
         error: What psycopg2 or SQLAlchemy raised.
@@ -77,4 +81,5 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
         database=url.database,
         text=text,
     )
-    return StorageError(f"{setting} {redact(url.render_as_string())}: {said}")
+    kind = AwayError if may_pass(text) and not _UNKNOWN.search(text) else StorageError
+    return kind(f"{setting} {redact(url.render_as_string())}: {said}")

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from storage.database.retry import is_transient
-from storage.errors import StorageError
+from storage.errors import AwayError
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ _LOCK_NAME = sa.text(f"{limits(wait=600)} SELECT pg_advisory_xact_lock(:kind, ha
 _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
 
-class LockHeldError(StorageError):
+class LockHeldError(AwayError):
     """Another process has the lock for long: it is slow, or frozen."""
 
 
-class LockLostError(StorageError):
+class LockLostError(AwayError):
     """The server took the lock from this process: it froze, or what it waited for took too long."""
 
 
@@ -87,14 +87,15 @@ def run_lock(engine: sa.Engine, trial_id: int) -> Iterator[sa.Connection]:
 
 
 @contextmanager
-def name_lock(engine: sa.Engine, name: str) -> Iterator[None]:
-    """Hold a study's name while it is looked up and created, for as long as its objective's rehearsal takes.
+def name_lock(engine: sa.Engine, name: str) -> Iterator[sa.Connection]:
+    """Hold a study's name while it is looked up and created, for as long as its objective's rehearsal takes; yield it.
 
     Raises:
         LockHeldError: another process has held it for ten minutes.
+        LockLostError: see `still_held`.
     """
-    with _held(engine, _LOCK_NAME, kind=_NAME, name=name):
-        yield
+    with _held(engine, _LOCK_NAME, kind=_NAME, name=name) as connection:
+        yield connection
 
 
 def still_held(connection: sa.Connection) -> None:
@@ -112,9 +113,9 @@ def still_held(connection: sa.Connection) -> None:
 @contextmanager
 def _held(engine: sa.Engine, statement: sa.TextClause, **keys: int | str) -> Iterator[sa.Connection]:
     with ExitStack() as stack:
-        connection = engine.connect()
-        stack.callback(_close, connection)
         try:
+            connection = engine.connect()
+            stack.callback(_close, connection)
             connection.execute(statement, keys)
             yield connection
             connection.commit()

@@ -39,23 +39,37 @@ def is_transient(error: BaseException) -> bool:
         return error.connection_invalidated or bool(_TRANSIENT.fullmatch(code))
     if error.connection_invalidated:
         return True
-    return isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) and not _PERMANENT.search(str(error.orig))
+    kinds = sa.exc.OperationalError | sa.exc.InterfaceError
+    return isinstance(error, kinds) and may_pass(str(error.orig))
 
 
-def retrying(patience: float = PATIENCE) -> tenacity.Retrying:
+def may_pass(text: str) -> bool:
+    """Whether what a connection failed of, in libpq's words, may be over the next time."""
+    return not _PERMANENT.search(text)
+
+
+def retrying(patience: float = PATIENCE, *, also: type[Exception] | None = None) -> tenacity.Retrying:
     """Return a tenacity controller that repeats what fails for a passing reason, for at most `patience` seconds.
 
     It waits longer each time, at random, so that a fleet does not come back all at once; it logs when the waiting
     starts and when it is over. Any other error is raised at once, and the last one when patience is at an end.
     Use it as ``retrying()(function)`` or ``for attempt in retrying(): with attempt: ...``.
+
+    Args:
+        patience: seconds.
+        also: an error that passes too.
     """
+
+    def again(state: tenacity.RetryCallState) -> bool:
+        error = None if state.outcome is None else state.outcome.exception()
+        return _is_to_be_repeated(state) or (also is not None and isinstance(error, also))
 
     def announce(state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1:
             log.warning("the database is away, trying again for up to %.0f s: %s", patience, _line(state))
 
     return tenacity.Retrying(
-        retry=_is_to_be_repeated,
+        retry=again,
         # Twice at least: a process that was frozen in its first try wakes up with its patience at an end.
         stop=tenacity.stop_all(tenacity.stop_after_delay(patience), tenacity.stop_after_attempt(2)),
         wait=tenacity.wait_random_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT),

@@ -6,12 +6,12 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from storage.errors import StorageError
+from storage.errors import AwayError, StorageError
 
 _LONGEST = 200  # characters of an error in a line
 
 
-class TrackingAwayError(StorageError):
+class TrackingAwayError(AwayError):
     """The tracking server does not answer, or not yet: what is logged can wait for it."""
 
 

@@ -7,6 +7,8 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from storage.database.statements import Database
+
 
 @dataclass(frozen=True)
 class AttemptRecord:
@@ -33,12 +35,10 @@ _LAST = sa.text("""
 
 def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptRecord]:
     """Return the last attempt at each of these trials that was ever attempted: trial id to attempt."""
-    with engine.connect() as connection:
-        rows = connection.execute(_LAST, {"trials": trial_ids}).mappings().all()
-    return {row["trial_id"]: AttemptRecord(**{key: row[key] for key in row if key != "trial_id"}) for row in rows}
+    rows = [dict(row._mapping) for row in Database(engine).rows(_LAST, {"trials": trial_ids})]
+    return {row.pop("trial_id"): AttemptRecord(**row) for row in rows}
 
 
 def read_attempts(engine: sa.Engine, trial_id: int) -> list[AttemptRecord]:
     """Return the attempts at a trial, the first one first."""
-    with engine.connect() as connection:
-        return [AttemptRecord(**row._mapping) for row in connection.execute(_ATTEMPTS, {"trial": trial_id})]
+    return [AttemptRecord(**row._mapping) for row in Database(engine).rows(_ATTEMPTS, {"trial": trial_id})]

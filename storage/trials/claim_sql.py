@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from storage.attributes import GOT_ON
 from storage.database.locks import UNLESS_FROZEN
 from storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
 
@@ -30,17 +31,24 @@ MADE = sa.text("""
      WHERE claim_id = :claim AND ended_at IS NULL
 """)
 
+# Attempts that came to nothing since the trial last got on: an attempt that an engine preempted after some epochs costs
+# those before it nothing, and one epoch that kills every worker is tried no oftener for those before it.
+_FAILURES = f"""
+    (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = {{trial}} AND b.outcome IN ('lost', 'failed')
+        AND b.attempt >= coalesce((SELECT value_json::int FROM trial_user_attributes g
+                                    WHERE g.trial_id = b.trial_id AND g.key = '{GOT_ON}'), 1))
+"""  # noqa: S608 the part is a constant
+
 # A lease that ran out while the server itself was down says nothing about the worker.
-LIVE = sa.text("""
+LIVE = sa.text(f"""
     SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state,
            a.expires_at < clock_timestamp()
            AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second' AS expired,
-           (SELECT count(*) FROM hpsearch_attempts b WHERE b.trial_id = a.trial_id AND b.outcome IN ('lost', 'failed'))
-           AS failures
+           {_FAILURES.format(trial="a.trial_id")} AS failures
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
      WHERE t.study_id = :study AND a.ended_at IS NULL
      ORDER BY t.number
-""")
+""")  # noqa: S608 the parts are constants
 
 CHOICE = sa.text("""
     WITH waiting AS (
@@ -99,6 +107,13 @@ REPORT = sa.text(f"""
         INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
         SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
         ON CONFLICT (trial_id, step) DO NOTHING
+        RETURNING trial_id
+    ), got_on AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT trial_id, '{GOT_ON}', attempt::text FROM mine JOIN valued USING (trial_id)
+         WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+         WHERE trial_user_attributes.value_json <> excluded.value_json
     ), kept AS (
         INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
         SELECT trial_id, :step, attempt, :path, :sha256, CAST(:size AS bigint) FROM mine
@@ -115,9 +130,7 @@ REPORT = sa.text(f"""
                     WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
 """)  # noqa: S608 the parts are constants
 
-FAILURES = sa.text("""
-    SELECT count(*) AS failures FROM hpsearch_attempts WHERE trial_id = :trial AND outcome IN ('lost', 'failed')
-""")
+FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")
 
 RENEW = sa.text("""
     UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'

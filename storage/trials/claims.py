@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -179,6 +179,21 @@ class Claims:
                 return Lost(row.trial_id, row.number, row.attempt, reason)
         return None
 
+    def any_left(self, *, open_new: bool = True) -> bool:
+        """Whether the study is to go on: a trial can be taken, or is run by others; asked once, for an answer at once.
+
+        Args:
+            open_new: as of `claim`.
+        """
+        with self._engine.begin() as connection:
+            arguments = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+            study = connection.execute(sql.STUDY, arguments).one_or_none()
+            if study is None or study.stopped is not None:
+                return False
+            row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+        waits = open_new and row.total - row.enqueued < study.n_trials
+        return bool(row.given_back or row.running or waits)
+
     def sweep(self) -> None:
         """Put back the trials of workers that died, so that whoever claims next finds them.
 
@@ -268,7 +283,7 @@ class Claims:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
     def failures(self, claim: Claim) -> int:
-        """Return how many attempts at the trial came to nothing: their worker died, or they failed."""
+        """Return how many attempts came to nothing, by death or error, since the last that added a checkpoint."""
         return int(self._database.rows(sql.FAILURES, {"trial": claim.trial_id})[0].failures)
 
     def let_go(self, claim: Claim) -> None:
@@ -280,6 +295,5 @@ class Claims:
 
 def running_now(engine: sa.Engine, study_id: int) -> int:
     """Return how many of the study's trials are run by a worker that seems alive."""
-    with engine.connect() as connection:
-        rows: Sequence[Any] = connection.execute(sql.LIVE, {"study": study_id}).all()
+    rows = Database(engine).rows(sql.LIVE, {"study": study_id})
     return sum(not (row.expired or has_ended(row.process)) for row in rows)

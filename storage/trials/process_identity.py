@@ -18,7 +18,12 @@ _PROC = Path("/proc")
 
 def current_process() -> str:
     """Return the name of this process."""
-    return f"{_machine()}/{os.getpid()}/{_start(os.getpid())}"
+    return process_name(os.getpid())
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process of this machine, as seen from here."""
+    return f"{_machine()}/{pid}/{_start(pid)}"
 
 
 def has_ended(process: str) -> bool:

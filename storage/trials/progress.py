@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import sqlalchemy as sa
 
 from storage.attributes import SPEC
+from storage.database.retry import PATIENCE
+from storage.database.statements import Database
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,19 @@ _RUNNING = sa.text("""
 """)
 
 
-def read_progress(engine: sa.Engine, study_id: int, direction: str) -> Progress:
-    """Return where the study stands; `direction` is ``maximize`` or ``minimize``."""
-    with engine.connect() as connection:
-        counts = connection.execute(_COUNTS, {"study": study_id, "spec": SPEC}).one()
-        best = connection.execute(_BEST_OF[direction], {"study": study_id}).one_or_none()
-        running = connection.execute(_RUNNING, {"study": study_id}).all()
+def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience: float = PATIENCE) -> Progress:
+    """Return where the study stands.
+
+    Args:
+        engine: of the study's database.
+        study_id: the study.
+        direction: ``maximize`` or ``minimize``.
+        patience: seconds to wait for a database that is away.
+    """
+    database = Database(engine, patience)
+    [counts] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC})
+    best = next(iter(database.rows(_BEST_OF[direction], {"study": study_id})), None)
+    running = database.rows(_RUNNING, {"study": study_id})
     return Progress(
         budget=counts.budget or 0,
         complete=counts.complete,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from filelock import FileLock
 
@@ -210,13 +211,15 @@ class Arena:
     def orders(self) -> Path:
         return self.folder / "orders"
 
-    def create(self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "") -> None:
+    def create(
+        self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "", objective: str = OBJECTIVE
+    ) -> None:
         """Make the study, with orders for whoever works on it."""
         write(self.orders, orders)
         self.home.mkdir(exist_ok=True)
         self.home.chmod(0o755)
         more = settings.split()
-        self.run("run", OBJECTIVE, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
+        self.run("run", objective, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
                  "--sampler", "random", "--pruner", "none", "--workers", "0", *more)  # fmt: skip
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -324,6 +327,7 @@ class Wire:
         self.port = self._listener.getsockname()[1]
         self.mended = threading.Event()
         self.mended.set()
+        self.refused = 0  # connections, while it was cut
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -347,6 +351,7 @@ class Wire:
             except OSError:
                 return
             if not self.mended.is_set():
+                self.refused += 1
                 client.close()
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
@@ -366,10 +371,11 @@ class Wire:
 
 @contextmanager
 def wire(url: str) -> Iterator[tuple[Wire, str]]:
-    """A wire to the server of an http URL, and the URL through it."""
-    port = int(url.rpartition(":")[2].strip("/"))
+    """A wire to the server of a URL on this machine, and the URL through it."""
+    port = urlsplit(url).port
+    assert port is not None
     line = Wire(port)
     try:
-        yield line, url.replace(str(port), str(line.port))
+        yield line, url.replace(f":{port}", f":{line.port}")
     finally:
         line.close()

@@ -19,6 +19,7 @@ from tests.faults import orders
 
 # The steps of a worker, in their order.
 POINTS = {
+    "rehearse": ("search.study.prepare", "rehearse"),
     "in claim": ("storage.trials.claims", "Claims._take"),
     "claim": ("storage.trials.claims", "Claims.claim"),
     "append": ("storage.mlflow.outbox", "Journal.append"),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError, users_code
+from objectives.training.data.child import ending_with_parent
 from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.tree import Tree
 from objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
@@ -85,7 +86,10 @@ def loaded(
 
 
 def _ahead(source: _Batches, seed: int, device: torch.device, num_workers: int) -> torch_data.DataLoader[Batch]:
+    bind = ending_with_parent()
+
     def start(worker: int) -> None:
+        bind()
         set_seed(seed, "worker", worker)
 
     return torch_data.DataLoader(

@@ -31,7 +31,12 @@ def worker(
     home: o.Home = None,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
-    come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker."""
+    come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker; SIGTERM may
+    come again, a second Ctrl-C ends it at once.
+
+    Exit code 0: nothing is left, or the study is stopped; 143: it was told to go and there is work left; 1: a service
+    does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
+    """
     with loading():
         from search.worker.join import WorkerOptions, join_study
 

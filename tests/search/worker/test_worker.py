@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from docs.rooms import ROOT
 from search.worker.attempt import _as_text
+from search.worker.loop import worker_name
+from storage.trials import process_identity
 
 
 @pytest.mark.parametrize(
@@ -14,3 +17,20 @@ from search.worker.attempt import _as_text
 def test_what_an_exception_says_fits_into_files_and_databases(message: str, text: str) -> None:
     assert _as_text(message) == text
     assert text.encode()
+
+
+def test_workers_of_two_containers_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though host and process number are the same."""
+    names = set()
+    for machine in ("boot/pid:[1]", "boot/pid:[2]"):
+        monkeypatch.setattr(process_identity, "_machine", lambda machine=machine: machine)
+        assert worker_name(1) == worker_name(1)
+        names.add(worker_name(1))
+    assert len(names) == 2
+    assert {name.rpartition("-")[0].rpartition(":")[2] for name in names} == {"1"}
+
+
+def test_sigusr1_is_left_to_nccl() -> None:
+    sources = [path for room in ("storage", "objectives", "search") for path in (ROOT / room).rglob("*.py")]
+    assert sources
+    assert not [path for path in sources if "SIGUSR" in path.read_text()]

@@ -13,12 +13,13 @@ from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.embedded.stack import StackInfo
-from storage.errors import StorageError
+from storage.errors import AwayError, StorageError
 
 
-def _refused(url: str) -> str:
+def _refused(url: str, *, away: bool = False) -> str:
     with pytest.raises(StorageError) as raised:
-        check_database(url, setting="--storage-url")
+        check_database(url, setting="--storage-url", patience=0.0)
+    assert isinstance(raised.value, AwayError) == away
     message = str(raised.value)
     assert message.startswith("--storage-url ")
     assert "\n" not in message
@@ -89,7 +90,7 @@ def test_nothing_listens_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         port = closed.getsockname()[1]
-        assert f"nothing listens at 127.0.0.1:{port}" in _refused(f"postgresql://u:p@127.0.0.1:{port}/db")
+        assert f"nothing listens at 127.0.0.1:{port}" in _refused(f"postgresql://u:p@127.0.0.1:{port}/db", away=True)
 
 
 @pytest.mark.slow
@@ -97,20 +98,20 @@ def test_something_listens_and_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         url = f"postgresql://u:p@127.0.0.1:{port}/db?connect_timeout=2"
-        assert f"127.0.0.1:{port} does not answer in time" in _refused(url)
+        assert f"127.0.0.1:{port} does not answer in time" in _refused(url, away=True)
 
 
 @pytest.mark.parametrize("ssl", ["disable", "prefer", "require"])
 def test_the_tracking_server_is_not_postgres(stack: StackInfo, ssl: str) -> None:
     where = stack.tracking_uri.removeprefix("http://")
-    message = _refused(f"postgresql://u:p@{where}/db?sslmode={ssl}")
+    message = _refused(f"postgresql://u:p@{where}/db?sslmode={ssl}", away=True)
     assert f"what answers at {where} is not a Postgres server" in message
 
 
 def test_no_connection_is_free(postgres_server: Any, database: str) -> None:
     postgres_server.execute("CREATE ROLE crowded LOGIN PASSWORD 'crowded' CONNECTION LIMIT 0")
     try:
-        assert "has no free connection" in _refused(postgres_server.url(database, user="crowded"))
+        assert "has no free connection" in _refused(postgres_server.url(database, user="crowded"), away=True)
     finally:
         postgres_server.execute("DROP ROLE crowded")
 

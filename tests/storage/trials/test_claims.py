@@ -260,3 +260,24 @@ def test_who_runs_now(engine: sa.Engine, study_id: int, join: Join) -> None:
 def test_the_spec_is_read_as_optuna_wrote_it(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
     query = "SELECT value_json FROM study_user_attributes WHERE key = :key"
     assert json.loads(rows(engine, query, key=SPEC)[0].value_json) == {"n_trials": 2, "retries": 1}
+
+
+def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, join: Join
+) -> None:
+    """Each adds an epoch and its checkpoint before its worker dies; from then on none does, and so it ends."""
+    budget(storage, study_id, n_trials=1, retries=2)
+    for epoch in range(5):
+        claims = join()
+        claims.report(claim := take(claims), epoch, 0.5, File(f"{epoch}.pt"))
+        assert claims.failures(claim) == 0
+        kill(engine, claim)
+    for again in range(2):
+        claims = join()
+        claims.report(claim := take(claims), 4, 0.5, File("4.pt"))  # trained again: nothing is added
+        claims.report(claim, 5 + again, 0.5)  # and without a checkpoint it would be lost
+        kill(engine, claim)
+    lost = join().claim()
+    assert isinstance(lost, Lost)
+    assert lost.reason == "lost its worker w7; 3 attempts came to nothing"
+    assert outcomes(engine) == [(attempt, "lost") for attempt in range(1, 8)]

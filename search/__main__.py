@@ -1,0 +1,15 @@
+"""``hpsearch``, and ``python -m search``."""
+
+from search.early import leave_when_told
+
+
+def main() -> None:
+    """Run the command line, which takes seconds to load."""
+    leave_when_told()
+    from search.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

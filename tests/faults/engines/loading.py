@@ -1,0 +1,61 @@
+"""The scripted network, and a loop of one's own, with processes that load; those obey orders too."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import signal
+import subprocess
+from typing import Any
+
+import torch
+from torch.utils import data
+
+from objectives import LoopObjective
+from objectives.training import TrainConfig
+from tests.faults.orders import obey
+from tests.faults.scripted import EPOCHS, Scripted
+
+
+class Loading(Scripted):
+    def suggest(self, trial: Any) -> TrainConfig:
+        return dataclasses.replace(super().suggest(trial), num_workers=2)
+
+
+def hears(number: int) -> bool:
+    """Whether a program that this process executes hears a signal."""
+    said = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+    masks = [int(line.split()[1], 16) for line in said.splitlines() if line.startswith(("SigIgn", "SigBlk"))]
+    return not any(mask >> (number - 1) & 1 for mask in masks)
+
+
+class Rows(data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        obey("loading")
+        assert hears(signal.SIGTERM), "what is executed here would not hear SIGTERM"
+        return torch.full((), float(index))
+
+
+class OwnLoop(LoopObjective):
+    """It adds up what a loader of its own gives, and what a pool says."""
+
+    name, metric, direction = "own", "total", "maximize"
+    epochs, n_trials = EPOCHS, 1
+
+    def suggest(self, trial: Any) -> dict[str, float]:
+        return {"scale": trial.suggest_float("scale", 1.0, 2.0)}
+
+    def run(self, trial: Any) -> None:
+        total = trial.state["total"] if trial.state else 0.0
+        for _epoch in trial.epochs():
+            loader = data.DataLoader(Rows(), batch_size=2, num_workers=2)
+            for number, batch in enumerate(loader):
+                if number == 1:
+                    obey("training")
+                total += trial.config["scale"] * float(batch.sum())
+            with multiprocessing.Pool(1) as pool:
+                total += sum(pool.map(abs, [-1.0]))
+            trial.report({"total": total}, state={"total": total})

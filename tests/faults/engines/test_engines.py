@@ -1,0 +1,220 @@
+"""What engines do to workers (Slurm, Kubernetes, Ray): signals to all processes of a job, once and again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wait_for, wire
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import OUTSIDE, Order, write
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+LOADING = str(Path(__file__).with_name("loading.py"))
+
+
+@pytest.mark.parametrize(("objective", "passing"), [("Loading", {"epoch": 1}), ("OwnLoop", {"nth": 2})])
+def test_a_signal_to_a_whole_job_ends_no_loader(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]], objective: str, passing: dict[str, int]
+) -> None:
+    """The worker's processes are told with it, and go on: the epoch is ended, the trial given back."""
+    arena.create(1, [Order("training", "hang", trial=0, **passing)], objective=f"{LOADING}:{objective}")
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    assert len(psutil.Process(worker.pid).children()) >= 2, "it has loaders"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.killpg(worker.pid, number)
+    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.tell("it was not told to go")
+    (given_back,) = read_trials(arena.storage_url, arena.name)
+    assert (given_back.state, sorted(given_back.values)) == ("WAITING", [0, 1]), "the epoch was ended"
+    arena.work(1)
+    if objective == "Loading":
+        (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    else:
+        (trial,) = read_trials(arena.storage_url, arena.name)
+        assert [trial.values[epoch] / trial.values[0] for epoch in range(4)] == pytest.approx([1, 2, 3, 4], rel=0.1)
+    assert trial.outcomes == ["released", "complete"]
+
+
+def test_loaders_of_a_killed_worker_are_gone(arena: Arena) -> None:
+    """Also while they load, which takes these two for ever."""
+    arena.create(1, [Order("loading", "hang", trial=0)], objective=f"{LOADING}:OwnLoop")
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "a loader to load")
+    loaders = psutil.Process(worker.pid).children()
+    assert loaders
+    worker.send(signal.SIGKILL)
+    wait_for(lambda: not any(one.is_running() for one in loaders), "the loaders to be gone")
+
+
+def test_preemptions_cost_no_retries_while_a_trial_gets_on(
+    arena: Arena, undisturbed: Callable[[int], list[list[float]]]
+) -> None:
+    """Trial 0 is preempted in each of its epochs, and once more; trial 1 never gets beyond its second."""
+    preempted = [
+        Order("training", action, trial=0, attempt=attempt, epoch=min(attempt, 3), nth=nth)
+        for attempt in range(1, 5)
+        for nth, action in enumerate(["terminate", "kill"], start=1)
+    ]
+    arena.create(2, [*preempted, Order("training", "kill", trial=1, attempt=0, epoch=1)], retries=2)
+    arena.work(1)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(2), 2)
+    assert [trial.state for trial in trials] == ["COMPLETE", "FAIL"]
+    assert [trial.outcomes for trial in trials] == [["lost"] * 4 + ["complete"], ["lost"] * 3]
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.001, 0.02])
+def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[list[float]]], apart: float) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    for _ in range(5):
+        worker.send(signal.SIGTERM)
+        time.sleep(apart)
+    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    worker.send(signal.SIGTERM)
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15
+    (trial,) = read_trials(arena.storage_url, arena.name)
+    assert (trial.state, trial.values) == ("WAITING", dict(enumerate(undisturbed(1)[0][:2])))
+
+
+def test_a_second_ctrl_c_ends_a_worker_now(arena: Arena) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    worker.send(signal.SIGINT)
+    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "the worker to be told")
+    worker.send(signal.SIGINT)
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to be gone")
+    assert worker.exit_code == 128 + 2
+
+
+def test_the_exit_code_says_whether_there_is_work_left(arena: Arena) -> None:
+    """Told to go in its last epoch there is none; of a stopped study neither, whether a worker is there or comes."""
+    arena.create(2, [Order("training", "hang", trial=0, epoch=3), Order("training", "hang until mended", trial=1)])
+    arena.run("extend", arena.name, "--trials", "1")
+    last = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the worker to be in its last epoch")
+    last.send(signal.SIGTERM)
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or last.ended, "the worker to leave")
+    (trial,) = read_trials(arena.storage_url, arena.name)
+    assert (trial.state, last.exit_code) == ("COMPLETE", 0)
+    arena.run("extend", arena.name, "--trials", "2")
+    there = arena.start()
+    wait_for(lambda: arena.obeyed(1), "the worker to be in mid-epoch")
+    arena.run("stop", arena.name)
+    (arena.orders / "mended").touch()
+    wait_for(lambda: arena.reap() or there.ended, "the worker to leave")
+    assert there.exit_code == 0
+    assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE", "WAITING"]
+    arena.run("worker", "--study", arena.name)
+
+
+_IN_A_THREAD = """
+import sys, threading
+from search.worker.join import WorkerOptions, join_study
+
+stop, codes = threading.Event(), []
+if sys.argv[1] == "told":
+    stop.set()
+work = threading.Thread(target=lambda: codes.append(join_study(sys.argv[2], WorkerOptions(*sys.argv[3:]), stop)))
+work.start()
+work.join()
+sys.exit(codes[0])
+"""
+
+
+def test_a_worker_may_be_a_thread(arena: Arena, zygote: Zygote) -> None:
+    """As in an actor of Ray, which leaves no signals to it."""
+    arena.create(1, [])
+    where = [arena.name, arena.storage_url, arena.tracking_uri, "", str(arena.home)]
+    told = zygote.python(_IN_A_THREAD, "told", *where)
+    wait_for(lambda: told.poll() is not None, "the thread to leave")
+    assert told.poll() == 128 + 15, told.communicate()[0]
+    assert read_trials(arena.storage_url, arena.name) == []
+    worked = zygote.python(_IN_A_THREAD, "works", *where)
+    wait_for(lambda: worked.poll() is not None, "the thread to work")
+    assert worked.poll() == 0, worked.communicate()[0]
+    assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"]
+
+
+_UNSHARE = ("unshare", "--pid", "--fork")
+
+
+def may_unshare() -> bool:
+    try:
+        return subprocess.run([*_UNSHARE, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not may_unshare(), reason="this user may not make a namespace of process ids")
+def test_the_first_process_of_a_container_hears_sigterm_before_it_has_loaded_anything(arena: Arena) -> None:
+    arena.create(1, [])
+    command = [*_UNSHARE, sys.executable, "-P", "-m", "search", "worker", "--study", arena.name]
+    environment = {**os.environ, **arena.environment(), "PYTHONPATH": str(ROOT)}
+    started = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: hearing(started.pid), "the worker to have a handler")
+        (worker,) = hearing(started.pid)
+        loaded = {"libtorch_cpu", "libpq", "pydantic_core"}
+        assert not [name for name in loaded if name in Path(f"/proc/{worker.pid}/maps").read_text()]
+        worker.terminate()
+        assert started.wait(60) == 128 + 15
+    finally:
+        for left in [*psutil.Process(started.pid).children(), started] if started.poll() is None else []:
+            left.kill()
+    assert read_trials(arena.storage_url, arena.name) == []
+
+
+def hearing(pid: int) -> list[psutil.Process]:
+    """Children of a process that have a handler for SIGTERM."""
+
+    def caught(child: psutil.Process) -> int:
+        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
+        return int(found[1], 16) if found else 0
+
+    return [child for child in psutil.Process(pid).children() if caught(child) >> (signal.SIGTERM - 1) & 1]
+
+
+def test_a_command_bears_connections_that_are_cut_while_it_opens_a_study(arena: Arena) -> None:
+    """At its first word, and in the middle of making a study."""
+    with wire(arena.storage_url) as (line, through):
+        arena.storage_url, there = through, arena.storage_url
+        write(arena.orders, [Order("rehearse", "hang", trial=OUTSIDE, attempt=0)])
+        (arena.home).mkdir()
+        line.cut()
+        run = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "1", "--workers", "0")
+        wait_for(lambda: line.refused, "the command to be cut off")
+        line.mend()
+        wait_for(lambda: arena.obeyed(0), "the command to be at its rehearsal")
+        line.cut()
+        line.mend()
+        (arena.orders / "open").touch()
+        wait_for(lambda: arena.reap() or run.ended, "the study to be made")
+        assert run.exit_code == 0, arena.tell("it did not wait")
+        assert "(new)" in run.log.read_text()
+        line.cut()
+        before = line.refused
+        worker = arena.start()
+        wait_for(lambda: line.refused > before, "the worker to be cut off")
+        line.mend()
+        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, arena.tell("it did not wait")
+    assert [trial.state for trial in read_trials(there, arena.name)] == ["COMPLETE"]
