@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.own_loop.loop_objective import LoopObjective
+from objectives.own_loop.loop_objective import FunctionObjective, LoopObjective
 from objectives.training.reproducibility.seeds import reproducible, set_seed
 
 
@@ -43,6 +43,10 @@ def restore_loop(objective: LoopObjective, best: Mapping[str, Any]) -> RestoredL
     Raises:
         ObjectiveError: the objective has no `test`.
     """
+    if isinstance(objective, FunctionObjective):
+        raise ObjectiveError(
+            f"{objective.name} is a function, which has no test(): make it the run() of a LoopObjective with a test()"
+        )
     if not objective.defines("test"):
         raise ObjectiveError(f"{objective.name} has no test(): define it to score the best of a search on the test set")
     config = config_of(objective, best["config"])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from objectives import Objective, load_objective
+from objectives.errors import ObjectiveError
 from objectives.fit import model_objective
 from objectives.training import Splits, TrainConfig, evaluate
 from objectives.training.checks.held_out import restore_best
@@ -200,23 +202,37 @@ def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
 
 
 class _Replay(nn.Module):
-    """Gives predictions that were made elsewhere, batch by batch in their order."""
+    """Gives predictions that were made elsewhere, batch by batch in their order.
 
-    def __init__(self, predictions: list[Any]) -> None:
+    Args:
+        predictions: of each batch.
+        batches: the inputs that they are of.
+        name: of the objective.
+    """
+
+    def __init__(self, predictions: list[Any], batches: Iterator[Any], name: str) -> None:
         super().__init__()
-        self._left = iter(predictions)
+        self._left, self._batches, self._name = iter(predictions), batches, name
 
-    def forward(self, *_inputs: Any, **_named: Any) -> Any:
-        return next(self._left)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        given = [part.shape for _, part in tensors([*inputs, *named.values()])]
+        wanted = [part.shape for _, part in tensors(next(self._batches, ()))]
+        if given != wanted:
+            raise ObjectiveError(
+                f"serve-check cannot judge {self._name}: its step calls the model more than once a batch, or on other "
+                "inputs than the batch's"
+            )
+        return next(self._left, None)
 
 
 def _judge(predictions: list[Any], objective: Objective, splits: Splits, config: TrainConfig) -> float:
     """Return the metric of predictions of the validation split, counted as in training."""
-    replay = _Replay(predictions)
+    rows = evaluation_rows(config)
+    if len(predictions) != -(-len(splits.val) // rows):
+        return float("nan")
+    batches = (splits.val.inputs(slice(start, start + rows)) for start in range(0, len(splits.val), rows))
+    replay = _Replay(predictions, batches, objective.name)
     stepping = build_stepping(objective, config, splits, replay, torch.device("cpu"))
     metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    try:
-        scores = evaluate(replay, splits.val, stepping, metrics, batch_size=evaluation_rows(config), device="cpu")
-    except StopIteration:  # fewer predictions than batches
-        return float("nan")
+    scores = evaluate(replay, splits.val, stepping, metrics, batch_size=rows, device="cpu")
     return scores[objective.metric]

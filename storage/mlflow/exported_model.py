@@ -55,6 +55,22 @@ def export_model(
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", "numpy"],
             serialization_format="pt2",
         )
+    _check_sizes(folder, inputs, free)
+
+
+def _check_sizes(folder: Path, inputs: Sequence[tuple[str, torch.Tensor]], free: Sequence[Collection[int]]) -> None:
+    """Refuse a model that takes only the sizes of the example: `torch.export` says nothing when it fixes one."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.load(folder / "data" / "model.pt2")
+    names = program.graph_signature.user_inputs
+    taken = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.name in names}
+    for traced, (name, _), unbound in zip(names, inputs, free, strict=True):
+        for dim in unbound:
+            if isinstance(size := taken[str(traced)][dim], int):
+                raise ValueError(f"it would take {name or 'inputs'} of size {size} in dimension {dim} alone")
 
 
 def _signature(

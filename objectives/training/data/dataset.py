@@ -313,7 +313,7 @@ def _whole(
         pairs = list(x) if y is None else list(zip(x, y, strict=True))
         return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=known_targets(y))
     if y is None:
-        raise ObjectiveError("y is missing: give the targets [n, ...]")
+        raise ObjectiveError("y is missing: give the targets [n, ...], or x again where step() needs none")
     data = Dataset(as_inputs(x), map_tensors(to_plain, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}

@@ -60,7 +60,14 @@ def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bo
             except Exception as alone:  # as above
                 raise ObjectiveError(f"collate fails at sample {name}: {blame(alone)}") from alone
         if own:
-            raise ObjectiveError(f"collate fails on samples {names[0]} to {names[-1]}: {blame(error)}") from error
+            for count in range(2, len(found)):
+                try:
+                    collate(found[:count])
+                except Exception as together:  # as above
+                    raise ObjectiveError(
+                        f"collate fails at sample {names[count - 1]}, the {count}th of a batch: {blame(together)}"
+                    ) from together
+            raise ObjectiveError(f"collate fails at sample {names[-1]}, the last of a batch: {blame(error)}") from error
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
             f"samples {names[0]} to {names[-1]} make no batch ({first}): give collate=, which makes one of a list"

@@ -267,13 +267,20 @@ def _entropy(stepping: Stepping) -> nn.Module | None:
     return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, CountedCrossEntropy)) else None
 
 
+def _ignored(loss: nn.Module | None) -> int | None:
+    """The target that stands for none, to this loss."""
+    plain = loss.loss if isinstance(loss, CountedCrossEntropy) else loss
+    found = getattr(plain, "ignore_index", None)
+    return found if isinstance(found, int) else None
+
+
 def _check_classes(objective: Objective, splits: Splits, stepping: Stepping) -> None:
     """Looks at labels where they are taken for numbers of classes."""
     loss, y = _entropy(stepping), splits.train.y
     judged = objective.uses_builtin_metrics and objective.metric in (*CLASSIFICATION, *BINARY)
     if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
         return
-    ignored = loss.loss.ignore_index if isinstance(loss, CountedCrossEntropy) else None
+    ignored = _ignored(loss)
     with users_code(f"{type(objective).__name__}.data"):
         splits.check_classes(ignored)
 
@@ -313,10 +320,13 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     known = y if isinstance(y, Tensor) else batch.y
     if not isinstance(known, Tensor):
         return
-    classes = _entropy(run.stepping) is not None and not known.dtype.is_floating_point
-    if classes and (output.ndim < 2 or output.shape[1] <= int(known.max())):
+    entropy = _entropy(run.stepping)
+    labels = known if (ignored := _ignored(entropy)) is None else known[known != ignored]
+    classes = entropy is not None and not known.dtype.is_floating_point and labels.numel() > 0
+    if classes and (output.ndim < 2 or output.shape[1] <= int(labels.max())):
         raise ObjectiveError(
-            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(known.max())}"
+            f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}: "
+            "one that stands for none is the loss's ignore_index"
         )
     if objective.uses_builtin_metrics and metric not in ("loss", *fitting(known, output)):
         raise unfit(metric, known, output)

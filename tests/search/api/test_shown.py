@@ -73,12 +73,16 @@ def test_a_file_has_a_line(tmp_path: Path) -> None:
 
 
 def test_signals_are_handled_for_a_while_and_by_the_main_thread_alone() -> None:
-    def handler(_number: int, _frame: object) -> None: ...
+    heard: list[int] = []
+
+    def handler(number: int, _frame: object) -> None:
+        heard.append(number)
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ZeroDivisionError), handling((signal.SIGTERM,), handler):  # noqa: PT012 both, within it
-        assert signal.getsignal(signal.SIGTERM) is handler
+        signal.raise_signal(signal.SIGTERM)
         raise ZeroDivisionError
+    assert heard == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
 
     def elsewhere() -> object:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from sklearn.datasets import load_wine
+from torch import nn
 
+from objectives import Objective, ObjectiveError
+from objectives.training import Batch, Splits, Step, TrainConfig
 from search.errors import SearchError
 from search.promotion import predict_alone
-from search.promotion.serve_check import find_version
+from search.promotion.serve_check import _judge, find_version
 from storage.mlflow.registry import Registry
 from tests.search.promotion.support import Tracked
 
@@ -51,3 +57,28 @@ def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
     for missing in ("@nobody", "/2"):
         with pytest.raises(SearchError, match=r"^models:/.*: MLflow has no "):
             find_version(registry, f"models:/{tracked.name}{missing}")
+
+
+class Twice(Objective):
+    """A step that a served model's outputs cannot be put into."""
+
+    def suggest(self, trial: Any) -> TrainConfig:
+        return TrainConfig()
+
+    def data(self, seed: int) -> Splits:
+        return Splits.make(*load_wine(return_X_y=True), seed=seed)
+
+    def model(self, config: TrainConfig, train: Any) -> nn.Module:
+        return nn.Linear(13, 3)
+
+    def step(self, model: nn.Module, batch: Batch, config: TrainConfig) -> Step:
+        outputs = (model(batch.x) + model(batch.x)) / 2
+        return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
+
+
+def test_a_step_that_calls_its_model_twice_cannot_be_judged() -> None:
+    objective = Twice()
+    with pytest.raises(
+        ObjectiveError, match=r"^serve-check cannot judge Twice: its step calls the model more than once"
+    ):
+        _judge([torch.zeros(36, 3)], objective, objective.data(0), TrainConfig())

@@ -97,6 +97,15 @@ class _Endless(torch_data.IterableDataset):
         yield from range(9)
 
 
+def _fails_beyond(count):
+    def collate(samples):
+        if len(samples) > count:
+            raise ValueError("too many")
+        return torch.zeros(len(samples)), torch.zeros(len(samples))
+
+    return collate
+
+
 def _fails_at(number):
     def collate(samples):
         if any(sample[1] == number for sample in samples):
@@ -121,6 +130,8 @@ def _fails_at(number):
         (lambda: Dataset.of([{"a": 1, "b": 2}]).batch(slice(0, 1)), "a batch has a, b, and none of these is its"),
         (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_at(5)).batch(slice(3, 8)),
          r"collate fails at sample 5: .*test_samples.py:\d+: ValueError: a sample of the wrong kind"),
+        (lambda: Dataset.of([(0, k) for k in range(9)], collate=_fails_beyond(3)).batch(slice(2, 8)),
+         r"collate fails at sample 5, the 4th of a batch: .*test_samples.py:\d+: ValueError: too many"),
         (lambda: Splits.make({"a": np.zeros(3), "b": np.zeros(4)}, np.zeros(3), seed=0),
          "the parts of x have different lengths: 3, 4"),
         (lambda: Splits.make(np.zeros(3), seed=0), "y is missing"),

@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn import functional
 
 from objectives import ObjectiveError
-from objectives.training import Dataset, Splits, TrainConfig
+from objectives.training import Dataset, Splits, TrainConfig, classification
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
 from objectives.training.evaluation.metrics import binary
 from objectives.training.loop.build import oddities
-from tests.objectives.training.support import built, fit, take_step, weights_of
+from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 
 def _regression(outputs=1, squeezed=False, **replaced):
@@ -175,3 +175,25 @@ def test_a_loss_over_pairs_is_told_and_trained(objective_with):
     run = built(objective_with(loss=lambda *_: Pairs()))
     assert any("the loss of a batch is not the mean over its samples" in line for line in oddities(run))
     assert not any("not the mean" in line for line in oddities(built(objective_with())))
+
+
+def test_a_target_that_the_loss_ignores_is_no_class():
+    """Whatever its number: 255 is what segmentation calls pixels that nobody labelled."""
+
+    class Unlabelled(Wine):
+        def data(self, seed):
+            splits = super().data(seed)
+            splits.train.y[::7] = 255
+            return splits
+
+        def loss(self, config, train):
+            return nn.CrossEntropyLoss(ignore_index=255)
+
+        def metrics(self, train):
+            return classification(3)
+
+    assert fit(Unlabelled(), epochs=2).best_value > 0.3
+    with pytest.raises(
+        ObjectiveError, match="labels go up to 255: one that stands for none is the loss's ignore_index"
+    ):
+        fit(type("Plain", (Unlabelled,), {"loss": lambda *_: nn.CrossEntropyLoss()})(), epochs=1)

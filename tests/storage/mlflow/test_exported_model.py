@@ -1,0 +1,33 @@
+"""A model that serves the sizes of its example alone is none to serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from storage.mlflow.exported_model import export_model
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(dim=1)
+
+
+class LoopOverTime(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[:, step] * step for step in range(x.shape[1])]).sum(dim=0)
+
+
+def test_sizes_that_vary_stay_free(tmp_path: Path) -> None:
+    export_model(Sums(), [("x", torch.ones(4, 5))], [{0, 1}], tmp_path / "model")
+    assert (tmp_path / "model" / "MLmodel").exists()
+
+
+def test_a_length_that_torch_fixes_is_refused(tmp_path: Path) -> None:
+    inputs = [("x", torch.ones(4, 5))]
+    with pytest.raises(ValueError, match="it would take x of size 5 in dimension 1 alone"):
+        export_model(LoopOverTime(), inputs, [{0, 1}], tmp_path / "model")
+    export_model(LoopOverTime(), inputs, [{0}], tmp_path / "model")
