@@ -96,6 +96,6 @@ def assert_confirmed(arena: Arena, study: StoredStudy, reference: str) -> None:
     objective = load_objective(reference)
     if isinstance(objective, LoopObjective) and not objective.defines("test"):
         said = arena.run("open-test", NAME, "--yes", code=2)
-        assert "has no test(): define it to score the best of a search on the test set" in said
+        assert "has no test()" in said
     else:
         assert f"test {objective.metric} " in arena.run("open-test", NAME, "--yes")
