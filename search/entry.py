@@ -37,7 +37,7 @@ def telling_mistakes(work: Callable[[], int]) -> int:
     except USER_ERRORS as error:
         print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
         return EXIT_AWAY if isinstance(error, AwayError) else EXIT_USER_ERROR
-    except Exception as error:
+    except Exception as error:  # whatever the driver of a database raises
         from storage.database.retry import is_transient
 
         if not is_transient(error):

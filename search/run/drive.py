@@ -105,8 +105,8 @@ def drive(
                         fleet.stop()
                     if signals and not told:
                         told = True
-                        view.say("stopping: workers end their epoch and save (again to kill them)")
-                    time.sleep(_POLL)
+                        view.say("stopping: workers end their epoch and save (Ctrl-C again kills them)")
+                    time.sleep(_POLL)  # no Event: the signal's handler would wait for its lock
                 view.update(look()[0])
         finally:
             fleet.stop()  # on an error of ours they save what they have

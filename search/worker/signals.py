@@ -26,10 +26,11 @@ def stop_on_signals() -> threading.Event:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != own:  # forked during a trial
             return
+        again = bool(told)  # asked first: another may come between any two of these lines, and sees what is told
         told.append(number)
         if told.count(signal.SIGINT) > 1:
             os._exit(EXIT_INTERRUPTED)
-        if len(told) > 1:  # it may have come in the middle of what follows
+        if again:
             return
         stop.set()
         # Not by the log: what it writes may be interrupted by this very signal.
