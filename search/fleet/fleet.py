@@ -17,7 +17,8 @@ from pathlib import Path
 from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from search.fleet.cores import thread_settings
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.worker.join import WorkerOptions, join_study
+from search.worker.join import join_study
+from search.worker.options import WorkerOptions
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-from dataclasses import dataclass
+from pathlib import Path
 
 import optuna
 
@@ -24,13 +23,15 @@ from search.tracking.provenance import run_tags
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
+from search.worker.leaving import Leaving, Told
 from search.worker.loop import Worker, worker_name
+from search.worker.options import WorkerOptions
 from search.worker.orphan import watch_fleet
+from search.worker.pulse import Pulse
 from search.worker.signals import stop_on_signals
 from storage.attributes import STOPPED
 from storage.errors import CheckpointStoreError
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import LEASE
 
 log = logging.getLogger(__name__)
 
@@ -38,43 +39,7 @@ log = logging.getLogger(__name__)
 _PATIENCE, _GRACE = 60.0, 10.0
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker is told beside the study's name: where things are, and how it runs on its machine.
-
-    Attributes:
-        storage_url, tracking_uri, checkpoint_url: where studies, runs and checkpoints are kept; without a tracking
-            URI or a checkpoint URL the study's own, without any the embedded stack's.
-        home: folder of the embedded stack, run directories and logs; by default the user's.
-        device: "cpu", "cuda" or "cuda:N"; by default a GPU where there is one.
-        lease: seconds without a sign of life after which others take its trial over.
-        tracking_required: whether MLflow has to answer at the start.
-        system_metrics: whether the machine's load is logged to each trial's run.
-    """
-
-    storage_url: str | None = None
-    tracking_uri: str | None = None
-    checkpoint_url: str | None = None
-    home: str | None = None
-    device: str | None = None
-    lease: float = LEASE
-    tracking_required: bool = False
-    system_metrics: bool = False
-
-    def environment(self) -> dict[str, str]:
-        """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
-        named = {
-            "HPSEARCH_STORAGE_URL": self.storage_url,
-            "HPSEARCH_TRACKING_URI": self.tracking_uri,
-            "HPSEARCH_CHECKPOINT_URL": self.checkpoint_url,
-            "HPSEARCH_HOME": self.home,
-            "HPSEARCH_LEASE": str(self.lease),
-            "HPSEARCH_SYSTEM_METRICS": "1" if self.system_metrics else None,
-        }
-        return {name: value for name, value in named.items() if value is not None}
-
-
-def join_study(name: str, options: WorkerOptions, stop: threading.Event | None = None) -> int:
+def join_study(name: str, options: WorkerOptions, stop: Told | None = None) -> int:
     """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`.
 
     Args:
@@ -88,7 +53,7 @@ def join_study(name: str, options: WorkerOptions, stop: threading.Event | None =
     return work_on(name, options, stop)
 
 
-def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> int:
+def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
 
     Args:
@@ -122,14 +87,19 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> 
     code = EXIT_AWAY
     try:
         tracker.sender.start()
-        stop = stop or stop_on_signals()
+        told = stop or stop_on_signals()
+        leaving = Leaving(told, grace=options.grace, max_time=options.max_time)
         worker = Worker(
             study,
             objective,
             tracker=tracker,
             runs_dir=runs,
             checkpoints=checkpoints,
-            stop=stop,
+            leaving=leaving,
+            pulse=Pulse(Path(options.heartbeat) if options.heartbeat else None, stall=options.stall),
+            save_every=None if options.save_every is None else 60 * options.save_every,
+            leave_when_idle=options.leave_when_idle,
+            max_trials=options.max_trials,
             fleet_gone=fleet_gone or (lambda: False),
             device=options.device,
             lease=options.lease,
@@ -138,7 +108,7 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> 
         code = worker.work()
         over = code == EXIT_DONE and STOPPED not in study.attrs
         # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-        patience = _PATIENCE if over and not stop.is_set() else _GRACE
+        patience = _PATIENCE if over and not leaving.begun else min(_GRACE, max(leaving.left(), 1.0))
         left = tracker.sender.flush(patience)
         if left:
             log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)

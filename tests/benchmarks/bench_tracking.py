@@ -88,7 +88,7 @@ class Ours:
 
     def end(self, result: FitResult, files: list[Path]) -> None:
         self.trial.publish(result, files)
-        self.trial.finish("COMPLETE", "as good as it gets")
+        self.trial.finish(Outcome.COMPLETE, "as good as it gets")
 
     def drain(self) -> None:
         left = self.tracker.sender.flush(600.0)

@@ -22,6 +22,24 @@ def worker(
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
     ] = None,
+    grace: o.Grace = 30.0,
+    save_every: o.SaveEvery = None,
+    leave_when_idle: Annotated[
+        float | None,
+        typer.Option(
+            "--leave-when-idle",
+            min=0,
+            help="Leave after so many seconds without a trial to take, while others run theirs.",
+        ),
+    ] = None,
+    max_trials: Annotated[int | None, typer.Option("--max-trials", min=1, help="Leave after so many trials.")] = None,
+    max_time: Annotated[
+        float | None, typer.Option("--max-time", min=0, help="Leave after so many seconds, as if told to go.")
+    ] = None,
+    stall: o.Stall = None,
+    heartbeat: Annotated[
+        str | None, typer.Option("--heartbeat", help="A file to touch while it gets on, for a probe to look at.")
+    ] = None,
     lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
@@ -31,17 +49,20 @@ def worker(
     home: o.Home = None,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
-    come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker; SIGTERM may
-    come again, a second Ctrl-C ends it at once.
+    come from the study. SIGTERM or Ctrl-C ends the epoch, or saves within it where --grace is too short for that, and
+    leaves the trial for another worker; SIGTERM may come again, a second Ctrl-C ends it at once.
 
     Exit code 0: nothing is left, or the study is stopped; 143: it was told to go and there is work left; 1: a service
     does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
     """
     with loading():
-        from search.worker.join import WorkerOptions, join_study
+        from search.worker.join import join_study
+        from search.worker.options import WorkerOptions
 
     options = WorkerOptions(
         storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
         device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
+        grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
+        stall=stall, heartbeat=heartbeat,
     )  # fmt: skip
     return join_study(study, options)

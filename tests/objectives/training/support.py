@@ -6,8 +6,9 @@ from torch import nn
 
 from objectives import Objective
 from objectives.training import Splits, Standardize, TrainConfig, Trainer, Verdict
+from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.loop.build import build
-from objectives.training.loop.epoch import RunningMetrics, train_step
+from objectives.training.loop.epoch import train_step
 from objectives.training.loop.guards import Point
 from objectives.training.reproducibility.seeds import set_seed
 
