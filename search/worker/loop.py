@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,27 +19,18 @@ from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS, Attempt
 from search.worker.context import WorkerContext
+from search.worker.identity import worker_name
 from search.worker.leaving import Leaving
 from search.worker.pulse import Pulse
 from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
-from storage.trials.process_identity import process_name
+from storage.trials.register import Register
 
 log = logging.getLogger(__name__)
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
 FAILURES_IN_A_ROW = 3
-
-
-def worker_name(pid: int | None = None) -> str:
-    """Return ``host:pid-mark``, by default of this process.
-
-    The mark tells apart what containers call alike: it is of the machine's boot, the container and the process's start.
-    """
-    pid = pid or os.getpid()
-    mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
-    return f"{socket.gethostname()}:{pid}-{mark}"
 
 
 class Worker:
@@ -58,6 +46,7 @@ class Worker:
         checkpoints: StudyCheckpoints,
         leaving: Leaving,
         pulse: Pulse,
+        register: Register,
         save_every: float | None = None,
         leave_when_idle: float | None = None,
         max_trials: int | None = None,
@@ -82,7 +71,7 @@ class Worker:
             save_every=save_every,
             device=device,
         )
-        self._leaving, self._pulse = leaving, pulse
+        self._leaving, self._pulse, self._register = leaving, pulse, register
         self._fleet_gone = fleet_gone
         self._leave_when_idle = leave_when_idle
         self._left = max_trials  # to run
@@ -99,6 +88,7 @@ class Worker:
         with self._context.lease:
             while not self._stopping() and self._left != 0:
                 self._pulse.beat()
+                self._register.seen()
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
                     case Stopped(why):
                         log.info("the study was stopped: %s", why)

@@ -15,7 +15,7 @@ from search.entry import EXIT_AWAY
 
 log = logging.getLogger(__name__)
 
-LEAST = 60.0  # seconds: what a machine may be busy with something else for
+LEAST = 60.0  # seconds below which no pause is too long: a machine may be busy with something else
 _TOUCHED = 1.0  # seconds between two touches of the file
 
 
@@ -25,11 +25,10 @@ class Pulse:
     Args:
         heartbeat: a file that is touched then, at most each second.
         stall: how many times the longest pause of the attempt so far makes one too long; None looks after nothing.
-        least: seconds below which no pause is too long.
     """
 
-    def __init__(self, heartbeat: Path | None = None, *, stall: float | None = None, least: float = LEAST) -> None:
-        self._file, self._stall, self._least = heartbeat, stall, least
+    def __init__(self, heartbeat: Path | None = None, *, stall: float | None = None) -> None:
+        self._file, self._stall = heartbeat, stall
         self._touched_at = -_TOUCHED
         self._last = time.monotonic()
         self._longest = 0.0
@@ -65,9 +64,9 @@ class Pulse:
     def _look(self) -> None:
         assert self._stall is not None
         while True:
-            time.sleep(min(1.0, self._least / 4))
+            time.sleep(min(1.0, LEAST / 4))
             give_back, pause = self._give_back, time.monotonic() - self._last
-            if give_back is None or not self._longest or pause <= max(self._least, self._stall * self._longest):
+            if give_back is None or not self._longest or pause <= max(LEAST, self._stall * self._longest):
                 continue
             log.error(
                 "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",

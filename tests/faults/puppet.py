@@ -68,6 +68,10 @@ def main(arguments: list[str]) -> int:
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("storage.trials.claims", "Claims.report", follow_reports)
+    if least := os.environ.get("STALL_LEAST"):
+        from search.worker import pulse
+
+        pulse.LEAST = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from search.cli import _run
