@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from packaging.version import Version
-
 from search.errors import SearchError
 from search.study.study import StoredStudy
 from storage.attributes import RELEASE
@@ -30,7 +28,7 @@ def check_release(study: StoredStudy) -> None:
         )
 
 
-def _series(release: str) -> tuple[int, ...]:
+def _series(release: str) -> list[str]:
     """What changes when numbers may: the first part, and before 1.0 the second one as well."""
-    parts = Version(release).release
-    return parts[:1] if parts[0] else parts[:2]
+    parts = release.split(".")
+    return parts[:2] if parts[0] == "0" else parts[:1]
