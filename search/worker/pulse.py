@@ -22,6 +22,8 @@ _TOUCHED = 1.0  # seconds between two touches of the file
 class Pulse:
     """Beats with each sign that the worker gets on: a step, a report, a look for work.
 
+    Before the first step of an attempt nothing is judged: nobody knows how long data take to prepare.
+
     Args:
         heartbeat: a file that is touched then, at most each second.
         stall: how many times the longest pause of the attempt so far makes one too long; None looks after nothing.
@@ -41,7 +43,7 @@ class Pulse:
     def beat(self) -> None:
         """Take note of a sign of life."""
         now = time.monotonic()
-        if self._beats > 1:  # what comes before the first step, such as compiling, is no measure
+        if self._beats:  # what comes before the first step, such as compiling, is no measure
             self._longest = max(self._longest, now - self._last)
         self._beats += 1
         self._last = now
@@ -66,7 +68,7 @@ class Pulse:
         while True:
             time.sleep(min(1.0, LEAST / 4))
             give_back, pause = self._give_back, time.monotonic() - self._last
-            if give_back is None or not self._longest or pause <= max(LEAST, self._stall * self._longest):
+            if give_back is None or not self._beats or pause <= max(LEAST, self._stall * self._longest):
                 continue
             log.error(
                 "no step for %.0f s, where the longest pause was %.3g s: the trial is given back, and this worker ends",
