@@ -42,7 +42,7 @@ def render(standing: Standing, pace: float | None, *, height: int = 40) -> Rende
     shown = min(len(standing.workers), max(room * 2 // 3, 3))
     workers = _workers(standing, shown)
     events = _events(standing, max(room - shown, 3))
-    return Group(_title(standing), _bar(standing), _counts(standing), _reached(standing, pace), workers, events)
+    return Group(_title(standing), _bar(standing), _counts(standing), _reached(standing, pace), "", workers, "", events)
 
 
 def _title(standing: Standing) -> Text:
@@ -79,7 +79,7 @@ def _reached(standing: Standing, pace: float | None) -> Text:
 
 
 def _workers(standing: Standing, most: int) -> Table:
-    table = Table(box=None, padding=(1, 2, 0, 0), header_style="dim", collapse_padding=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     present = standing.present
     heading = f"worker ({len(present)} there, {len(standing.workers) - len(present)} gone)"
     for column in (heading, "state", "trial", "epoch", "done", "lease", "seen", "engine", "device"):
@@ -113,17 +113,11 @@ def _cells(standing: Standing, worker: WorkerRow) -> tuple[Text | str, ...]:
 
 
 def _events(standing: Standing, most: int) -> Table:
-    table = Table(box=None, padding=(1, 2, 0, 0), header_style="dim", collapse_padding=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("ended", "trial", "how", "why"):
-        table.add_column(column, justify="right" if column == "trial" else "left", no_wrap=column != "why")
+        table.add_column(column, justify="right" if column == "trial" else "left", no_wrap=True, overflow="ellipsis")
     for event in standing.events[:most]:
         ago = format_seconds(max((standing.at - event.at).total_seconds(), 0.0))
         how = Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim"))
-        table.add_row(f"{ago} ago", str(event.trial), how, _short(event.reason or f"by {event.worker}"))
+        table.add_row(f"{ago} ago", str(event.trial), how, " ".join((event.reason or f"by {event.worker}").split()))
     return table
-
-
-def _short(text: str) -> Text:
-    line = Text(" ".join(text.split()))
-    line.truncate(100, overflow="ellipsis")
-    return line
