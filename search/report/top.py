@@ -15,7 +15,9 @@ from storage.trials.register import WorkerRow
 
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
-_RESERVED = 10  # lines above and between the tables
+_RESERVED = 11  # lines above and between the tables
+_NARROW = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
+_WIDE = 100  # columns, from which on there is room for more
 
 
 class Pace:
@@ -36,13 +38,17 @@ class Pace:
         return (e1 - e0) / seconds if seconds > 0 else None
 
 
-def render(standing: Standing, pace: float | None, *, height: int = 40) -> RenderableType:
-    """Return the view, in about so many lines."""
+def render(standing: Standing, pace: float | None, *, width: int = 120, height: int = 40) -> RenderableType:
+    """Return the view, in about so many lines; a narrow one leaves out what is known elsewhere."""
     room = max(height - _RESERVED, 6)
     shown = min(len(standing.workers), max(room * 2 // 3, 3))
-    workers = _workers(standing, shown)
+    workers = _workers(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device"))
     events = _events(standing, max(room - shown, 3))
-    return Group(_title(standing), _bar(standing), _counts(standing), _reached(standing, pace), "", workers, "", events)
+    there = len(standing.present)
+    heading = Text(f"{there} workers there, {len(standing.workers) - there} gone", style="dim")
+    return Group(
+        _title(standing), _bar(standing), _counts(standing), _reached(standing, pace), "", heading, workers, "", events
+    )
 
 
 def _title(standing: Standing) -> Text:
@@ -78,38 +84,36 @@ def _reached(standing: Standing, pace: float | None) -> Text:
     return Text("; ".join(told), style="dim")
 
 
-def _workers(standing: Standing, most: int) -> Table:
+def _workers(standing: Standing, most: int, columns: tuple[str, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    present = standing.present
-    heading = f"worker ({len(present)} there, {len(standing.workers) - len(present)} gone)"
-    for column in (heading, "state", "trial", "epoch", "done", "lease", "seen", "engine", "device"):
-        table.add_column(column, justify="right" if column in {"trial", "epoch", "done", "lease"} else "left")
+    for column in columns:
+        right = column in {"trial", "epoch", "done", "lease"}
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "state")
     for worker in standing.workers[:most]:
-        table.add_row(*_cells(standing, worker))
-    if hidden := len(standing.workers) - most:
-        table.add_row(f"and {hidden} more" if hidden > 0 else "")
-    if not standing.workers:
-        table.add_row("none yet")
+        cells = _cells(standing, worker)
+        table.add_row(*(cells[column] for column in columns))
+    if (hidden := len(standing.workers) - most) > 0:
+        table.add_row(f"and {hidden} more")
     return table
 
 
-def _cells(standing: Standing, worker: WorkerRow) -> tuple[Text | str, ...]:
+def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
     of = worker.identity
     state = Text(worker.state, style=_STATES[worker.state])
     if worker.left_as:
         state.append(f": {worker.left_as}", "dim")
     seen = max((standing.at - worker.seen_at).total_seconds(), 0.0)
-    return (
-        of.name,
-        state,
-        "" if worker.trial is None else str(worker.trial),
-        "" if worker.epoch is None else f"{worker.epoch}/{standing.epochs}",
-        str(worker.trials),
-        "" if worker.lease_left is None else f"{worker.lease_left:.0f} s",
-        f"{format_seconds(seen)} ago",
-        " ".join(part for part in (of.engine, of.job) if part),
-        of.device,
-    )
+    return {
+        "worker": of.name,
+        "state": state,
+        "trial": "" if worker.trial is None else str(worker.trial),
+        "epoch": "" if worker.epoch is None else f"{worker.epoch}/{standing.epochs}",
+        "done": str(worker.trials),
+        "lease": "" if worker.lease_left is None else f"{worker.lease_left:.0f} s",
+        "seen": f"{format_seconds(seen)} ago",
+        "engine": " ".join(part for part in (of.engine, of.job) if part),
+        "device": of.device,
+    }
 
 
 def _events(standing: Standing, most: int) -> Table:

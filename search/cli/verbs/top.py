@@ -42,10 +42,11 @@ def top(
         return
     if once or not console.is_terminal:
         standing = read_standing(study.stored)
-        console.print(render(standing, pace.of(standing)))
+        console.print(render(standing, pace.of(standing), width=console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             standing = read_standing(study.stored)
-            live.update(render(standing, pace.of(standing), height=console.height), refresh=True)
+            view = render(standing, pace.of(standing), width=console.width, height=console.height)
+            live.update(view, refresh=True)
             time.sleep(every)  # a look; nothing wakes it

@@ -53,9 +53,11 @@ def test_it_tells_what_workers_are_at_and_how_they_left(arena: Arena) -> None:
     assert [event["outcome"] for event in found["events"]][:2] == ["complete", "complete"]
     assert sorted(event["outcome"] for event in found["events"]) == ["complete", "complete", "lost", "released"]
     assert found["reached"] == {"1": 2, "2": 2, "4": 2}
-    shown = arena.run("top", arena.name, "--once")
-    for part in ("2/2 trials: 2 complete", "worker (0 there, 3 gone)", "slurm 77_3", "lost", "left: told to go"):
-        assert part in shown
+    shown = arena.start("top", arena.name, "--once", COLUMNS="120")
+    wait_for(lambda: arena.reap() or shown.ended, "hpsearch top")
+    said = shown.log.read_text()
+    for part in ("2/2 trials: 2 complete", "0 workers there, 3 gone", "slurm 77_3", "lost", "left: told to go"):
+        assert part in said, said
 
 
 def test_a_worker_of_another_series_is_refused(arena: Arena) -> None:
