@@ -17,10 +17,12 @@ ROUND_TRIPS = 5
 SKEW = 2.0  # seconds that two clocks may differ
 FEW_CONNECTIONS = 5  # what one worker may have open at a time
 
-# Serial columns draw their numbers from these.
+# The sequences that number the rows of the tables. CASE: WHERE alone may ask for the rights on what is none.
 _SEQUENCES = """
-    SELECT relname FROM pg_class WHERE relkind = 'S' AND relnamespace = current_schema()::regnamespace
-       AND NOT has_sequence_privilege(oid, 'USAGE')
+    SELECT s.relname FROM pg_depend d JOIN pg_class s ON s.oid = d.objid
+     WHERE d.refobjid = ANY (SELECT to_regclass(quote_ident(name))::oid FROM unnest(%s) AS name)
+       AND CASE WHEN s.relkind = 'S' THEN NOT has_sequence_privilege(s.oid, 'USAGE') ELSE false END
+     ORDER BY 1
 """
 _CONNECTIONS = """
     SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
@@ -103,7 +105,7 @@ def _rights(cursor: Any) -> Found:
         rights = ", ".join(sorted({right for *_, lacking in rows for right in lacking}))
         grant = f"as the owner: GRANT {rights} ON {', '.join(tables)} TO {user}"
         return failed(f"user {user!r} lacks {rights} on {_some(tables)}", grant)
-    cursor.execute(_SEQUENCES)
+    cursor.execute(_SEQUENCES, ([name for name, *_ in rows],))
     if sequences := [name for (name,) in cursor.fetchall()]:
         grant = f"as the owner: GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {user}"
         return failed(f"user {user!r} lacks USAGE on {_some(sequences)}", grant)

@@ -32,7 +32,7 @@ def examine(
     checkpoint_url: str | None = None,
     home: str | None = None,
 ) -> Iterator[Finding]:
-    """Yield what each check of this machine comes to; nothing is started, and nothing that is written stays.
+    """Yield what each check of this machine comes to; nothing is started, and no file that is written stays.
 
     Args:
         study: the name of a study that a worker here is to join.
