@@ -35,8 +35,13 @@ def _gpus() -> Found:
             devices.append(f"cuda:{index} {name}, {decimal(free)} of {decimal(total)} free")
         return ok("; ".join(devices))
     names = _seen_by_the_driver()
-    if not names:
-        return ok("none: trials run on the cores")
+    return unseen(names) if names else ok("none: trials run on the cores")
+
+
+def unseen(names: list[str]) -> Found:
+    """Return the warning of GPUs that the driver has and torch has not, with what is probably the reason."""
+    import torch
+
     kinds = ", ".join(sorted(set(names)))
     found = f"nvidia-smi sees {counted(len(names), 'GPU')} ({kinds}), torch {torch.__version__} none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -46,7 +51,7 @@ def _gpus() -> Found:
         return warning(
             found, "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
         )
-    return warning(found, f"bring the driver to one that CUDA {torch.version.cuda} can use")
+    return warning(found, f"install a driver that CUDA {torch.version.cuda} can use")
 
 
 def _seen_by_the_driver() -> list[str]:

@@ -43,7 +43,7 @@ class _Looks:
         at = read_progress(self.study.engine, self.study.study_id, self.study.spec.direction)
         said = f"{name}: {at.finished} of {at.budget} trials have ended, {len(at.running)} running"
         if why := self.study.attrs.get(STOPPED):
-            return warning(f"{said}; it was stopped {why}", f"let it go on with: {command('start', name)}")
+            return warning(f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
         if self.study.out_of_time:
             return ok(f"{said}; its time is up")
         return ok(f"{said}; nothing is left to do" if at.finished >= at.budget else said)
