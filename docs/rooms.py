@@ -58,6 +58,7 @@ ROOMS = (
     "search.promotion",
     "search.worker",
     "search.fleet",
+    "search.doctor",
     "search.run",
     "search.dashboard",
     "search.api",
