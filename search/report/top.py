@@ -118,8 +118,9 @@ def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
 
 def _events(standing: Standing, most: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("ended", "trial", "how", "why"):
-        table.add_column(column, justify="right" if column == "trial" else "left", no_wrap=True, overflow="ellipsis")
+    for column, least in (("ended", 11), ("trial", 5), ("how", 10), ("why", 20)):
+        right = column == "trial"
+        table.add_column(column, justify="right" if right else "left", no_wrap=True, min_width=least)
     for event in standing.events[:most]:
         ago = format_seconds(max((standing.at - event.at).total_seconds(), 0.0))
         how = Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim"))
