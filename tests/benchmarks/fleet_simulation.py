@@ -32,11 +32,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from optuna.trial import FrozenTrial
 from storage_ways import SPACE, value_of
 
 from search.pruning import StudyPruner
@@ -93,15 +95,15 @@ class Ours:
                 yield ("suggest", self._suggest), False
                 frozen = self.storage.get_trial(claim.trial_id)
                 for epoch in range(epochs):
-                    value = value_of(self.lr, epoch)
+                    yield ("report+prune", partial(self._report, claim, frozen, epoch)), True
+                settle = partial(self.claims.settle, claim, Outcome.COMPLETE, value=value_of(self.lr, epochs))
+                yield ("settle", settle), False
 
-                    def report_and_prune(epoch: int = epoch, value: float = value, claim: Claim = claim) -> None:
-                        self.claims.report(claim, epoch, value)
-                        frozen.intermediate_values[epoch] = value
-                        self.pruner(frozen)
-
-                    yield ("report+prune", report_and_prune), True
-                yield ("settle", lambda: self.claims.settle(claim, Outcome.COMPLETE, value=value)), False
+    def _report(self, claim: Claim, frozen: FrozenTrial, epoch: int) -> None:
+        value = value_of(self.lr, epoch)
+        self.claims.report(claim, epoch, value)
+        frozen.intermediate_values[epoch] = value
+        self.pruner(frozen)
 
     def _claim(self) -> None:
         found = self.claims.claim()
@@ -139,14 +141,12 @@ class Rdb:
             yield ("claim", self._ask), False
             yield ("suggest", self._suggest), False
             for epoch in range(epochs):
-                value = value_of(self.lr, epoch)
+                yield ("report+prune", partial(self._report, epoch)), True
+            yield ("settle", partial(self.study.tell, self.trial, value_of(self.lr, epochs))), False
 
-                def report_and_prune(epoch: int = epoch, value: float = value) -> None:
-                    self.trial.report(value, epoch)
-                    self.trial.should_prune()
-
-                yield ("report+prune", report_and_prune), True
-            yield ("settle", lambda: self.study.tell(self.trial, value)), False
+    def _report(self, epoch: int) -> None:
+        self.trial.report(value_of(self.lr, epoch), epoch)
+        self.trial.should_prune()
 
     def _ask(self) -> None:
         self.trial = self.study.ask()
