@@ -8,6 +8,7 @@ import typer
 
 from search.cli import options as o
 from search.cli.loading import loading
+from search.entry import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +41,15 @@ def worker(
     heartbeat: Annotated[
         str | None, typer.Option("--heartbeat", help="A file to touch while it gets on, for a probe to look at.")
     ] = None,
+    final_exit_code: Annotated[
+        int | None,
+        typer.Option(
+            "--final-exit-code",
+            min=0,
+            max=125,
+            help="Exit with this in place of 2 and 3, where every other code but 0 is started again: 0 for Docker.",
+        ),
+    ] = None,
     lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
@@ -65,4 +75,7 @@ def worker(
         grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
         stall=stall, heartbeat=heartbeat,
     )  # fmt: skip
-    return join_study(study, options)
+    if final_exit_code is None:
+        return join_study(study, options)
+    code = telling_mistakes(lambda: join_study(study, options))
+    return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code

@@ -83,3 +83,11 @@ def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
 def test_what_a_worker_cannot_do_is_told(arena: Arena, options: tuple[str, ...], message: str) -> None:
     arena.create(1, [])
     assert message in arena.run(*worker(arena, *options), code=2)
+
+
+def test_a_final_exit_code_may_be_another(arena: Arena) -> None:
+    """For engines that start again on all but one; what is no final code stays."""
+    arena.create(3, [])
+    final = ("--final-exit-code", "0")
+    assert "no study 'nosuch'" in arena.run("worker", "--study", "nosuch", *final)
+    arena.run(*worker(arena, "--max-trials", "1", *final), code=128 + 15)
