@@ -1,0 +1,101 @@
+"""The printed script under a real Slurm: a notice, a node that is lost, and scancel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import optuna
+import pytest
+
+from docs.rooms import ROOT
+from storage.embedded.stack import StackInfo
+from storage.urls import redact
+from tests.search.launch.slurm_cluster import Cluster, missing, slurm_cluster
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(bool(missing()), reason=f"no Slurm on this machine: {', '.join(missing())}"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm with a SlurmUser of its own is started by root"),
+]
+PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+class Site:
+    """A study's database, the settings of whoever submits, and the command line."""
+
+    def __init__(self, folder: Path, url: str, tracking_uri: str) -> None:
+        parts = urlsplit(url.replace("+psycopg2", ""))
+        passwords = folder / "pgpass"
+        passwords.write_text(f"*:*:*:{parts.username}:{parts.password}\n")
+        passwords.chmod(0o600)
+        self.url = parts._replace(netloc=f"{parts.username}@{parts.hostname}:{parts.port}").geturl()
+        assert redact(self.url) == self.url
+        self.full_url, self.folder = url, folder
+        self.environment = {
+            "HPSEARCH_STORAGE_URL": self.url, "HPSEARCH_TRACKING_URI": tracking_uri,
+            "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+
+    def __call__(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment},
+            cwd=self.folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def states(self, name: str) -> list[str]:
+        study = optuna.load_study(study_name=name, storage=self.full_url)
+        return [trial.state.name for trial in study.get_trials(deepcopy=False)]
+
+
+@pytest.fixture
+def site(tmp_path: Path, database_url: str, stack: StackInfo) -> Site:
+    return Site(tmp_path, database_url, stack.tracking_uri)
+
+
+def submit(cluster: Cluster, site: Site, name: str, trials: int, *, step: str) -> str:
+    site("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
+         "--workers", "0")  # fmt: skip
+    script = site("fleet", "print", "slurm", name, "--workers", "3", "--cpus-per-worker", "1", "--memory", "1G",
+                  "--time", "1:00:00", "--grace", "30")  # fmt: skip
+    told = cluster.run("sbatch", "--parsable", input=script, STEP_SECONDS=step, **site.environment)
+    cluster.wait(lambda: "RUNNING" in site.states(name), "a trial to be run")
+    return told
+
+
+def test_a_notice_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site) -> None:
+    job = submit(cluster, site, "slurm", 12, step="0.5")
+    cluster.wait(lambda: set(cluster.states(job).values()) == {"RUNNING"}, "all tasks to run")
+    cluster.wait(lambda: site.states("slurm").count("RUNNING") == 3, "all workers to train")
+    cluster.run("scancel", "--signal=TERM", "--batch", f"{job}_1")  # the notice, as --signal=B:TERM@ gives it
+    cluster.wait(lambda: "queued again after exit code 143" in cluster.logs(), "the first task to be queued again")
+    (lost,) = [name for name in ("n1", "n2", "n3") if cluster.run("squeue", "-h", "-j", f"{job}_3", "-o", "%N") == name]
+    cluster.daemons[lost].kill()
+    cluster.wait(lambda: not cluster.states(job), "the array to end", 400)
+    assert site.states("slurm") == ["COMPLETE"] * 12
+    assert cluster.logs("slurm").count(" joins study slurm") == 5, "three tasks, of which two were started again"
+    assert cluster.logs("slurm").count("hpsearch: queued again") == 1, "Slurm itself saw to the lost node"
+    cluster.start(lost, "slurmd", "-D", "-N", lost)
+
+
+def test_scancel_empties_the_queue(cluster: Cluster, site: Site) -> None:
+    job = submit(cluster, site, "cancelled", 500, step="0.2")
+    cluster.wait(lambda: site.states("cancelled").count("RUNNING") >= 2, "workers to train")
+    cluster.run("scancel", job)
+    cluster.wait(lambda: not cluster.states(job), "the queue to be empty", 60)
+    assert "leaves with exit code 143" in cluster.logs("cancelled")
+    assert "queued again" not in cluster.logs("cancelled")
+    assert site.states("cancelled").count("COMPLETE") < 500
