@@ -20,7 +20,7 @@ _TEMPLATES = {
     "systemd": "systemd.service.j2",
 }
 _SHIFT = {"M": 20, "G": 30, "T": 40}
-_LONGEST_NAME = 50  # of a Kubernetes Job: its pods' names, of at most 63 characters, end in an index and five more
+_LONGEST_NAME = 45  # of a Kubernetes Job: its pods' names, of at most 63 characters, end in an index and five more
 
 
 def printed(launch: Launch) -> str:
@@ -33,7 +33,13 @@ def printed(launch: Launch) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"sh": shlex.quote, "json": json.dumps, "python": repr, "unit": unit_quoted, "dollars": _dollars}
+    environment.filters |= {
+        "sh": shlex.quote,
+        "json": json.dumps,
+        "python": repr,
+        "unit": unit_quoted,
+        "dollars": _dollars,
+    }
     return environment.get_template(_TEMPLATES[launch.engine]).render(launch=launch, **_values(launch))
 
 

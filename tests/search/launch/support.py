@@ -9,8 +9,8 @@ from search.launch.settings import Launch
 
 AWAY = "postgresql://user@127.0.0.1:1/optuna"
 # Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.
-URL = "postgresql://user@host/it's%20\"a\"$HOME`x`$(x)#db?options=-c%20a\\b"
-HOME = "/srv/it's \"a\" $HOME %i `x` $(x) #home\\"
+URL = 'postgresql://user@host/it\'s%20"a"$HOME`x`$(x)#db?options=-c%20a\\b'
+HOME = '/srv/it\'s "a" $HOME %i `x` $(x) #home\\'
 
 
 def launch(**changed: Any) -> Launch:

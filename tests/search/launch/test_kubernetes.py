@@ -128,7 +128,9 @@ def test_a_url_arrives_as_it_is() -> None:
     assert "$$(x)" in worker["env"][0]["value"]
 
 
-@pytest.mark.parametrize("study", ["wine", "A.b_c", "a-b-c", "9", "x" * 100, "x" * 99 + "y", "a..", "Wine", "a" * 50 + "b"])
+@pytest.mark.parametrize(
+    "study", ["wine", "A.b_c", "a-b-c", "9", "x" * 100, "x" * 99 + "y", "a..", "Wine", "a" * 50 + "b"]
+)
 def test_the_name_is_one_that_kubernetes_takes(study: str) -> None:
     name = job_name(study)
     assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)

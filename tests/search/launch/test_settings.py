@@ -63,7 +63,12 @@ def test_a_mistake_is_one_line(changed: dict[str, object], words: list[str]) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "url",
-    ["postgresql://u:geheim@h/d", "postgres://u:@h/d", "postgresql://u@h/d?password=geheim", "postgresql://u:a@geheim@h/d"],
+    [
+        "postgresql://u:geheim@h/d",
+        "postgres://u:@h/d",
+        "postgresql://u@h/d?password=geheim",
+        "postgresql://u:a@geheim@h/d",
+    ],
 )
 def test_a_password_is_refused_and_not_repeated(engine: str, url: str) -> None:
     with pytest.raises(USER_ERRORS, match="holds a password") as raised:

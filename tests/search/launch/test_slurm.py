@@ -22,11 +22,11 @@ echo "$@" >> "$TMP_/arguments"
 number=1
 until mkdir "$TMP_/place-$number" 2>/dev/null; do number=$((number + 1)); done
 env -0 > "$TMP_/environment"
-trap 'echo told >> "$TMP_/told"; told=1' TERM
+trap 'echo told >> "$TMP_/told"; told=$((told + 1))' TERM
 echo $$ >> "$TMP_/started"
 code=$(cut -d" " -f$number <<< "$CODES")
 if [[ $code == wait ]]; then
-  until [[ $told ]]; do sleep 0.05; done
+  until ((told >= ${TIMES:-1})); do sleep 0.05; done
   sleep 0.3
   exit 143
 fi
@@ -140,8 +140,11 @@ def test_the_last_task_has_those_that_are_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(tmp_path: Path, times: int) -> None:
+def test_a_notice_is_handed_on_and_the_script_waits_for_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     node = Node(tmp_path)
+    monkeypatch.setenv("TIMES", str(times))
     process = node.start("wait")
     node.wait("started", 1)
     for number in range(times):
@@ -178,9 +181,7 @@ def test_a_worker_that_ends_with_0_when_it_is_told_is_not_queued_again(tmp_path:
 def test_values_arrive_as_they_are(tmp_path: Path) -> None:
     node = Node(tmp_path, storage_url=URL, home=HOME)
     assert node.run("0") == 0
-    found = dict(
-        line.split("=", 1) for line in (node.noted / "environment").read_text().split("\0") if "=" in line
-    )
+    found = dict(line.split("=", 1) for line in (node.noted / "environment").read_text().split("\0") if "=" in line)
     assert (found["HPSEARCH_STORAGE_URL"], found["HPSEARCH_HOME"]) == (URL, HOME)
     assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("2", "")
     assert node.said("arguments") == ["worker --study wine --grace 55"]

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from urllib.parse import urlsplit
 
-import optuna
 import pytest
 
-from docs.rooms import ROOT
-from storage.embedded.stack import StackInfo
-from storage.urls import redact
+from tests.search.launch.site import Site
 from tests.search.launch.slurm_cluster import Cluster, missing, slurm_cluster
 
 pytestmark = [
@@ -23,7 +16,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm on this machine: {', '.join(missing())}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm with a SlurmUser of its own is started by root"),
 ]
-PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +24,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-class Site:
-    """A study's database, the settings of whoever submits, and the command line."""
-
-    def __init__(self, folder: Path, url: str, tracking_uri: str) -> None:
-        parts = urlsplit(url.replace("+psycopg2", ""))
-        passwords = folder / "pgpass"
-        passwords.write_text(f"*:*:*:{parts.username}:{parts.password}\n")
-        passwords.chmod(0o600)
-        self.url = parts._replace(netloc=f"{parts.username}@{parts.hostname}:{parts.port}").geturl()
-        assert redact(self.url) == self.url
-        self.full_url, self.folder = url, folder
-        self.environment = {
-            "HPSEARCH_STORAGE_URL": self.url, "HPSEARCH_TRACKING_URI": tracking_uri,
-            "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-
-    def __call__(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment},
-            cwd=self.folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def states(self, name: str) -> list[str]:
-        study = optuna.load_study(study_name=name, storage=self.full_url)
-        return [trial.state.name for trial in study.get_trials(deepcopy=False)]
-
-
-@pytest.fixture
-def site(tmp_path: Path, database_url: str, stack: StackInfo) -> Site:
-    return Site(tmp_path, database_url, stack.tracking_uri)
-
-
 def submit(cluster: Cluster, site: Site, name: str, trials: int, *, step: str) -> str:
-    site("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
-         "--workers", "0")  # fmt: skip
+    site.create(name, trials)
     script = site("fleet", "print", "slurm", name, "--workers", "3", "--cpus-per-worker", "1", "--memory", "1G",
                   "--time", "1:00:00", "--grace", "30")  # fmt: skip
     told = cluster.run("sbatch", "--parsable", input=script, STEP_SECONDS=step, **site.environment)

@@ -64,7 +64,13 @@ def test_an_instance_has_a_gpu_of_its_own_or_a_part_of_one(gpus: float, devices:
 def test_systemd_can_read_it(tmp_path: Path, changed: dict[str, object]) -> None:
     unit = tmp_path / "hpsearch-worker@.service"
     unit.write_text(text(engine="systemd", folder="/", **changed))
-    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", f"{tmp_path}/hpsearch-worker@3.service"]
+    command = [
+        "systemd-analyze",
+        "verify",
+        "--man=no",
+        "--recursive-errors=no",
+        f"{tmp_path}/hpsearch-worker@3.service",
+    ]
     (tmp_path / "hpsearch-worker@3.service").symlink_to(unit)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
