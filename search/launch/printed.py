@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pwd
 import re
 import shlex
 import sys
@@ -69,10 +71,8 @@ def worker_command(launch: Launch) -> list[str]:
 
 def user() -> str:
     """Return the account that systemd runs workers as: the one of this process, unless it may do everything."""
-    import getpass
-    import os
-
-    return "hpsearch" if os.geteuid() == 0 else getpass.getuser()
+    number = os.geteuid()
+    return "hpsearch" if number == 0 else pwd.getpwuid(number).pw_name
 
 
 def job_name(study: str) -> str:

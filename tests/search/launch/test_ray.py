@@ -1,4 +1,7 @@
-"""The program for Ray: it can be read, and quotes what it is given. What a real Ray makes of it is in test_ray_engine.py."""
+"""The program for Ray: it can be read, and quotes what it is given.
+
+What a real Ray makes of it is in test_ray_engine.py.
+"""
 
 from __future__ import annotations
 

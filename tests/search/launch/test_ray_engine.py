@@ -31,11 +31,21 @@ class Driver:
         program = site("fleet", "print", "ray", name, *("--workers", "2", "--cpus-per-worker", "1"),
                        *("--memory", "1G", "--grace", "30"))  # fmt: skip
         self.log = log
+        environment = {
+            **os.environ,
+            **site.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "STEP_SECONDS": "0.5",
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-"], stdin=subprocess.PIPE, stdout=log.open("wb"), stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, **site.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                 "STEP_SECONDS": "0.5", "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}, cwd=site.folder,
-        )  # fmt: skip
+            [sys.executable, "-P", "-"],
+            stdin=subprocess.PIPE,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=site.folder,
+        )
         assert self.process.stdin is not None
         self.process.stdin.write(program)
         self.process.stdin.close()
