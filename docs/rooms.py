@@ -57,6 +57,7 @@ ROOMS = (
     "search.publish",
     "search.promotion",
     "search.worker",
+    "search.launch",
     "search.fleet",
     "search.doctor",
     "search.run",

@@ -187,5 +187,5 @@ def visible_gpus() -> list[str]:
     import torch
 
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [part for part in given.split(",") if part]
+        return [part.strip() for part in given.split(",") if part.strip()]
     return [str(i) for i in range(torch.cuda.device_count())]
