@@ -6,13 +6,20 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import optuna
 import pytest
 import sqlalchemy as sa
 
+from objectives.training import Trainer
+from search.samplers.random import Random
+from search.sampling.seeds import derive_seed, make_sampler
+from tests.faults.engines.loading import Longer
 from tests.faults.harness import Arena, Worker, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 
@@ -129,17 +136,23 @@ def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, u
 
 
 @pytest.mark.soak
-def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena, undisturbed: Undisturbed) -> None:
-    """The next worker has the trial 15 s after the signal."""
-    slow, grace = {"STEP_PACE": "15"}, {"HPSEARCH_GRACE": "20"}
-    arena.create(1, [], retries=0)
-    worker = arena.start(**slow, **grace)
-    wait_for(lambda: arena.events("step"), "a step")
+def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena) -> None:
+    """The next worker has the trial 15 s after the signal, and goes on at the step."""
+    objective = Longer()
+    sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0))
+    config, seed = objective.configure(sampled.ask()), derive_seed(0, "trial", 0)
+    alone = Trainer(objective, config, epochs=EPOCHS, seed=seed, split_seed=0, device="cpu").fit()
+
+    arena.create(1, [], objective=f"{Path(__file__).with_name('loading.py')}:Longer", retries=0)
+    worker = arena.start(STEP_PACE=str(60 / 26), HPSEARCH_GRACE="10")
+    wait_for(lambda: len(arena.events("step")) >= 3, "some steps")
     worker.send(signal.SIGTERM)
     told = time.monotonic()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
-    arena.work(1)
-    (claimed,) = [event["at"] for event in arena.events("claimed") if event["pid"] == arena.workers[1].pid][:1]
+    arena.work(1, STEP_PACE="0")
     assert (worker.exit_code, failures(arena)) == (128 + 15, 0)
-    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
-    print(f"told to go, and claimed by another after {claimed - told:.1f} s")
+    claimed = [event["at"] for event in arena.events("claimed") if event["pid"] == arena.workers[-1].pid]
+    assert claimed[0] - told < 15
+    (trial,) = read_trials(arena.storage_url, arena.name)
+    assert trial.values == {record.epoch: record.metrics["val_loss"] for record in alone.history}
+    assert set(steps_of(arena).values()) == {1}
