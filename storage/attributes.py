@@ -8,6 +8,7 @@ TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"
 FOLDER = "hpsearch:folder"  # what its folders are called: studies of other databases may share the disk
 SOURCE = "hpsearch:objective_sha256"  # of the file the objective is defined in, when the study was created
+RELEASE = "hpsearch:release"  # the version of hpsearch that created it
 SMOKE = "hpsearch:smoke"  # what the smoke test came to, in a sentence
 
 # Of a study and of a trial.

@@ -85,15 +85,22 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
         assert {port["host_ip"] for port in service.get("ports", [])} <= {"127.0.0.1"}
     worker = services["worker"]
     assert worker["init"]
-    assert worker["restart"] == "on-failure:10"
+    assert worker["restart"] == "on-failure"
+    assert "--final-exit-code=0" in worker["command"], "what is final is not started again"
     assert "ports" not in worker
-    assert worker["stop_grace_period"] == "5m0s"
+    assert (worker["stop_grace_period"], worker["command"][2]) == ("1m0s", "--grace=60"), "one and the same"
     assert worker["volumes"] == services["study"]["volumes"]
     assert {name: link["condition"] for name, link in worker["depends_on"].items()} == {
-        "migrate": "service_completed_successfully",
+        "study": "service_completed_successfully",
         "mlflow": "service_healthy",
     }
-    assert "profiles" in services["study"]
+    assert "profiles" not in services["study"], "`up` makes the study"
+    assert "restart" not in services["study"]
+    for name, service in services.items():
+        there = {"search", "edge"} if "ports" in service else {"search"}
+        assert set(service["networks"]) == there, f"{name} reaches what it has no need of"
+        assert name == "postgres" or service["pids_limit"]
+    assert {services[name]["mem_limit"] for name in ("study", "worker")} == {str(8 << 30)}
     dashboard, tracking = services["dashboard"]["environment"], "HPSEARCH_TRACKING_URI"
     assert dashboard[tracking] == worker["environment"][tracking], "it notices what is promoted where workers log"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from objectives.training.exportable import example_of
 from objectives.training.loop.performance import peak_memory, plain
 from objectives.training.loop.run import Run
@@ -14,16 +16,17 @@ from objectives.training.session import Verdict
 def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     """The result of a run that has ended, with its best weights put back."""
     best, val = run.progress.best, run.splits.val
-    run.judged.load_state_dict(best["model"])
+    if best:  # none yet, where the run was left in its first epoch
+        run.judged.load_state_dict(best["model"])
     status = _status(run, verdict)
     reported = files.path is not None and status != "stopped"
     train_scores = run.judge_train() if reported else None
     model = plain(run.judged.cpu()).eval()
     return FitResult(
         status=status,
-        best_epoch=best["epoch"],
-        best_value=best["value"],
-        best_metrics=dict(best["metrics"]),
+        best_epoch=best.get("epoch", -1),
+        best_value=best.get("value", math.nan),
+        best_metrics=dict(best.get("metrics", {})),
         history=list(run.progress.history),
         model=model,
         example=example_of(val),

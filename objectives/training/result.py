@@ -38,8 +38,8 @@ class RunResult(ABC):
 
     Attributes:
         status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
-        best_epoch: 0-based, by the validation metric.
-        best_value: the objective's metric at the best epoch.
+        best_epoch: 0-based, by the validation metric; -1 of a run that was stopped in its first epoch.
+        best_value: the objective's metric at the best epoch; NaN of such a run.
         best_metrics: all numbers of the best epoch.
         history: one record an epoch, those before a resume included.
         best_path, last_path: checkpoints in the run's directory, where there are any.

@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,14 @@ class Verdict(enum.Enum):
     STOP = "stop"  # preempted or drained: the run goes on later, from its checkpoint
 
 
+class Due(enum.Enum):
+    """What is due after an optimizer step, in the midst of an epoch."""
+
+    NOTHING = "nothing"
+    SAVE = "save"
+    LEAVE = "leave"  # save, and go on later: there is no time to end the epoch
+
+
 class Session(Protocol):
     """What a run may ask of the trial that it belongs to."""
 
@@ -39,6 +48,18 @@ class Session(Protocol):
         The tensors are the run's own: write or copy them before returning. `best`: the epoch is the best so far,
         and `promotable(state)` is what a promotion needs of it.
         """
+        ...
+
+    def due(self, left: Callable[[], float]) -> Due:
+        """Asked after each optimizer step: whether the run's state is to be saved there, or the run to be left.
+
+        Args:
+            left: the seconds that the epoch will yet take, its validation and checkpoint included, by its pace so far.
+        """
+        ...
+
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Keeps the state in the midst of an epoch: as `save`, but nothing of that epoch is known yet."""
         ...
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -69,6 +90,7 @@ class LocalSession:
         interval: seconds between two of them, for epochs that are shorter than their checkpoint is worth. The last
             epoch is always kept; a run that is killed loses what came after the last checkpoint, and nothing else.
         snapshot_every: epochs between two states that stay, as `epoch-0009.pt`; none unless given.
+        save_every: seconds after which a state is kept in the midst of an epoch too; never unless given.
         synced: whether what is saved outlives a power cut, and not only the process.
     """
 
@@ -79,11 +101,14 @@ class LocalSession:
         keep: int = 2,
         interval: float = 0.0,
         snapshot_every: int | None = None,
+        save_every: float | None = None,
         synced: bool = True,
     ) -> None:
         for name, value, least in (("keep", keep, 1), ("interval", interval, 0), ("snapshot_every", snapshot_every, 1)):
             if value is not None and value < least:
                 raise ObjectiveError(f"{name} must be at least {least}, not {value}")
+        if save_every is not None and not save_every > 0:
+            raise ObjectiveError(f"save_every must be above 0 seconds, not {save_every}")
         self.run_dir = Path(run_dir)
         self.last_path = self.run_dir / "last.pt"
         self.previous_path = self.run_dir / "previous.pt"
@@ -91,6 +116,8 @@ class LocalSession:
         self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
         self._interval, self._snapshot_every, self._synced = interval, snapshot_every, synced
         self._saved_at = -math.inf
+        self._save_every = save_every
+        self._next_within = math.inf if save_every is None else time.monotonic() + save_every
 
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
@@ -119,11 +146,24 @@ class LocalSession:
         if now - self._saved_at < self._interval and done < state.get("epochs", 0):
             return
         self._saved_at = now
+        self._keep(state)
+
+    def due(self, left: Callable[[], float]) -> Due:  # noqa: ARG002 a session's
+        """Saves each `save_every` seconds."""
+        return Due.SAVE if time.monotonic() >= self._next_within else Due.NOTHING
+
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Writes `last.pt`, keeping those before."""
+        self._keep(state)
+
+    def _keep(self, state: dict[str, Any]) -> None:
         kept = [self.last_path, *self._earlier]
         for newer, older in reversed(list(pairwise(kept))):
             if newer.exists():
                 newer.replace(older)
         checkpoint.write(self.last_path, state, synced=self._synced)
+        if self._save_every is not None:
+            self._next_within = time.monotonic() + self._save_every
 
     def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 a session's
         """Lets the run go on: its numbers are in the checkpoint, and the trainer keeps them beside it."""

@@ -13,8 +13,9 @@ import torch
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
+from objectives.training.evaluation.gathered import UnkeptError
 from objectives.training.loop.build import build, oddities
-from objectives.training.loop.epoch import train_epoch
+from objectives.training.loop.epoch import EpochSums, train_epoch
 from objectives.training.loop.guards import NonFiniteError, told_apart
 from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
@@ -24,12 +25,16 @@ from objectives.training.loop.stepping import call_in
 from objectives.training.reports.report import write_report
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
+from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, restore_generators, set_seed
 from objectives.training.result import FitResult
-from objectives.training.session import LocalSession, Session, Verdict
+from objectives.training.session import Due, LocalSession, Session, Verdict
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
+
+
+class _LeftError(Exception):
+    """The epoch is left in its midst, and its state is saved."""
 
 
 class Trainer:
@@ -100,10 +105,13 @@ class Trainer:
     def _epoch(self, run: Run) -> Verdict:
         """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
         epoch, started = run.progress.next_epoch, time.perf_counter()
-        set_seed(run.seed, "epoch", epoch)
-        self._on_epoch(run, epoch)
-        with self.instruments.profiler(run, self.files.path):
-            trained = train_epoch(run, epoch)
+        sums = self._begin(run, epoch)
+        started -= sums.seconds
+        try:
+            with self.instruments.profiler(run, self.files.path):
+                trained = train_epoch(run, epoch, sums, partial(self._within, run, started))
+        except _LeftError:
+            return Verdict.STOP
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
         run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
@@ -124,8 +132,49 @@ class Trainer:
         best = run.progress.add(record, run.weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
+        run.conclusion = time.perf_counter() - started - training
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", _shown(metrics))
         return self._report(record)
+
+    def _begin(self, run: Run, epoch: int) -> EpochSums:
+        """Begin an epoch, or go on where it was left in its midst."""
+        sums, within = EpochSums(run), run.within
+        if within is None:
+            set_seed(run.seed, "epoch", epoch)
+            self._on_epoch(run, epoch)
+        else:
+            run.within = None
+            sums.load_state_dict(within["sums"])
+            restore_generators(within["generators"], run.device)
+        return sums
+
+    def _within(self, run: Run, started: float, sums: EpochSums) -> None:
+        """After a step: save, or save and leave, where that is due.
+
+        Raises:
+            _LeftError: the epoch is left.
+        """
+        if self.session is None or run.whole_epochs:
+            return
+        elapsed = time.perf_counter() - started
+        steps = run.feed.steps
+        due = self.session.due(lambda: elapsed / sums.steps * (steps - sums.steps) + run.conclusion)
+        if due is Due.NOTHING:
+            return
+        run.guard.flush()  # nothing that is not finite is kept
+        sums.seconds = elapsed
+        try:
+            state = run.state_within(sums.state_dict())
+        except UnkeptError as error:
+            if not run.whole_epochs:
+                self.files.log.warning("nothing is saved within an epoch: %s, which is no plain value", error)
+            run.whole_epochs = True
+            return
+        self.files.record_steps(run.steplog.drain())
+        self.session.save_within(state)
+        if due is Due.LEAVE:
+            self.files.log.info("left in epoch %d after %d of %d steps", run.progress.next_epoch + 1, sums.steps, steps)
+            raise _LeftError
 
     def _build(self) -> Run:
         reset_peak_memory(self.device)
@@ -146,10 +195,12 @@ class Trainer:
         """Restores the last checkpoint, if there is one, and reports its epochs again."""
         state = None if self.session is None else self.session.restore()
         if state is not None:
-            for epoch in range(len(state["history"])):
+            begun = len(state["history"]) + ("within" in state)
+            for epoch in range(begun):
                 self._on_epoch(run, epoch)
             restore(run, state)
-            self.files.log.info("resumed after epoch %d %s", run.progress.next_epoch, "; ".join(run.notes))
+            within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
+            self.files.log.info("resumed after epoch %d%s %s", run.progress.next_epoch, within, "; ".join(run.notes))
         resolved = {**run.identity, "environment": run.environment}
         self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
         for record in run.progress.history:
@@ -172,8 +223,8 @@ class Trainer:
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
         """Hands over the run's files, unless it is to go on later, and the result."""
         result = conclude(run, verdict, self.files)
-        best = f"{run.progress.key}={result.best_value:.6g}"
-        self.files.log.info("%s: best epoch %d, %s", result.status, result.best_epoch + 1, best)
+        best = f"best epoch {result.best_epoch + 1}, {run.progress.key}={result.best_value:.6g}"
+        self.files.log.info("%s: %s", result.status, best if run.progress.best else "no epoch is done")
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))
             write = partial(write_report, run=run, result=result, objective=self.objective)

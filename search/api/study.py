@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import html
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from search.study.steering import Extended
     from search.study.study import StoredStudy
     from search.study.summary import Summary
+    from search.worker.options import Working
 
 
 class Study:
@@ -116,7 +116,7 @@ class Study:
         from search.api.opening import Where
         from search.console import PlainConsole
         from search.run.search import begin_search
-        from search.worker.join import WorkerOptions
+        from search.worker.options import WorkerOptions
 
         there = Where.given(where)
         options = WorkerOptions(
@@ -169,11 +169,15 @@ class Study:
 
     # --- run ---
 
-    def run(self, workers: int = 2, *, lease: float = 60.0, system_metrics: bool = False) -> Summary:
+    def run(self, workers: int = 2, **how: Unpack[Working]) -> Summary:
         """Run the study with worker processes on this machine until its budget is spent, and show how it goes.
 
         Stopped from elsewhere it returns as well; an interrupt (Ctrl-C, a notebook's square) ends the running epochs,
         saves, and is raised as KeyboardInterrupt: call it again to go on.
+
+        Args:
+            workers: how many processes.
+            how: they run: `lease`, `grace`, `save_every`, `stall` and `system_metrics`, as the command's options.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
@@ -182,13 +186,11 @@ class Study:
             summary = study.run(workers=1)
             assert summary.finished == 2
         """
-        ran = self.run_fleet(workers, lease=lease, system_metrics=system_metrics)
+        ran = self.run_fleet(workers, **how)
         _tell_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
         return ran.summary
 
-    def run_fleet(
-        self, workers: int, *, lease: float = 60.0, system_metrics: bool = False, tracking_required: bool = False
-    ) -> Ran:
+    def run_fleet(self, workers: int, *, tracking_required: bool = False, **how: Unpack[Working]) -> Ran:
         """Do as `run` does, and return how it ended rather than raise it; without workers only make all ready.
 
         Example:
@@ -199,22 +201,21 @@ class Study:
         load_ahead(workers)  # while this process loads what it needs itself
         from search.console import PlainConsole
         from search.run.search import run_search
-        from search.worker.join import WorkerOptions
+        from search.worker.options import WorkerOptions
 
-        options = WorkerOptions(
-            checkpoint_url=self._checkpoint_url,
-            lease=lease,
-            tracking_required=tracking_required,
-            system_metrics=system_metrics,
-        )
+        options = WorkerOptions(checkpoint_url=self._checkpoint_url, tracking_required=tracking_required, **how)
         created, self._created = self._created, False
         return run_search(self.services, self.stored, options, workers=workers, created=created, console=PlainConsole())
 
-    def work(self, *, device: str | None = None, lease: float = 60.0, system_metrics: bool = False) -> Summary:
+    def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
 
         What it does is logged at level INFO. An interrupt ends the epoch, saves, gives the trial back, and is raised;
         in another thread than the main one there is none, and `stop` ends it.
+
+        Args:
+            device: to train on; a GPU where there is one, unless given.
+            how: it runs: see `run`.
 
         Raises:
             SearchError: the objective fails every trial, or the database does not answer.
@@ -225,22 +226,21 @@ class Study:
         """
         from search.entry import EXIT_DRAINED, handling
         from search.worker.children import shield_children
-        from search.worker.join import WorkerOptions, work_on
+        from search.worker.join import work_on
+        from search.worker.leaving import Stop
+        from search.worker.options import WorkerOptions
 
-        stop = threading.Event()
-
-        told: list[int] = []
+        stop, told = Stop(), []
 
         def on_signal(number: int, _frame: object) -> None:
+            stop.set()
             told.append(number)
             if told.count(signal.SIGINT) > 1:  # a person's second one waits for no epoch
                 raise KeyboardInterrupt
-            if len(told) == 1:
-                stop.set()
 
         options = WorkerOptions(
             self.services.storage_url, self.services.tracking_uri, self._checkpoint_url, str(self.services.home),
-            device=device, lease=lease, system_metrics=system_metrics,
+            device=device, **how,
         )  # fmt: skip
         with handling((signal.SIGINT, signal.SIGTERM), on_signal):
             shield_children()
@@ -447,7 +447,7 @@ class Study:
         *,
         workers: int = 2,
         new_set: bool = False,
-        lease: float = 60.0,
+        **how: Unpack[Working],
     ) -> Finalists:
         """Train the best configurations of a finished search again on fresh seeds, the same for all; one of them wins.
 
@@ -458,19 +458,19 @@ class Study:
             seeds: how many seeds; 2, or as the set has it.
             workers: processes on this machine; none only chooses.
             new_set: choose anew, on other seeds; an earlier winner stands until these have one.
-            lease: seconds without a sign of life after which others take a worker's trial over.
+            how: the workers run: see `run`.
 
         Example:
             study.run(workers=1)
             table = study.finalists(top=1, seeds=1, workers=1)
             assert table.winner == study.best.number
         """
-        ran = self.train_finalists(top, seeds, workers=workers, new_set=new_set, lease=lease)
+        ran = self.train_finalists(top, seeds, workers=workers, new_set=new_set, **how)
         _tell_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return ran.table
 
     def train_finalists(
-        self, top: int | None, seeds: int | None, *, workers: int, new_set: bool = False, lease: float = 60.0
+        self, top: int | None, seeds: int | None, *, workers: int, new_set: bool = False, **how: Unpack[Working]
     ) -> FinalistsRan:
         """Do as `finalists` does, and return how it ended rather than raise it.
 
@@ -482,9 +482,9 @@ class Study:
         load_ahead(workers)
         from search.console import PlainConsole
         from search.run.finalists import run_finalists
-        from search.worker.join import WorkerOptions
+        from search.worker.options import WorkerOptions
 
-        options = WorkerOptions(checkpoint_url=self._checkpoint_url, lease=lease)
+        options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
         return run_finalists(
             self.services, self.stored, options,
             top=top, seeds=seeds, new_set=new_set, workers=workers, console=PlainConsole(),

@@ -23,12 +23,12 @@ app = typer.Typer(
 )
 # The order of --help; a verb that is not here comes after these.
 ORDER = (
-    *("run", "worker", "studies", "show", "report", "delete", "init"),
+    *("run", "worker", "fleet", "studies", "show", "report", "delete", "init"),
     *("stop", "start", "extend", "retry", "sync"),
     *("finalists", "open_test"),
     *("promote", "serve_check", "gc"),
     *("train", "smoke", "lr_range", "objective"),
-    *("stack", "migrate", "serve", "secrets"),
+    *("stack", "doctor", "migrate", "serve", "secrets"),
 )
 
 

@@ -70,3 +70,31 @@ Lease = Annotated[
         help="Seconds without a sign of life after which others take a worker's trial over.",
     ),
 ]
+Grace = Annotated[
+    float,
+    typer.Option(
+        "--grace",
+        min=0.0,
+        envvar="HPSEARCH_GRACE",
+        show_envvar=True,
+        help="Seconds from SIGTERM to the kill: an epoch that does not end in time is saved in its midst.",
+    ),
+]
+SaveEvery = Annotated[
+    float | None,
+    typer.Option(
+        "--save-every",
+        envvar="HPSEARCH_SAVE_EVERY",
+        show_envvar=True,
+        help="Minutes after which an epoch that takes longer is saved in its midst  [default: at its end alone]",
+    ),
+]
+Stall = Annotated[
+    float | None,
+    typer.Option(
+        "--stall",
+        envvar="HPSEARCH_STALL",
+        show_envvar=True,
+        help="Restart a worker, and give its trial back, when it takes no step for so many times its longest pause.",
+    ),
+]

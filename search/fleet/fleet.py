@@ -17,7 +17,8 @@ from pathlib import Path
 from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from search.fleet.cores import thread_settings
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.worker.join import WorkerOptions, join_study
+from search.worker.join import join_study
+from search.worker.options import WorkerOptions
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
@@ -186,5 +187,5 @@ def visible_gpus() -> list[str]:
     import torch
 
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [part for part in given.split(",") if part]
+        return [part.strip() for part in given.split(",") if part.strip()]
     return [str(i) for i in range(torch.cuda.device_count())]

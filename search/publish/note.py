@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import optuna
 
+from search.console import command
 from search.finalists.text import confirmation_lines
 from search.report.promotions import promotion_lines
 from search.study.study import StoredStudy
@@ -26,7 +27,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
         f"{summary.finished} of {study.budget} trials.",
         "",
-        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')})",
+        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{command('top', spec.name)}`",
     ]
     if (best := summary.best) is not None:
         url = best.user_attrs.get(RUN_URL)

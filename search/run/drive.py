@@ -26,7 +26,7 @@ from search.study.summary import summarise
 from search.tracking.rebuild import resend
 from search.tracking.study_run import open_parent_run
 from search.tracking.tracker import Tracker
-from search.worker.join import WorkerOptions
+from search.worker.options import WorkerOptions
 from storage.database.locks import LockHeldError, LockLostError
 from storage.mlflow.client import RunDeletedError
 from storage.mlflow.health import TrackingAwayError, one_line

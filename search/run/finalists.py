@@ -20,7 +20,7 @@ from search.study.checkpoints import note_checkpoints
 from search.study.study import StoredStudy
 from search.study.summary import summarise
 from search.study.tracking import with_tracking
-from search.worker.join import WorkerOptions
+from search.worker.options import WorkerOptions
 from storage.attributes import RUN_URL, STOPPED, TRACKING_URI
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from search.fleet.fleet import Fleet
 from search.spec.spec import StudySpec
-from search.worker.loop import worker_name
+from search.worker.identity import worker_name
 from storage.trials.progress import Progress, Running
 
 _WINDOW = 20.0  # seconds over which the epoch rate is taken

@@ -28,7 +28,7 @@ from search.study.smoke import smoke_test
 from search.study.study import StoredStudy
 from search.study.summary import Summary, summarise
 from search.study.tracking import with_tracking
-from search.worker.join import WorkerOptions
+from search.worker.options import WorkerOptions
 from storage.attributes import RUN_ID, STOPPED
 from storage.checkpoints.store import Checkpoints
 from storage.mlflow.health import one_line

@@ -15,6 +15,7 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
 from search.spec.spec import StudySpec, differences, parse_spec, searched_by
+from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
 from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import LockLostError, name_lock, still_held
@@ -113,7 +114,8 @@ def _create_or_join(
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         name_metric(storage, wanted)
-        return StoredStudy(wanted, storage, study_id), True
+        note_release(made_now := StoredStudy(wanted, storage, study_id))
+        return made_now, True
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Mapping
+from functools import partial
 
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
@@ -59,10 +60,13 @@ class Attempt:
         context = self._context
         try:
             with context.lease.renewing(self._claim), context.storage.owned(self._claim.trial_id, self._claim.attempt):
+                context.pulse.attempt(partial(context.claims.expire, self._claim))
                 return self._run()
         except ClaimLostError as lost:
             self._abandon(lost)
             return None
+        finally:
+            context.pulse.rest()
 
     def _run(self) -> Ended | None:
         try:
@@ -82,7 +86,8 @@ class Attempt:
             return self._fail(error)
         if result.status == "stopped":
             self._give_back(Outcome.RELEASED)
-            log.info("trial %d: given back after epoch %d", self._claim.number, len(result.history))
+            assert self._session is not None
+            log.info("trial %d: given back %s", self._claim.number, self._session.saved)
             return None
         return self._settle(result)
 

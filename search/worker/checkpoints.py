@@ -60,8 +60,7 @@ class TrialCheckpoints:
     def saving(self, state: dict[str, Any], *, best: bool) -> Iterator[None]:
         """Save the state inside; then it is kept. A full disk is logged and costs nothing but the checkpoint."""
         epoch = len(state["history"]) - 1
-        self.pending = None
-        try:
+        with self._kept(epoch, f"{epoch:04d}"):
             try:
                 yield
             except OSError:
@@ -70,19 +69,30 @@ class TrialCheckpoints:
                 raise
             if not self._local.best_path.exists():
                 checkpoint.write(self._local.best_path, promotable(state))
-            self._keep_elsewhere(epoch)
+
+    @contextlib.contextmanager
+    def saving_within(self, state: dict[str, Any]) -> Iterator[None]:
+        """The same in the midst of an epoch: it takes the place of the state after the epoch before."""
+        epoch = len(state["history"]) - 1
+        with self._kept(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}"):
+            yield
+
+    @contextlib.contextmanager
+    def _kept(self, epoch: int, name: str) -> Iterator[None]:
+        self.pending = None
+        try:
+            yield
+            self._keep_elsewhere(epoch, name)
         except (OSError, CheckpointStoreError) as error:
             self._warn(epoch, error)
         else:
             self._failing = False
 
-    def _keep_elsewhere(self, epoch: int) -> None:
+    def _keep_elsewhere(self, epoch: int, name: str) -> None:
         file = self._local.last_path.stat()
         if self._put == (file.st_ino, file.st_mtime_ns):
             return  # a session may save less often than each epoch
-        stored = self._study.files.put(
-            self._local.last_path, name=f"{self._folder}/{epoch:04d}-{self._claim.attempt}.pt"
-        )
+        stored = self._study.files.put(self._local.last_path, name=f"{self._folder}/{name}-{self._claim.attempt}.pt")
         self._put = (file.st_ino, file.st_mtime_ns)
         self.pending = Pointer(epoch, self._claim.attempt, stored)
 
@@ -91,7 +101,7 @@ class TrialCheckpoints:
             return
         self._failing = True
         known = max((pointer.epoch for pointer in self._known), default=None)
-        where = "from its beginning" if known is None else f"after epoch {known + 1}"
+        where = "from its beginning" if known is None or known < 0 else f"after epoch {known + 1}"
         log.warning(
             "trial %d: no checkpoint of epoch %d: %s; the trial goes on, and would be resumed %s",
             *(self._claim.number, epoch + 1, error, where),
@@ -148,10 +158,12 @@ class TrialCheckpoints:
         """Make the directory what it was after the state's epoch; metrics are reported again from the state."""
         for path in (self._local.previous_path, self._local.run_dir / "metrics.jsonl"):
             path.unlink(missing_ok=True)
+        self._local.best_path.unlink(missing_ok=True)
+        if not state["best"]:  # it was left in its first epoch
+            return
         try:
             checkpoint.write(self._local.best_path, promotable(state))
         except OSError as error:
-            self._local.best_path.unlink(missing_ok=True)
             self._warn(len(state["history"]) - 1, error)
 
     def _remove_local(self, *, best: bool = True) -> None:
@@ -192,6 +204,6 @@ class TrialCheckpoints:
 
 
 def _attempt(path: str) -> int:
-    """The attempt's number in ``STUDY/0007/0004-1.pt``, or in a copy of that name that was never finished."""
-    match = re.match(r"\d+-(\d+)\.pt", PurePosixPath(path).name)
+    """The attempt's number in ``STUDY/0007/0004-1.pt``, in ``0004.120-1.pt``, or in a copy that was never finished."""
+    match = re.match(r"[\d.]+-(\d+)\.pt", PurePosixPath(path).name)
     return int(match[1]) if match else sys.maxsize

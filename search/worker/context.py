@@ -14,6 +14,8 @@ from search.spec.spec import StudySpec
 from search.study.checkpoints import StudyCheckpoints
 from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
+from search.worker.leaving import Leaving
+from search.worker.pulse import Pulse
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claims
 from storage.trials.lease import LeaseKeeper
@@ -34,6 +36,9 @@ class WorkerContext:
         checkpoints: of the study.
         runs_dir: folder of the study's run directories on this machine.
         stopping: whether the worker was told to stop.
+        leaving: until when it may stay then.
+        pulse: beats while the worker gets on.
+        save_every: seconds after which an epoch is saved in its midst; None for never.
         device: to train on; a GPU where there is one, unless given.
     """
 
@@ -47,6 +52,9 @@ class WorkerContext:
     checkpoints: StudyCheckpoints
     runs_dir: Path
     stopping: Callable[[], bool]
+    leaving: Leaving
+    pulse: Pulse
+    save_every: float | None
     device: str | None
 
     @property

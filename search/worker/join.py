@@ -5,76 +5,54 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import optuna
 
-from objectives import load_objective
+from objectives import BaseObjective, load_objective
 from search.early import leave_when_told
-from search.entry import EXIT_AWAY, EXIT_DONE
+from search.entry import EXIT_AWAY, EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from search.publish.study import close_if_spent
 from search.services import find_services
-from search.study.checkpoints import open_checkpoints
+from search.study.checkpoints import StudyCheckpoints, open_checkpoints
 from search.study.folders import runs_folder
-from search.study.study import load_study
+from search.study.release import check_release
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from search.study.tracking import with_tracking
 from search.tracking.provenance import run_tags
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
-from search.worker.loop import Worker, worker_name
+from search.worker.identity import worker_identity, worker_name
+from search.worker.leaving import Leaving, Told
+from search.worker.loop import Worker
+from search.worker.options import WorkerOptions
 from search.worker.orphan import watch_fleet
+from search.worker.pulse import Pulse
 from search.worker.signals import stop_on_signals
 from storage.attributes import STOPPED
 from storage.errors import CheckpointStoreError
+from storage.mlflow.client import Tracking
 from storage.study_storage.opening import open_storage
-from storage.trials.claims import LEASE
+from storage.trials.register import Register
 
 log = logging.getLogger(__name__)
 
 # Seconds that a worker stays for MLflow when there is nothing left to train, and when it was told to go.
 _PATIENCE, _GRACE = 60.0, 10.0
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker is told beside the study's name: where things are, and how it runs on its machine.
-
-    Attributes:
-        storage_url, tracking_uri, checkpoint_url: where studies, runs and checkpoints are kept; without a tracking
-            URI or a checkpoint URL the study's own, without any the embedded stack's.
-        home: folder of the embedded stack, run directories and logs; by default the user's.
-        device: "cpu", "cuda" or "cuda:N"; by default a GPU where there is one.
-        lease: seconds without a sign of life after which others take its trial over.
-        tracking_required: whether MLflow has to answer at the start.
-        system_metrics: whether the machine's load is logged to each trial's run.
-    """
-
-    storage_url: str | None = None
-    tracking_uri: str | None = None
-    checkpoint_url: str | None = None
-    home: str | None = None
-    device: str | None = None
-    lease: float = LEASE
-    tracking_required: bool = False
-    system_metrics: bool = False
-
-    def environment(self) -> dict[str, str]:
-        """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
-        named = {
-            "HPSEARCH_STORAGE_URL": self.storage_url,
-            "HPSEARCH_TRACKING_URI": self.tracking_uri,
-            "HPSEARCH_CHECKPOINT_URL": self.checkpoint_url,
-            "HPSEARCH_HOME": self.home,
-            "HPSEARCH_LEASE": str(self.lease),
-            "HPSEARCH_SYSTEM_METRICS": "1" if self.system_metrics else None,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+# Exit codes, for a person.
+_HOW = {
+    EXIT_DONE: "nothing was left",
+    EXIT_DRAINED: "told to go",
+    EXIT_GAVE_UP: "the objective failed every trial",
+    EXIT_AWAY: "a service was away",
+}
 
 
-def join_study(name: str, options: WorkerOptions, stop: threading.Event | None = None) -> int:
+def join_study(name: str, options: WorkerOptions, stop: Told | None = None) -> int:
     """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`.
 
     Args:
@@ -88,7 +66,7 @@ def join_study(name: str, options: WorkerOptions, stop: threading.Event | None =
     return work_on(name, options, stop)
 
 
-def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> int:
+def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
 
     Args:
@@ -101,10 +79,66 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> 
         ObjectiveError: the study's objective cannot be loaded here.
         StorageError: a service cannot be used.
     """
+    joined = _join(name, options)
+    study, tracker = joined.study, joined.tracker
+    fleet = os.environ.get("HPSEARCH_FLEET_PID")
+    fleet_gone = watch_fleet(int(fleet)) if fleet else None
+    register = Register(study.engine, study.study_id, worker_identity(options.device))
+    code = EXIT_AWAY
+    try:
+        tracker.sender.start()
+        leaving = Leaving(stop or stop_on_signals(), grace=options.grace, max_time=options.max_time)
+        worker = Worker(
+            study,
+            joined.objective,
+            tracker=tracker,
+            runs_dir=joined.runs,
+            checkpoints=joined.checkpoints,
+            leaving=leaving,
+            pulse=Pulse(Path(options.heartbeat) if options.heartbeat else None, stall=options.stall),
+            register=register,
+            save_every=None if options.save_every is None else 60 * options.save_every,
+            leave_when_idle=options.leave_when_idle,
+            max_trials=options.max_trials,
+            fleet_gone=fleet_gone or (lambda: False),
+            device=options.device,
+            lease=options.lease,
+        )
+        log.info("worker %s joins study %s", worker_name(), name)
+        register.enter()
+        code = worker.work()
+        _send_rest(joined, leaving, over=code == EXIT_DONE, alone=fleet_gone is None or fleet_gone())
+    except SERVICE_ERRORS as error:
+        # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
+        log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
+        code = EXIT_AWAY
+    except CheckpointStoreError as error:
+        log.error("the trial is given back: %s", error)
+        code = EXIT_AWAY
+    finally:
+        register.leave(_HOW.get(code, f"exit code {code}"))
+        tracker.sender.close()
+    log.info("worker %s leaves with exit code %d", worker_name(), code)
+    return code
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What a worker has of its study."""
+
+    study: StoredStudy
+    objective: BaseObjective
+    tracking: Tracking
+    tracker: Tracker
+    checkpoints: StudyCheckpoints
+    runs: Path
+
+
+def _join(name: str, options: WorkerOptions) -> _Joined:
     services = find_services(options.storage_url, options.tracking_uri, home=options.home)
-    application = f"hpsearch {worker_name()}"
-    storage = open_storage(services.storage_url, application_name=application)
+    storage = open_storage(services.storage_url, application_name=f"hpsearch {worker_name()}")
     study = load_study(storage, name)
+    check_release(study)
     services = with_tracking(services, study, required=options.tracking_required)
     if away := services.tracking_away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
@@ -114,52 +148,28 @@ def work_on(name: str, options: WorkerOptions, stop: threading.Event | None) -> 
         log.warning(warning)
     tracking = services.open_tracking()
     checkpoints = open_checkpoints(study, services.home, options.checkpoint_url)
-    runs = services.home / "runs"
     tags = run_tags(objective, options.device)
     tracker = Tracker(study, tracking, checkpoints, services.home, tags=tags, system_metrics=options.system_metrics)
-    fleet = os.environ.get("HPSEARCH_FLEET_PID")
-    fleet_gone = watch_fleet(int(fleet)) if fleet else None
-    code = EXIT_AWAY
-    try:
-        tracker.sender.start()
-        stop = stop or stop_on_signals()
-        worker = Worker(
-            study,
-            objective,
-            tracker=tracker,
-            runs_dir=runs,
-            checkpoints=checkpoints,
-            stop=stop,
-            fleet_gone=fleet_gone or (lambda: False),
-            device=options.device,
-            lease=options.lease,
-        )
-        log.info("worker %s joins study %s", worker_name(), name)
-        code = worker.work()
-        over = code == EXIT_DONE and STOPPED not in study.attrs
-        # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-        patience = _PATIENCE if over and not stop.is_set() else _GRACE
-        left = tracker.sender.flush(patience)
-        if left:
-            log.warning("MLflow has not been told all of %d trials: send the rest with: hpsearch sync %s", left, name)
-        checkpoints.tidy(runs_folder(runs, study))
-        # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
-        if over and (fleet_gone is None or fleet_gone() or study.spec.finalists_of is not None):
-            best = summarise(study).best
-            resend(study, tracker, checkpoints, only=[] if best is None else [best.number], objective=objective)
-            tracker.sender.flush(patience)
-            close_if_spent(study, tracking)
-    except SERVICE_ERRORS as error:
-        # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
-        log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
-        code = EXIT_AWAY
-    except CheckpointStoreError as error:
-        log.error("the trial is given back: %s", error)
-        code = EXIT_AWAY
-    finally:
-        tracker.sender.close()
-    log.info("worker %s leaves with exit code %d", worker_name(), code)
-    return code
+    return _Joined(study, objective, tracking, tracker, checkpoints, services.home / "runs")
+
+
+def _send_rest(joined: _Joined, leaving: Leaving, *, over: bool, alone: bool) -> None:
+    """Send what MLflow was not told yet, and close the study where this worker was its last."""
+    study, tracker, checkpoints = joined.study, joined.tracker, joined.checkpoints
+    over = over and STOPPED not in study.attrs
+    # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
+    patience = _PATIENCE if over and not leaving.begun else min(_GRACE, max(leaving.left(), 1.0))
+    if left := tracker.sender.flush(patience):
+        rest = f"hpsearch sync {study.spec.name}"
+        log.warning("MLflow has not been told all of %d trials: send the rest with: %s", left, rest)
+    checkpoints.tidy(runs_folder(joined.runs, study))
+    # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
+    if over and (alone or study.spec.finalists_of is not None):
+        best = summarise(study).best
+        only = [] if best is None else [best.number]
+        resend(study, tracker, checkpoints, only=only, objective=joined.objective)
+        tracker.sender.flush(patience)
+        close_if_spent(study, joined.tracking)
 
 
 def _log_to_stderr() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import socket
-import threading
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,25 +19,18 @@ from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS, Attempt
 from search.worker.context import WorkerContext
+from search.worker.identity import worker_name
+from search.worker.leaving import Leaving
+from search.worker.pulse import Pulse
 from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
-from storage.trials.process_identity import process_name
+from storage.trials.register import Register
 
 log = logging.getLogger(__name__)
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
 FAILURES_IN_A_ROW = 3
-
-
-def worker_name(pid: int | None = None) -> str:
-    """Return ``host:pid-mark``, by default of this process.
-
-    The mark tells apart what containers call alike: it is of the machine's boot, the container and the process's start.
-    """
-    pid = pid or os.getpid()
-    mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
-    return f"{socket.gethostname()}:{pid}-{mark}"
 
 
 class Worker:
@@ -54,7 +44,12 @@ class Worker:
         tracker: Tracker,
         runs_dir: Path,
         checkpoints: StudyCheckpoints,
-        stop: threading.Event,
+        leaving: Leaving,
+        pulse: Pulse,
+        register: Register,
+        save_every: float | None = None,
+        leave_when_idle: float | None = None,
+        max_trials: int | None = None,
         fleet_gone: Callable[[], bool] = lambda: False,
         device: str | None = None,
         lease: float = LEASE,
@@ -71,11 +66,17 @@ class Worker:
             checkpoints=checkpoints,
             runs_dir=runs_folder(runs_dir, study),
             stopping=self._stopping,
+            leaving=leaving,
+            pulse=pulse,
+            save_every=save_every,
             device=device,
         )
-        self._stop = stop
+        self._leaving, self._pulse, self._register = leaving, pulse, register
         self._fleet_gone = fleet_gone
+        self._leave_when_idle = leave_when_idle
+        self._left = max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
+        self._idle_since = math.inf
         self._failures: list[str] = []  # reasons of trials that failed, in a row
 
     def work(self) -> int:
@@ -85,21 +86,26 @@ class Worker:
             The process's exit code: ``EXIT_DONE``, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
         """
         with self._context.lease:
-            while not self._stopping():
+            while not self._stopping() and self._left != 0:
+                self._pulse.beat()
+                self._register.seen()
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
                     case Stopped(why):
                         log.info("the study was stopped: %s", why)
                         return EXIT_DONE
                     case Nothing(running=0):
                         return EXIT_DONE
-                    case Nothing():
+                    case Nothing(running=running):
+                        if self._idle_too_long(running):
+                            return EXIT_DONE
                         self._wait()
                         continue
                     case Lost() as lost:
                         self._count(self._lost(lost))
                     case Claim() as claim:
-                        self._idle = 0
+                        self._idle, self._idle_since = 0, math.inf
                         self._count(Attempt(self._context, claim).run())
+                        self._left = None if self._left is None else self._left - 1
                 if self._hopeless():
                     return EXIT_GAVE_UP
         return EXIT_DRAINED if self._any_left() else EXIT_DONE
@@ -133,16 +139,23 @@ class Worker:
         finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
         return any(t.state in finished for t in self._context.study.trials())
 
+    def _idle_too_long(self, running: int) -> bool:
+        self._idle_since = min(self._idle_since, time.monotonic())
+        idle = time.monotonic() - self._idle_since
+        if self._leave_when_idle is None or idle < self._leave_when_idle:
+            return False
+        log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)
+        return True
+
     def _wait(self) -> None:
         """Wait a moment while others run trials: when one of them dies, its trial is there to take."""
         until = time.monotonic() + min(0.5 * 1.5**self._idle, 5.0)
-        # Not by `stop.wait`, which has a lock that a signal's handler would wait for, for ever, in its middle.
-        while not self._stop.is_set() and time.monotonic() < until:
-            time.sleep(0.1)
+        while not self._leaving.begun and time.monotonic() < until:
+            time.sleep(0.1)  # asked again, rather than woken: a signal's handler may take no lock
         self._idle += 1
 
     def _stopping(self) -> bool:
-        if not self._stop.is_set() and self._fleet_gone():
+        if not self._leaving.begun and self._fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
-            self._stop.set()
-        return self._stop.is_set()
+            self._leaving.begin()
+        return self._leaving.begun

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,25 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from objectives.training import EpochRecord, LocalSession, Verdict
+from objectives.training.session import Due
 from search.pruning import Decision
 from search.worker.checkpoints import TrialCheckpoints
 from search.worker.context import WorkerContext
 from storage.files import sync_folder
 from storage.trials.claims import Claim
 
+log = logging.getLogger(__name__)
+
 Metrics = dict[str, float]
+
+_ASKED = 0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
+_MARGIN = 2.0  # seconds that are kept free before a kill
+
+
+def where(state: dict[str, Any]) -> str:
+    """Return after which epoch, and step of the next, a state is."""
+    within = state.get("within")
+    return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
 
 
 class TrialSession(LocalSession):
@@ -26,23 +40,57 @@ class TrialSession(LocalSession):
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
     ) -> None:
-        super().__init__(run_dir, synced=False)  # the store syncs what it takes, and from there it is resumed
+        # The store syncs what it takes, and from there it is resumed.
+        super().__init__(run_dir, save_every=context.save_every, synced=False)
         self._context = context
         self._claim = claim
         self._log_epoch = log_epoch
         self.kept = TrialCheckpoints(context.checkpoints, self, claim)
         self.decision: Decision | None = None  # the last one
+        self.saved = ""  # after which epoch or step
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
+        self._ask_at = 0.0
+        self._saving = 0.0  # seconds that the last epoch's took
         self._values = dict(context.storage.get_trial(claim.trial_id).intermediate_values)
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
-        return self.kept.restore()
+        state = self.kept.restore()
+        if state is not None:
+            log.info("trial %d: goes on %s", self._claim.number, where(state))
+        return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        began = time.monotonic()
         with self.kept.saving(state, best=best):
             super().save(state, best=best)
+        self.saved = where(state)
+        self._saving = time.monotonic() - began
+
+    def due(self, left: Callable[[], float]) -> Due:
+        """Leave the epoch where it would not end before the worker is killed; else save as often as was asked for."""
+        now = time.monotonic()
+        if now < self._ask_at:
+            return Due.NOTHING
+        self._ask_at = now + _ASKED
+        self._context.pulse.beat()
+        if self._context.stopping() and left() + 2 * self._saving + _MARGIN > self._context.leaving.left():
+            return Due.LEAVE
+        return super().due(left)
+
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Save, and let the state count: the trial goes on from there, on any machine.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's.
+        """
+        with self.kept.saving_within(state):
+            super().save_within(state)
+        self.saved = where(state)
+        if (pending := self.kept.pending) is not None:
+            self._context.claims.keep(self._claim, pending.epoch, pending.stored)
+            self.kept.committed()
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
@@ -52,6 +100,7 @@ class TrialSession(LocalSession):
         """
         # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
         stopped = self._report(record.epoch, record.metrics[f"val_{self._context.spec.metric}"])
+        self._context.pulse.beat()
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = stopped or self._context.stopping()

@@ -10,15 +10,16 @@ from types import FrameType
 
 from search.entry import EXIT_INTERRUPTED
 from search.worker.children import shield_children
+from search.worker.leaving import Stop
 
 
-def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; in a thread beside a program's main one nothing does.
+def stop_on_signals() -> Stop:
+    """Return what SIGTERM and SIGINT set; in a thread beside a program's main one nothing does.
 
     SIGTERM may come again: engines signal every process of a job, and scripts pass it on besides. A second SIGINT is a
     person's, and ends the process at once.
     """
-    stop, own = threading.Event(), os.getpid()
+    stop, own = Stop(), os.getpid()
     if threading.current_thread() is not threading.main_thread():
         return stop
     told: list[int] = []
@@ -35,7 +36,7 @@ def stop_on_signals() -> threading.Event:
         stop.set()
         # Not by the log: what it writes may be interrupted by this very signal.
         with contextlib.suppress(OSError):
-            os.write(2, f"{signal.Signals(number).name}: ending the epoch, then going\n".encode())
+            os.write(2, f"{signal.Signals(number).name}: ending the epoch, or saving within it, then going\n".encode())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

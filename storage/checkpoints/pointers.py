@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pointer:
-    """A checkpoint of a trial: the state after `epoch` (0-based), written by `attempt`."""
+    """A checkpoint of a trial, written by `attempt`: the state after `epoch` (0-based), or in the midst of the next.
+
+    In the midst of the first epoch `epoch` is -1.
+    """
 
     epoch: int
     attempt: int

@@ -143,7 +143,8 @@ def _check_once(url: str, setting: str) -> None:
         connection.close()
 
 
-def _check_tables(cursor: Any, user: str, head: str) -> None:
+def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
+    """Return for each table that a worker uses its name, whether it is missing, and the rights that this user lacks."""
     cursor.execute(
         """
         SELECT name, to_regclass(quote_ident(name)) IS NULL,
@@ -154,7 +155,27 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
         """,
         ([*OPTUNA_TABLES, *OUR_TABLES],),
     )
-    rows = cursor.fetchall()
+    return [tuple(row) for row in cursor.fetchall()]
+
+
+def schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
+    """Return whose tables they are, the revision that they have, and the one that this release needs."""
+    found: list[tuple[str, str | None, str]] = []
+    for table, owner, needed in (
+        ("alembic_version", "Optuna", OPTUNA_REVISION),
+        (VERSION_TABLE, "hpsearch", REVISION),
+    ):
+        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
+        revision = None
+        if cursor.fetchone()[0]:
+            cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+            revision = (cursor.fetchone() or (None,))[0]
+        found.append((owner, revision, needed))
+    return found
+
+
+def _check_tables(cursor: Any, user: str, head: str) -> None:
+    rows = table_rights(cursor)
     if all(is_missing for _, is_missing, _ in rows):
         raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
     if some := [name for name, is_missing, _ in rows if is_missing]:
@@ -169,15 +190,7 @@ def _check_tables(cursor: Any, user: str, head: str) -> None:
 
 
 def _check_revision(cursor: Any, head: str) -> None:
-    for table, owner, needed in (
-        ("alembic_version", "Optuna", OPTUNA_REVISION),
-        (VERSION_TABLE, "hpsearch", REVISION),
-    ):
-        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
-        found = None
-        if cursor.fetchone()[0]:
-            cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
-            found = (cursor.fetchone() or (None,))[0]
+    for owner, found, needed in schema_revisions(cursor):
         if found != needed:
             raise StorageError(
                 f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "

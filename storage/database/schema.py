@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTUNA_REVISION = "v3.2.0.a"
 
 # The head of our own migrations (storage/migrations), and the table that holds it.
-REVISION = "0003"
+REVISION = "0004"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
@@ -30,4 +30,10 @@ OPTUNA_TABLES = (
     "version_info",
 )
 
-OUR_TABLES = ("hpsearch_attempts", "hpsearch_checkpoints", "hpsearch_test_openings", "hpsearch_promotions")
+OUR_TABLES = (
+    "hpsearch_attempts",
+    "hpsearch_checkpoints",
+    "hpsearch_test_openings",
+    "hpsearch_promotions",
+    "hpsearch_workers",
+)

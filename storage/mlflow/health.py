@@ -45,6 +45,20 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         raise TrackingAwayError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
 
 
+def server_version(uri: str) -> str | None:
+    """Return the version that the tracking server says it has; None where it does not tell.
+
+    Args:
+        uri: of a server that answers, see `check_server`.
+    """
+    try:
+        with urllib.request.urlopen(uri.rstrip("/") + "/version", timeout=5) as reply:  # noqa: S310 scheme was checked
+            said: str = reply.read(40).decode(errors="replace").strip()
+    except (OSError, ValueError):
+        return None
+    return said if said[:1].isdigit() else None
+
+
 # The server understands the request and will never take it, however often it is repeated.
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST"}
 _REFUSALS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"}

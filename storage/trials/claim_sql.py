@@ -98,29 +98,47 @@ CREATE = sa.text(f"""
     SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
 
-REPORT = sa.text(f"""
-    WITH mine AS (
+_MINE = f"""
+    mine AS (
         UPDATE hpsearch_attempts a SET expires_at = clock_timestamp() + :lease * interval '1 second'
           FROM trials t WHERE {MAY_WRITE}
         RETURNING a.trial_id, a.attempt
-    ), valued AS (
-        INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
-        SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
-        ON CONFLICT (trial_id, step) DO NOTHING
-        RETURNING trial_id
-    ), got_on AS (
-        INSERT INTO trial_user_attributes (trial_id, key, value_json)
-        SELECT trial_id, '{GOT_ON}', attempt::text FROM mine JOIN valued USING (trial_id)
-         WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
-        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-         WHERE trial_user_attributes.value_json <> excluded.value_json
-    ), kept AS (
+    )
+"""  # noqa: S608 the part is a constant
+
+# The attempt after which failures count from the beginning.
+_GOT_ON = f"""
+    INSERT INTO trial_user_attributes (trial_id, key, value_json)
+    SELECT trial_id, '{GOT_ON}', attempt::text FROM mine WHERE attempt > 1 AND CAST(:path AS text) IS NOT NULL
+"""  # noqa: S608 the part is a constant
+_GOT_ON_AGAIN = """
+    ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+     WHERE trial_user_attributes.value_json <> excluded.value_json
+"""
+
+_KEPT = """
+    kept AS (
         INSERT INTO hpsearch_checkpoints (trial_id, epoch, attempt, path, sha256, size)
         SELECT trial_id, :step, attempt, :path, :sha256, CAST(:size AS bigint) FROM mine
          WHERE CAST(:path AS text) IS NOT NULL
         ON CONFLICT (trial_id, epoch)
         DO UPDATE SET attempt = excluded.attempt, path = excluded.path, sha256 = excluded.sha256, size = excluded.size
-    ), dropped AS (
+    )
+"""
+
+# A state in the midst of an epoch takes the place of that after the epoch before.
+KEEP = sa.text(f"""
+    WITH {_MINE}, got_on AS ({_GOT_ON} {_GOT_ON_AGAIN}), {_KEPT}
+    SELECT EXISTS (SELECT FROM mine) AS mine
+""")  # noqa: S608 the parts are constants
+
+REPORT = sa.text(f"""
+    WITH {_MINE}, valued AS (
+        INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
+        SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
+        ON CONFLICT (trial_id, step) DO NOTHING
+        RETURNING trial_id
+    ), got_on AS ({_GOT_ON} AND EXISTS (SELECT FROM valued) {_GOT_ON_AGAIN}), {_KEPT}, dropped AS (
         DELETE FROM hpsearch_checkpoints
          WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
            AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial_id AND epoch < :step)
@@ -131,6 +149,12 @@ REPORT = sa.text(f"""
 """)  # noqa: S608 the parts are constants
 
 FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")
+
+# As if it had run out: who claims next takes the trial over.
+EXPIRE = sa.text("""
+    UPDATE hpsearch_attempts SET expires_at = clock_timestamp() - interval '1 second'
+     WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
+""")
 
 RENEW = sa.text("""
     UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'

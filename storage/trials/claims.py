@@ -250,6 +250,35 @@ class Claims:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
         return bool(row.stopped)
 
+    def keep(self, claim: Claim, epoch: int, checkpoint: Checkpoint) -> None:
+        """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
+
+        Args:
+            claim: whose trial it is.
+            epoch: the last one that was ended, from 0; -1 before the first.
+            checkpoint: in place of that after `epoch`.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        arguments = {
+            "trial_id": claim.trial_id,
+            "attempt": claim.attempt,
+            "lease": self.lease,
+            "step": epoch,
+            "path": checkpoint.path,
+            "sha256": checkpoint.sha256,
+            "size": checkpoint.size,
+        }
+        [row] = self._database.rows(sql.KEEP, arguments)
+        if not row.mine:
+            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+
+    def expire(self, claim: Claim) -> None:
+        """Let the lease run out now: this process is about to end without having ended its attempt."""
+        with each_committed(self._engine) as connection:
+            connection.execute(sql.EXPIRE, {"trial": claim.trial_id, "attempt": claim.attempt})
+
     def settle(
         self,
         claim: Claim,

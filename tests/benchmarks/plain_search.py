@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from laps import FOLDER, REST, Laps
 
 from objectives.digits import Digits
 from objectives.training import EpochRecord, Trainer, Verdict
-from objectives.training.session import promotable
+from objectives.training.session import Due, promotable
 from search.sampling.seeds import derive_seed
 
 
@@ -35,6 +36,12 @@ class PlainSession:
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         if best:
             torch.save(promotable(state), self.best)
+
+    def due(self, left: Callable[[], float]) -> Due:
+        return Due.NOTHING
+
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Nothing was due."""
 
     def report(self, record: EpochRecord) -> Verdict:
         mlflow.log_metrics(record.metrics, step=record.epoch)

@@ -226,7 +226,9 @@ class Arena:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}
         models = {} if self.models is None else {"MODELS_OF": json.dumps(self.models)}
         where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
-        return {**urls, **models, **where, "HPSEARCH_LEASE": str(LEASE), **more}
+        # An epoch is ended, however slow the machine is, unless a test is about what happens where it is not.
+        times = {"HPSEARCH_LEASE": str(LEASE), "HPSEARCH_GRACE": str(PATIENCE)}
+        return {**urls, **models, **where, **times, **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:
         """Start a worker, or another command."""

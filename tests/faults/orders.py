@@ -85,6 +85,11 @@ def arrive(trial: int | None, attempt: int | None) -> None:
         Here.trial, Here.attempt, Here.epoch, Here.passed = trial, attempt, None, {}
 
 
+def in_epoch() -> bool:
+    """Whether an attempt trains."""
+    return Here.trial is not None and Here.epoch is not None
+
+
 def obey(point: str, when: str = "before") -> None:
     """Do what is ordered for this point, if anything is."""
     at = Sending if Sending.trial is not None else Here

@@ -32,6 +32,7 @@ POINTS = {
     "write": ("objectives.training.reproducibility.checkpoint", "_save"),
     "put": ("storage.checkpoints.store", "Checkpoints.put"),
     "report": ("storage.trials.claims", "Claims.report"),
+    "keep": ("storage.trials.claims", "Claims.keep"),
     "committed": ("search.worker.checkpoints", "TrialCheckpoints.committed"),
     "publish": ("search.tracking.trial_run", "TrialTracking.publish"),
     "model": ("search.tracking.trial_run", "TrialTracking._log_model"),
@@ -65,7 +66,12 @@ def main(arguments: list[str]) -> int:
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
     wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
+    wrap("objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("storage.trials.claims", "Claims.report", follow_reports)
+    if least := os.environ.get("STALL_LEAST"):
+        from search.worker import pulse
+
+        pulse.LEAST = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from search.cli import _run
@@ -120,13 +126,29 @@ def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train_epoch(run: Any, epoch: int) -> Any:
+    def train_epoch(run: Any, epoch: int, *within: Any) -> Any:
         orders.Here.epoch = epoch
         orders.note("training", epoch=epoch)
         time.sleep(float(os.environ.get("PACE", "0")))
-        return original(run, epoch)
+        return original(run, epoch, *within)
 
     return train_epoch
+
+
+def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With STEP_PACE a step takes so many seconds, and is written down."""
+    if "STEP_PACE" not in os.environ:
+        return original
+
+    def train_step(run: Any, *arguments: Any) -> Any:
+        if not orders.in_epoch():  # the objective is tried out
+            return original(run, *arguments)
+        time.sleep(float(os.environ["STEP_PACE"]))
+        result = original(run, *arguments)
+        orders.note("step", step=run.step)
+        return result
+
+    return train_step
 
 
 def follow_reports(original: Callable[..., Any]) -> Callable[..., Any]:

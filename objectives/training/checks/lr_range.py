@@ -19,8 +19,9 @@ from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Window
 from objectives.training.data.dataset import Batch
 from objectives.training.data.tree import moved
+from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.loop.build import build
-from objectives.training.loop.epoch import RunningMetrics, train_step
+from objectives.training.loop.epoch import train_step
 from objectives.training.loop.guards import NonFiniteError, Point, told_apart
 from objectives.training.loop.run import Run
 from objectives.training.reports.plots import rate_range

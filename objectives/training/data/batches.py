@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -33,8 +34,18 @@ Window = tuple[Pending, ...]
 class Feed(Protocol):
     """The training data of a run, in batches."""
 
-    def windows(self, epoch: int) -> Iterator[Window]:
-        """Every sample of an epoch once, in an order drawn from (seed, epoch): the micro-batches of each step."""
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in one epoch."""
+        ...
+
+    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        """Every sample of an epoch once, in an order drawn from (seed, epoch): the micro-batches of each step.
+
+        Args:
+            epoch: 0-based.
+            first: the step to begin with, where the epoch was left in its midst.
+        """
         ...
 
     def inputs(self) -> Iterator[Tree]:
@@ -67,10 +78,14 @@ class _Feed:
         self._train, self._config, self._order, self._seed = train, config, order, seed
         self._device, self._augment = device, augment
 
+    @property
+    def steps(self) -> int:
+        return self._order.steps
+
 
 class _MemoryFeed(_Feed):
-    def windows(self, epoch: int) -> Iterator[Window]:
-        for window in self._order.windows(epoch, self._device):
+    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        for window in islice(self._order.windows(epoch, self._device), first, None):
             yield tuple([self.batch(rows) for rows in window])
 
     def batch(self, rows: Tensor) -> Pending:
@@ -88,22 +103,23 @@ class _MemoryFeed(_Feed):
 
 
 class _LoaderFeed(_Feed):
-    def windows(self, epoch: int) -> Iterator[Window]:
+    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
         found = list(self._order.windows(epoch, torch.device("cpu")))
         batches = [rows for window in found for rows in window]
         samples: object = self._train.samples
         if isinstance(samples, Stream):
             samples.set_epoch(epoch)
-        stream = self._loaded(batches, self._augment, derive_seed(self._seed, "load", epoch))
-        for window in found:
+        begun = sum(map(len, found[:first]))
+        stream = self._loaded(batches, self._augment, derive_seed(self._seed, "load", epoch), first=begun)
+        for window in found[first:]:
             yield tuple([Pending(len(rows), partial(self._move, next(stream))) for rows in window])
 
     def _move(self, batch: Batch) -> Batch:
         return Batch(moved(batch.x, self._device), moved(batch.y, self._device), batch.size)
 
-    def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int) -> Iterator[Batch]:
-        workers = self._config.num_workers or 0
-        return loaded(self._train, batches, device=self._device, num_workers=workers, augment=augment, seed=seed)
+    def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int, *, first: int = 0) -> Iterator[Batch]:
+        workers, device = self._config.num_workers or 0, self._device
+        return loaded(self._train, batches, device=device, num_workers=workers, augment=augment, seed=seed, first=first)
 
     def inputs(self) -> Iterator[Tree]:
         rows = torch.split(torch.arange(len(self._train)), self._config.batch_size)

@@ -55,6 +55,7 @@ def loaded(
     num_workers: int = 0,
     augment: Augment | None = None,
     seed: int = 0,
+    first: int = 0,
 ) -> Iterator[Batch]:
     """The samples at the rows of each batch, in their order, on the CPU; pinned where the device is a GPU.
 
@@ -65,17 +66,22 @@ def loaded(
         num_workers: processes that prepare batches ahead; 0 prepares each in this process when it is asked for.
         augment: changes the inputs at random.
         seed: of what `augment`, `Dataset.load`, samples and `collate` draw.
+        first: the batch to begin with; those before it draw nothing of what comes after.
 
     Raises:
         ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
 
     source = _Batches(dataset, batches, augment, seed)
+    begin = 0 if source.is_stream else first  # a stream has to be read from its beginning to be where it was
+    wanted = range(begin, len(source))
     # In this process a DataLoader would only add its own time, a fifth of a millisecond a batch.
     alone = num_workers == 0 and device.type != "cuda"
-    found = map(source.__getitem__, range(len(source))) if alone else _ahead(source, seed, device, num_workers)
+    found = map(source.__getitem__, wanted) if alone else _ahead(source, wanted, seed, device, num_workers)
     try:
-        for index, batch in enumerate(found):
+        for index, batch in enumerate(found, begin):
+            if index < first:
+                continue
             if source.draws:
                 seed_host(seed, "after", index)  # what comes next draws the same, whoever loaded the batch
             yield batch
@@ -85,7 +91,9 @@ def loaded(
         raise ObjectiveError(last.removeprefix("objectives.errors.ObjectiveError: ")) from error
 
 
-def _ahead(source: _Batches, seed: int, device: torch.device, num_workers: int) -> torch_data.DataLoader[Batch]:
+def _ahead(
+    source: _Batches, wanted: range, seed: int, device: torch.device, num_workers: int
+) -> torch_data.DataLoader[Batch]:
     bind = ending_with_parent()
 
     def start(worker: int) -> None:
@@ -94,6 +102,7 @@ def _ahead(source: _Batches, seed: int, device: torch.device, num_workers: int) 
 
     return torch_data.DataLoader(
         source,
+        sampler=wanted,
         batch_size=None,
         num_workers=min(num_workers, 1) if source.is_stream else num_workers,
         pin_memory=device.type == "cuda",

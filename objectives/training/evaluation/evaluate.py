@@ -92,6 +92,17 @@ class Means:
         """The mean `loss`, and each other by its name."""
         return {"loss": self._loss / self.weight, **{name: sum_ / self.weight for name, sum_ in self._sums.items()}}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was added so far."""
+        return {"loss": self._loss, "sums": dict(self._sums), "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self._loss = state["loss"].to(self._device)
+        self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
+        weight = state["weight"]
+        self.weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
+
 
 def batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[Batch]:
     """All samples in their order, on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,11 +14,14 @@ from torch.optim import Optimizer
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Pending
 from objectives.training.data.dataset import Batch
-from objectives.training.evaluation.evaluate import Means, as_floats
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import Step, detached
+from objectives.training.evaluation.evaluate import as_floats
+from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.loop.guards import Point
 from objectives.training.loop.run import Run
+
+
+def nothing(_: object) -> None:
+    """After a step."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +55,90 @@ class Stepped(NamedTuple):
     weight: Tensor | float
 
 
-def train_epoch(run: Run, epoch: int) -> Trained:
+class EpochSums:
+    """What the steps of an epoch came to so far: its mean loss and metrics, and at which step it is.
+
+    Attributes:
+        steps: optimizer steps of the epoch that are done.
+        seconds: that earlier attempts spent on them.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._running = RunningMetrics(run.metrics)
+        self._loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        self._norm = torch.zeros_like(self._loss)
+        self._weight: Tensor | float = 0
+        self._device = run.device
+        self._samples, self.steps, self.seconds, self._lr = 0, 0, 0.0, 0.0
+
+    def step(self, run: Run, window: Sequence[Pending], epoch: int) -> None:
+        """Takes an optimizer step over a window, and adds it."""
+        self._lr = float(run.optimizer.param_groups[0]["lr"])
+        step = train_step(run, window, Point(epoch, run.step, self.steps, self._lr), self._running)
+        if isinstance(step.weight, int):
+            self._loss.add_(step.loss, alpha=step.weight)
+        else:
+            self._loss += step.loss * step.weight
+        self._weight = self._weight + step.weight
+        self._norm += step.norm
+        self._samples += sum(batch.size for batch in window)
+        self.steps += 1
+
+    def compute(self) -> Trained:
+        """What the epoch came to."""
+        means = {"loss": self._loss / self._weight, "grad_norm": self._norm / self.steps}
+        scores = as_floats({**means, **self._running.compute()})
+        return Trained(grad_norm=scores.pop("grad_norm"), scores=scores, lr=self._lr, samples=self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain values and tensors.
+
+        Raises:
+            UnkeptError: the metrics hold what is not plain.
+        """
+        return {
+            "running": self._running.state_dict(),
+            "loss": self._loss,
+            "norm": self._norm,
+            "weight": self._weight,
+            "samples": self._samples,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "lr": self._lr,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self._running.load_state_dict(state["running"], self._device)
+        self._loss, self._norm = state["loss"].to(self._device), state["norm"].to(self._device)
+        weight = state["weight"]
+        self._weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
+        self._samples, self.steps = state["samples"], state["steps"]
+        self.seconds, self._lr = state["seconds"], state["lr"]
+
+
+def train_epoch(
+    run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = nothing
+) -> Trained:
     """Trains on every sample once, in an order drawn from (seed, epoch).
 
     The mean loss and the metrics are those of the outputs as training saw them.
+
+    Args:
+        run: to train.
+        epoch: 0-based.
+        sums: of the epoch's steps that were taken before, where it was left in its midst.
+        after_step: called after each optimizer step; what it raises leaves the epoch.
     """
     training_mode(run.model)
-    running = RunningMetrics(run.metrics)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
-    weight: Tensor | float = 0
-    norm_sum, samples, steps, lr = torch.zeros_like(loss_sum), 0, 0, 0.0
-    for number, window in enumerate(run.feed.windows(epoch)):
-        lr = float(run.optimizer.param_groups[0]["lr"])
-        step = train_step(run, window, Point(epoch, run.step, number, lr), running)
-        if isinstance(step.weight, int):
-            loss_sum.add_(step.loss, alpha=step.weight)
-        else:
-            loss_sum += step.loss * step.weight
-        weight = weight + step.weight
-        norm_sum += step.norm
-        samples += sum(batch.size for batch in window)
-        steps += 1
+    sums = sums or EpochSums(run)
+    for window in run.feed.windows(epoch, sums.steps):
+        sums.step(run, window, epoch)
         run.on_step()
         _validate_within(run, epoch)
+        after_step(sums)
     run.guard.flush()
-    scores = as_floats({"loss": loss_sum / weight, "grad_norm": norm_sum / steps, **running.compute()})
-    return Trained(grad_norm=scores.pop("grad_norm"), scores=scores, lr=lr, samples=samples)
+    return sums.compute()
 
 
 def training_mode(model: nn.Module) -> None:
@@ -174,61 +235,3 @@ def _validate_within(run: Run, epoch: int) -> None:
     if every is not None and run.step % every == 0:
         run.guard.flush()
         run.steplog.add_scores(epoch, run.step, run.validate(copy.deepcopy(run.metrics)))
-
-
-class RunningMetrics:
-    """Metrics of the outputs that training produced, added in chunks: an update costs more than a small batch.
-
-    What a chunk holds is bounded by rows and by bytes: of images or of tokens a single batch is a chunk.
-    """
-
-    _ROWS, _BYTES = 4096, 4 << 20
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._outputs: list[Any] = []
-        self._targets: list[Any] = []
-        self._rows = self._bytes = 0
-        self._measured: Means | None = None  # by the steps themselves
-        with torch.inference_mode():
-            metrics.reset()
-
-    def add(self, step: Step, size: int) -> None:
-        """Adds a batch of `size` samples."""
-        if step.metrics:
-            self._measured = self._measured or Means(step.loss.device)
-            self._measured.add(step, size)
-        if step.outputs is None:
-            return
-        outputs = detached(step.outputs)
-        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
-            self._update(outputs, step.targets)
-            return
-        if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
-            self._flush()
-        self._outputs.append(outputs)
-        self._targets.append(step.targets)
-        self._rows += size
-        self._bytes += outputs.nbytes + step.targets.nbytes
-        if self._rows >= self._ROWS or self._bytes >= self._BYTES:
-            self._flush()
-
-    def compute(self) -> dict[str, Tensor]:
-        """All metrics over what was added."""
-        self._flush()
-        measured = {} if self._measured is None else self._measured.compute()
-        measured.pop("loss", None)
-        with torch.inference_mode():
-            return {**measured, **self._metrics.compute()}
-
-    def _flush(self) -> None:
-        outputs, targets = self._outputs, self._targets
-        self._outputs, self._targets, self._rows, self._bytes = [], [], 0, 0
-        if len(outputs) == 1:
-            self._update(outputs[0], targets[0])
-        elif outputs:
-            self._update(torch.cat(outputs), torch.cat(targets))
-
-    @torch.inference_mode()
-    def _update(self, outputs: Any, targets: Any) -> None:
-        self._metrics.update(outputs, targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from objectives.errors import ObjectiveError
-from objectives.training.loop.run import Run
+from objectives.training.loop.run import FORMAT, WITHIN, Run
 from objectives.training.reproducibility.environment import differences
 
 
@@ -15,6 +15,8 @@ def restore(run: Run, state: dict[str, Any]) -> None:
     Raises:
         ObjectiveError: the checkpoint is of another run, or the objective's code has changed since.
     """
+    if state.get("format") == WITHIN:
+        state = {**state, "format": FORMAT}
     require_same({key: state.get(key) for key in run.identity}, run.identity)
     try:
         run.load_state_dict(state)

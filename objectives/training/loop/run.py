@@ -23,8 +23,10 @@ from objectives.training.optimizers.averaging import Average
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import Schedule
+from objectives.training.reproducibility.seeds import generators
 
-FORMAT = 2  # of a checkpoint's state
+FORMAT = 2  # of a checkpoint's state after an epoch
+WITHIN = 3  # and in the midst of one: to a release that knows no such state it is of another run
 
 
 def _nothing() -> None:
@@ -48,6 +50,9 @@ class Run:
         on_step: called after each optimizer step of an epoch: a profiler's beat.
         step: optimizer steps tried so far.
         notes: what kept a resume from being exact, and options that the run had to do without.
+        within: where in an epoch the run goes on, after it was left in its midst: what `state_within` kept of it.
+        whole_epochs: nothing can be kept within one: what its metrics gather is no plain value.
+        conclusion: seconds that the last epoch took after its steps: validation and checkpoint.
     """
 
     identity: dict[str, Any]
@@ -74,6 +79,9 @@ class Run:
     on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
+    within: dict[str, Any] | None = None
+    whole_epochs: bool = False
+    conclusion: float = 0.0
 
     @property
     def judged(self) -> nn.Module:
@@ -130,8 +138,13 @@ class Run:
             **self.progress.state_dict(),
         }
 
+    def state_within(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """The same between two steps of an epoch, with what these came to so far, and the generators."""
+        within = {"sums": sums, "generators": generators(self.device)}
+        return {**self.state_dict(), "format": WITHIN, "within": within}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave, but for identity and environment."""
+        """Restores what `state_dict` or `state_within` gave, but for identity and environment."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -141,3 +154,4 @@ class Run:
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.progress.load_state_dict(state)
+        self.within = state.get("within")

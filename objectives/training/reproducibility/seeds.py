@@ -61,6 +61,28 @@ def seeded_on(device: torch.device, *parts: int | str) -> Iterator[None]:
         yield
 
 
+def generators(device: torch.device) -> dict[str, Any]:
+    """The state of the generators that training draws from, as plain values and tensors."""
+    kind, words, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(words, np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Puts back what `generators` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, key, *rest = state["numpy"]
+    np.random.set_state((kind, key.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device"], device)
+
+
 @contextmanager
 def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> Iterator[None]:
     """A region in which a run may seed everything: generators and switches are put back after it."""

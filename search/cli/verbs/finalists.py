@@ -38,6 +38,9 @@ def finalists(
             help="Choose anew, on other seeds; an earlier winner stands until these have one.",
         ),
     ] = False,
+    grace: o.Grace = 30.0,
+    save_every: o.SaveEvery = None,
+    stall: o.Stall = None,
     lease: o.Lease = 60.0,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -71,7 +74,9 @@ def finalists(
             home=home,
             progress=tell,
         )
-    ran = opened.train_finalists(top, seeds, workers=workers, new_set=new_set, lease=lease)
+    ran = opened.train_finalists(
+        top, seeds, workers=workers, new_set=new_set, lease=lease, grace=grace, save_every=save_every, stall=stall
+    )
     if ran.interrupted:
         return EXIT_INTERRUPTED
     decided = ran.table.winner is not None if workers or not ran.table.pending else True

@@ -24,6 +24,9 @@ def run(
         int,
         typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
+    grace: o.Grace = 30.0,
+    save_every: o.SaveEvery = None,
+    stall: o.Stall = None,
     lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
@@ -50,7 +53,10 @@ def run(
         settings, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
         tracking_required=tracking_required,
     )  # fmt: skip
-    ran = study.run_fleet(workers, lease=lease, system_metrics=system_metrics, tracking_required=tracking_required)
+    ran = study.run_fleet(
+        workers, tracking_required=tracking_required,
+        lease=lease, grace=grace, save_every=save_every, stall=stall, system_metrics=system_metrics,
+    )  # fmt: skip
     if ran.interrupted:
         return EXIT_INTERRUPTED
     return 0 if not workers or (ran.over and not ran.stopped and ran.summary.best is not None) else 1

@@ -8,6 +8,7 @@ import typer
 
 from search.cli import options as o
 from search.cli.loading import loading
+from search.entry import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +23,33 @@ def worker(
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
     ] = None,
+    grace: o.Grace = 30.0,
+    save_every: o.SaveEvery = None,
+    leave_when_idle: Annotated[
+        float | None,
+        typer.Option(
+            "--leave-when-idle",
+            min=0,
+            help="Leave after so many seconds without a trial to take, while others run theirs.",
+        ),
+    ] = None,
+    max_trials: Annotated[int | None, typer.Option("--max-trials", min=1, help="Leave after so many trials.")] = None,
+    max_time: Annotated[
+        float | None, typer.Option("--max-time", min=0, help="Leave after so many seconds, as if told to go.")
+    ] = None,
+    stall: o.Stall = None,
+    heartbeat: Annotated[
+        str | None, typer.Option("--heartbeat", help="A file to touch while it gets on, for a probe to look at.")
+    ] = None,
+    final_exit_code: Annotated[
+        int | None,
+        typer.Option(
+            "--final-exit-code",
+            min=0,
+            max=125,
+            help="Exit with this in place of 2 and 3, where every other code but 0 is started again: 0 for Docker.",
+        ),
+    ] = None,
     lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
     system_metrics: o.SystemMetrics = False,
@@ -31,17 +59,23 @@ def worker(
     home: o.Home = None,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
-    come from the study. SIGTERM or Ctrl-C ends the epoch, saves, and leaves the trial for another worker; SIGTERM may
-    come again, a second Ctrl-C ends it at once.
+    come from the study. SIGTERM or Ctrl-C ends the epoch, or saves within it where --grace is too short for that, and
+    leaves the trial for another worker; SIGTERM may come again, a second Ctrl-C ends it at once.
 
     Exit code 0: nothing is left, or the study is stopped; 143: it was told to go and there is work left; 1: a service
     does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
     """
     with loading():
-        from search.worker.join import WorkerOptions, join_study
+        from search.worker.join import join_study
+        from search.worker.options import WorkerOptions
 
     options = WorkerOptions(
         storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
         device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
+        grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
+        stall=stall, heartbeat=heartbeat,
     )  # fmt: skip
-    return join_study(study, options)
+    if final_exit_code is None:
+        return join_study(study, options)
+    code = telling_mistakes(lambda: join_study(study, options))
+    return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code

@@ -22,6 +22,13 @@ class Loading(Scripted):
         return dataclasses.replace(super().suggest(trial), num_workers=2)
 
 
+class Longer(Scripted):
+    """With 26 steps an epoch."""
+
+    def suggest(self, trial: Any) -> TrainConfig:
+        return dataclasses.replace(super().suggest(trial), batch_size=4)
+
+
 def hears(number: int) -> bool:
     """Whether a program that this process executes hears a signal."""
     said = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout

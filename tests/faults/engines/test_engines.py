@@ -165,7 +165,8 @@ def test_the_exit_code_says_whether_there_is_work_left(arena: Arena) -> None:
 
 _IN_A_THREAD = """
 import sys, threading
-from search.worker.join import WorkerOptions, join_study
+from search.worker.join import join_study
+from search.worker.options import WorkerOptions
 
 stop, codes = threading.Event(), []
 if sys.argv[1] == "told":

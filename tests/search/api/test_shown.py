@@ -16,7 +16,7 @@ from rich.console import Console
 from search.entry import handling
 from search.fleet.fleet import Fleet
 from search.run.live import LiveView
-from search.worker.join import WorkerOptions
+from search.worker.options import WorkerOptions
 from storage.trials.progress import Progress, Running
 from tests.search.pruning.test_reasons import spec_of
 

@@ -18,7 +18,7 @@ from search.cli import main
 from search.fleet import fleet as fleets
 from search.fleet.fleet import MAX_DEATHS, Fleet
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.worker.join import WorkerOptions
+from search.worker.options import WorkerOptions
 
 # Of those who fork, one process of pytest-xdist loads what workers need.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]

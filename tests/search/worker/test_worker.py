@@ -6,7 +6,7 @@ import pytest
 
 from docs.rooms import ROOT
 from search.worker.attempt import _as_text
-from search.worker.loop import worker_name
+from search.worker.identity import worker_name
 from storage.trials import process_identity
 
 

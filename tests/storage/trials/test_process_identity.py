@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from storage.trials.process_identity import _start, current_process, has_ended
 
 _PROGRAM = """
@@ -42,9 +44,11 @@ def test_a_process_id_given_again_is_another_process() -> None:
 
 def test_of_another_machine_or_container_nothing_is_known() -> None:
     machine, _, started = current_process().rsplit("/", 2)
-    boot, namespace = machine.split("/")
-    assert not has_ended(f"{boot}/pid:[1]/999999999/{started}")
-    assert not has_ended(f"another-boot/{namespace}/999999999/{started}")
+    boot, processes, times = machine.split("/")
+    assert not has_ended(f"{boot}/pid:[1]/{times}/999999999/{started}")
+    assert not has_ended(f"{boot}/{processes}/time:[1]/999999999/{started}")
+    assert not has_ended(f"another-boot/{processes}/{times}/999999999/{started}")
+    assert not has_ended(f"{machine}/999999999/unknown"), "it could not see itself"
     assert has_ended(f"{machine}/999999999/{started}")
 
 
@@ -64,7 +68,7 @@ _HIDDEN = """
 import os, sys
 from pathlib import Path
 from storage.trials import process_identity
-machine = process_identity._machine()
+machine, _ = process_identity._machine(), process_identity._sees_itself()
 process_identity._PROC = Path("/nonexistent")  # as the option hidepid shows it
 if not os.getuid():
     os.setuid(65534)
@@ -75,3 +79,30 @@ print(*(process_identity.has_ended(f"{machine}/{pid}/0") for pid in (1, 99999999
 def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
     done = subprocess.run([sys.executable, "-c", _HIDDEN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
+
+
+def in_namespaces(*options: str) -> list[str]:
+    """What a process says of this one, where it has namespaces of its own: whether it has ended; and its own name."""
+    said = f"from storage.trials.process_identity import *; print(has_ended({current_process()!r}), current_process())"
+    command = ["unshare", *options, sys.executable, "-c", said]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"this machine makes no namespaces: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_container_that_sees_anothers_processes_judges_nobody() -> None:
+    """Nor is it judged: what it says of its start would be another's."""
+    judged, name = in_namespaces("--pid", "--fork")
+    assert judged == "False"
+    assert name.endswith("/1/unknown"), "it is the first process of its namespace, and /proc shows the machine's"
+    assert not has_ended(name)
+
+
+def test_starts_of_another_time_namespace_are_not_compared() -> None:
+    """There the machine was started at another time, and with it each process."""
+    judged, name = in_namespaces("--time", "--boottime", "100000", "--fork")
+    assert judged == "False"
+    assert name.rsplit("/", 2)[0] != current_process().rsplit("/", 2)[0]
+    assert not has_ended(name)

@@ -2,8 +2,8 @@
 
 import torch
 
+from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.evaluation.step import Step
-from objectives.training.loop.epoch import RunningMetrics
 
 
 class _Noting:

@@ -1,0 +1,96 @@
+"""Metrics over an epoch of training, of the outputs as training saw them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from objectives.training.data.tree import moved
+from objectives.training.evaluation import gathered
+from objectives.training.evaluation.evaluate import Means
+from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.step import Step, detached
+
+
+class RunningMetrics:
+    """Metrics of the outputs that training produced, added in chunks: an update costs more than a small batch.
+
+    What a chunk holds is bounded by rows and by bytes: of images or of tokens a single batch is a chunk.
+    """
+
+    _ROWS, _BYTES = 4096, 4 << 20
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._outputs: list[Any] = []
+        self._targets: list[Any] = []
+        self._rows = self._bytes = 0
+        self._measured: Means | None = None  # by the steps themselves
+        with torch.inference_mode():
+            metrics.reset()
+
+    def add(self, step: Step, size: int) -> None:
+        """Adds a batch of `size` samples."""
+        if step.metrics:
+            self._measured = self._measured or Means(step.loss.device)
+            self._measured.add(step, size)
+        if step.outputs is None:
+            return
+        outputs = detached(step.outputs)
+        if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
+            self._update(outputs, step.targets)
+            return
+        if outputs.ndim > 2 and self._outputs and outputs.shape[1:] != self._outputs[-1].shape[1:]:
+            self._flush()
+        self._outputs.append(outputs)
+        self._targets.append(step.targets)
+        self._rows += size
+        self._bytes += outputs.nbytes + step.targets.nbytes
+        if self._rows >= self._ROWS or self._bytes >= self._BYTES:
+            self._flush()
+
+    def compute(self) -> dict[str, Tensor]:
+        """All metrics over what was added."""
+        self._flush()
+        measured = {} if self._measured is None else self._measured.compute()
+        measured.pop("loss", None)
+        with torch.inference_mode():
+            return {**measured, **self._metrics.compute()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was added so far, as plain values and tensors; in chunks as it is, for sums depend on them.
+
+        Raises:
+            UnkeptError: the metrics hold what is not plain.
+        """
+        return {
+            "outputs": list(self._outputs),
+            "targets": list(self._targets),
+            "rows": self._rows,
+            "bytes": self._bytes,
+            "measured": None if self._measured is None else self._measured.state_dict(),
+            "metrics": gathered.state_of(self._metrics),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Restores what `state_dict` gave."""
+        self._outputs, self._targets = moved(state["outputs"], device), moved(state["targets"], device)
+        self._rows, self._bytes = state["rows"], state["bytes"]
+        if state["measured"] is not None:
+            self._measured = Means(device)
+            self._measured.load_state_dict(state["measured"])
+        gathered.restore(self._metrics, moved(state["metrics"], device))
+
+    def _flush(self) -> None:
+        outputs, targets = self._outputs, self._targets
+        self._outputs, self._targets, self._rows, self._bytes = [], [], 0, 0
+        if len(outputs) == 1:
+            self._update(outputs[0], targets[0])
+        elif outputs:
+            self._update(torch.cat(outputs), torch.cat(targets))
+
+    @torch.inference_mode()
+    def _update(self, outputs: Any, targets: Any) -> None:
+        self._metrics.update(outputs, targets)

@@ -1,0 +1,120 @@
+"""Where a study stands at a moment: its counts, its workers, what ended last, and when it will be over."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+
+from search.study.study import StoredStudy
+from storage.attributes import STOPPED
+from storage.database.statements import Database
+from storage.trials.progress import Progress, read_progress
+from storage.trials.register import Event, WorkerRow, read_events, read_workers
+
+_ENDS = 20  # of trials, by which the rest of a study's time is told
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A study at a moment.
+
+    Attributes:
+        study, metric, direction, epochs: of its spec.
+        stopped: who stopped it, and when.
+        progress: its counts, its best trial, what runs.
+        workers: all that the register has, those that are there first.
+        events: how the last attempts ended, the newest first.
+        reached: epochs, and how many trials got that far.
+        eta: seconds to the end of the budget by the last ends; None while nothing can be told.
+        at: the database's clock.
+    """
+
+    study: str
+    metric: str
+    direction: str
+    epochs: int
+    stopped: str | None
+    progress: Progress
+    workers: list[WorkerRow]
+    events: list[Event]
+    reached: dict[int, int]
+    eta: float | None
+    at: datetime
+
+    @property
+    def present(self) -> list[WorkerRow]:
+        """The workers that are there."""
+        return [worker for worker in self.workers if worker.state in {"running", "idle"}]
+
+    def to_json(self) -> str:
+        """The same for scripts: times as ISO 8601, numbers that are not finite as null."""
+        return json.dumps(_plain(asdict(self)), indent=2)
+
+
+def read_standing(study: StoredStudy) -> Standing:
+    """Read where a study stands now."""
+    spec = study.spec
+    [(at,)] = Database(study.engine).rows(sa.text("SELECT clock_timestamp()"), {})
+    progress = read_progress(study.engine, study.study_id, spec.direction)
+    events = read_events(study.engine, study.study_id)
+    return Standing(
+        study=spec.name,
+        metric=spec.metric,
+        direction=spec.direction,
+        epochs=spec.epochs,
+        stopped=study.attrs.get(STOPPED),
+        progress=progress,
+        workers=read_workers(study.engine, study.study_id),
+        events=events,
+        reached=_reached(study),
+        eta=_eta(study, progress, at),
+        at=at,
+    )
+
+
+_LENGTHS = sa.text("""
+    SELECT max(i.step) + 1 AS epochs FROM trials t JOIN trial_intermediate_values i USING (trial_id)
+     WHERE t.study_id = :study GROUP BY t.trial_id
+""")
+
+
+def _reached(study: StoredStudy) -> dict[int, int]:
+    """How many trials got to the first epoch, the last, and halvings between."""
+    lengths = [row.epochs for row in Database(study.engine).rows(_LENGTHS, {"study": study.study_id})]
+    total = study.spec.epochs
+    marks = sorted({1, total, *(total // 2**power for power in range(1, int(math.log2(total)) + 1))})
+    return {mark: sum(length >= mark for length in lengths) for mark in marks}
+
+
+# Those that ended together at a moment are told apart by nothing: the first only begins the time.
+_PACE = sa.text("""
+    SELECT count(*) - 1 AS ends, extract(epoch FROM :at - min(ended)) AS seconds FROM (
+        SELECT max(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
+         WHERE t.study_id = :study AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
+         GROUP BY t.trial_id ORDER BY ended DESC LIMIT :limit) last
+""")
+
+
+def _eta(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
+    left = progress.budget - progress.finished
+    if not left:
+        return 0.0
+    [row] = Database(study.engine).rows(_PACE, {"study": study.study_id, "at": at, "limit": _ENDS + 1})
+    if not progress.running or row.ends < 1 or not row.seconds:
+        return None
+    return float(row.seconds) / int(row.ends) * left
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,85 @@
+"""What a worker is told beside the study's name: where things are, and how it runs on its machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TypedDict
+
+from search.errors import SearchError
+from storage.trials.claims import LEASE
+
+GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
+
+
+class Working(TypedDict, total=False):
+    """How the workers of a fleet run: see `WorkerOptions`."""
+
+    lease: float
+    grace: float
+    save_every: float | None
+    stall: float | None
+    system_metrics: bool
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told beside the study's name: where things are, and how it runs on its machine.
+
+    Attributes:
+        storage_url, tracking_uri, checkpoint_url: where studies, runs and checkpoints are kept; without a tracking
+            URI or a checkpoint URL the study's own, without any the embedded stack's.
+        home: folder of the embedded stack, run directories and logs; by default the user's.
+        device: "cpu", "cuda" or "cuda:N"; by default a GPU where there is one.
+        lease: seconds without a sign of life after which others take its trial over.
+        tracking_required: whether MLflow has to answer at the start.
+        system_metrics: whether the machine's load is logged to each trial's run.
+        grace: seconds from the signal that tells it to go to the kill: an epoch that does not end in time is saved in
+            its midst.
+        save_every: minutes after which an epoch that is longer is saved in its midst; never unless given.
+        leave_when_idle: seconds without a trial to take, while others run theirs, after which it leaves.
+        max_trials: after so many it leaves.
+        max_time: seconds after which it leaves, as if it were told to.
+        stall: it is restarted, and its trial given back, when there is no step for so many times the longest so far.
+        heartbeat: a file that is touched while it gets on, for probes.
+
+    Raises:
+        SearchError: a number is out of range.
+    """
+
+    storage_url: str | None = None
+    tracking_uri: str | None = None
+    checkpoint_url: str | None = None
+    home: str | None = None
+    device: str | None = None
+    lease: float = LEASE
+    tracking_required: bool = False
+    system_metrics: bool = False
+    grace: float = GRACE
+    save_every: float | None = None
+    leave_when_idle: float | None = None
+    max_trials: int | None = None
+    max_time: float | None = None
+    stall: float | None = None
+    heartbeat: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("grace", 0), ("leave_when_idle", 0), ("max_trials", 1), ("max_time", 0)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise SearchError(f"{name} must be at least {least}, not {value}")
+        for name, above in (("save_every", 0), ("stall", 1)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > above):
+                raise SearchError(f"{name} must be above {above}, not {value}")
+
+    def environment(self) -> dict[str, str]:
+        """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
+        # What holds for a single worker alone is not for those of a fleet.
+        alone = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat"}
+        found = {}
+        for name in (field.name for field in fields(self) if field.name not in alone):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                found[f"HPSEARCH_{name.upper()}"] = "1" if value is True else str(value)
+        return found

@@ -1,0 +1,176 @@
+"""The register of a study's workers: who they are, where they run, what they are at, and how they left."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from storage.database.retry import PATIENCE
+from storage.database.statements import Database
+from storage.trials.process_identity import current_process, has_ended
+
+_EVERY = 10.0  # seconds between two signs of life of a worker without a trial; one with a trial renews its lease
+
+_ENTER = sa.text("""
+    INSERT INTO hpsearch_workers (worker_id, study_id, name, host, pid, process, engine, job, device, version)
+    VALUES (:worker, :study, :name, :host, :pid, :process, :engine, :job, :device, :version)
+    ON CONFLICT (worker_id) DO NOTHING
+""")
+_SEEN = sa.text("UPDATE hpsearch_workers SET seen_at = clock_timestamp() WHERE worker_id = :worker")
+_LEAVE = sa.text("""
+    UPDATE hpsearch_workers SET seen_at = clock_timestamp(), left_at = clock_timestamp(), left_as = :how
+     WHERE worker_id = :worker
+""")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a worker is, for a person: `engine` started it, as its `job`; None of one that was started by hand."""
+
+    name: str
+    host: str
+    pid: int
+    engine: str | None
+    job: str | None
+    device: str
+    version: str
+
+
+class Register:
+    """The entry of one worker. A database that is away costs it nothing but its entry.
+
+    Args:
+        engine: of the study's database.
+        study_id: the study.
+        identity: of the worker.
+    """
+
+    def __init__(self, engine: sa.Engine, study_id: int, identity: Identity) -> None:
+        self._engine, self._study_id, self._identity = engine, study_id, identity
+        self._id = uuid.uuid4()
+        self._seen_at = time.monotonic()
+
+    def enter(self) -> None:
+        """Write the entry."""
+        self._write(_ENTER, study=self._study_id, process=current_process(), **vars(self._identity))
+
+    def seen(self) -> None:
+        """Note that the worker is there, now and then."""
+        if time.monotonic() - self._seen_at > _EVERY:
+            self._seen_at = time.monotonic()
+            self._write(_SEEN)
+
+    def leave(self, how: str) -> None:
+        """Note that the worker ends, and how."""
+        self._write(_LEAVE, how=how)
+
+    def _write(self, statement: sa.TextClause, **values: object) -> None:
+        with suppress(SQLAlchemyError), self._engine.begin() as connection:
+            connection.execute(statement, {"worker": self._id, **values})
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """A worker as the register has it.
+
+    Attributes:
+        identity: who it is.
+        state: ``running`` a trial, ``idle``, ``left``, or ``lost``: no sign of life, and no word of its end.
+        trial, epoch: what it is at; epochs count from 1, 0 is none yet.
+        trials: that it ended as COMPLETE or PRUNED.
+        started_at, seen_at: by the database's clock.
+        lease_left: seconds; None without a trial.
+        left_as: how it left.
+    """
+
+    identity: Identity
+    state: str
+    trial: int | None
+    epoch: int | None
+    trials: int
+    started_at: datetime
+    seen_at: datetime
+    lease_left: float | None
+    left_as: str | None
+
+
+# A worker without a trial is lost when it was not seen for a few of its signs.
+_ROWS = sa.text(f"""
+    SELECT w.*, a.number, a.lease_left, a.expired, v.step, done.trials,
+           greatest(w.seen_at, a.renewed_at) AS seen,
+           extract(epoch FROM clock_timestamp() - w.seen_at) > {6 * _EVERY} AS silent
+      FROM hpsearch_workers w
+      LEFT JOIN LATERAL (
+           SELECT t.trial_id, t.number, extract(epoch FROM a.expires_at - clock_timestamp()) AS lease_left,
+                  a.expires_at < clock_timestamp() AS expired,
+                  a.expires_at - a.lease * interval '1 second' AS renewed_at
+             FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+            WHERE t.study_id = w.study_id AND a.worker = w.name AND a.ended_at IS NULL
+            ORDER BY a.started_at DESC LIMIT 1) a ON true
+      LEFT JOIN LATERAL (
+           SELECT max(step) AS step FROM trial_intermediate_values i WHERE i.trial_id = a.trial_id) v ON true
+      LEFT JOIN LATERAL (
+           SELECT count(*) AS trials FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+            WHERE t.study_id = w.study_id AND a.worker = w.name
+              AND a.outcome IN ('complete', 'pruned', 'infeasible')) done ON true
+     WHERE w.study_id = :study
+     ORDER BY w.left_at IS NOT NULL, w.started_at, w.name
+""")  # noqa: S608 the part is a constant
+
+
+def read_workers(engine: sa.Engine, study_id: int, *, patience: float = PATIENCE) -> list[WorkerRow]:
+    """Return the workers of a study, those that are there first."""
+    found = []
+    for row in Database(engine, patience).rows(_ROWS, {"study": study_id}):
+        lost = has_ended(row.process) or (row.silent if row.number is None else row.expired)
+        state = "left" if row.left_at else "lost" if lost else "idle" if row.number is None else "running"
+        found.append(
+            WorkerRow(
+                identity=Identity(row.name, row.host, row.pid, row.engine, row.job, row.device, row.version),
+                state=state,
+                trial=row.number,
+                epoch=None if row.number is None else 0 if row.step is None else row.step + 1,
+                trials=row.trials,
+                started_at=row.started_at,
+                seen_at=row.seen,
+                lease_left=None if row.lease_left is None else float(row.lease_left),
+                left_as=row.left_as,
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Event:
+    """An attempt's end: when, at which trial, how, by whom, and why the trial ended where it did."""
+
+    at: datetime
+    trial: int
+    outcome: str
+    worker: str
+    reason: str | None
+
+
+_EVENTS = sa.text("""
+    SELECT a.ended_at, t.number, a.outcome, a.worker,
+           CASE WHEN t.state NOT IN ('RUNNING', 'WAITING') AND a.attempt = max(a.attempt) OVER (PARTITION BY a.trial_id)
+                THEN reason.value_json::jsonb #>> '{}' END AS reason
+      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+      LEFT JOIN trial_user_attributes reason ON reason.trial_id = t.trial_id AND reason.key = :reason
+     WHERE t.study_id = :study AND a.ended_at IS NOT NULL
+     ORDER BY a.ended_at DESC LIMIT :limit
+""")
+
+
+def read_events(engine: sa.Engine, study_id: int, *, limit: int = 20, patience: float = PATIENCE) -> list[Event]:
+    """Return how the last attempts of a study ended, the newest first."""
+    from storage.attributes import REASON
+
+    rows = Database(engine, patience).rows(_EVENTS, {"study": study_id, "limit": limit, "reason": REASON})
+    return [Event(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]

@@ -1,0 +1,93 @@
+"""Workers that share machines with others: they leave when there is nothing for them, and end when they hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.harness import Arena, wait_for
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+Undisturbed = Callable[[int], list[list[float]]]
+
+
+def worker(arena: Arena, *options: str) -> tuple[str, ...]:
+    return ("worker", "--study", arena.name, *options)
+
+
+def test_a_worker_leaves_when_only_others_have_trials(arena: Arena, undisturbed: Undisturbed) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
+    first = arena.start()
+    wait_for(lambda: arena.obeyed(0), "the first worker to be in mid-epoch")
+    said = arena.run(*worker(arena, "--leave-when-idle", "0.5"))
+    assert "while others run 1 trials: leaving" in said
+    assert not first.ended
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or first.ended, "the first worker to end")
+    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+
+
+def test_a_worker_leaves_after_so_many_trials_and_says_that_there_is_work_left(arena: Arena) -> None:
+    arena.create(3, [])
+    arena.run(*worker(arena, "--max-trials", "2"), code=128 + 15)
+    assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"] * 2
+    arena.run(*worker(arena, "--max-trials", "1"))
+    assert [trial.state for trial in read_trials(arena.storage_url, arena.name)] == ["COMPLETE"] * 3
+
+
+def test_a_worker_whose_time_is_up_takes_nothing_more(arena: Arena) -> None:
+    arena.create(1, [])
+    arena.run(*worker(arena, "--max-time", "0"), code=128 + 15)
+    assert read_trials(arena.storage_url, arena.name) == []
+
+
+def test_a_worker_that_hangs_says_where_and_its_trial_goes_on(arena: Arena, undisturbed: Undisturbed) -> None:
+    """Its lease is given up with it, and the attempt counts as lost: a trial that hangs each time fails at last."""
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1)], retries=1)
+    first = arena.start(*worker(arena, "--stall", "3"), STALL_LEAST="1", HPSEARCH_LEASE="600")
+    wait_for(lambda: arena.reap() or first.ended, "the worker to end itself")
+    log = first.log.read_text()
+    assert first.exit_code == 1, "it may be started again"
+    assert "where the longest pause was" in log
+    assert 'orders.py", line' in log, "the stack of what hangs"
+    arena.work(1)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["lost", "complete"]
+
+
+def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1)])
+    alive = arena.folder / "probe" / "alive"
+    first = arena.start(*worker(arena, "--heartbeat", str(alive)))
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    touched = alive.stat().st_mtime_ns
+    wait_for(lambda: time.time_ns() > touched + 1_100_000_000, "the next touch to be due")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or first.ended, "the worker to end")
+    assert alive.stat().st_mtime_ns > touched
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--save-every", "0"), "save_every must be above 0, not 0.0"),
+        (("--stall", "1"), "stall must be above 1, not 1.0"),
+        (("--save-every", "nan"), "save_every must be above 0, not nan"),
+    ],
+)
+def test_what_a_worker_cannot_do_is_told(arena: Arena, options: tuple[str, ...], message: str) -> None:
+    arena.create(1, [])
+    assert message in arena.run(*worker(arena, *options), code=2)
+
+
+def test_a_final_exit_code_may_be_another(arena: Arena) -> None:
+    """For engines that start again on all but one; what is no final code stays."""
+    arena.create(3, [])
+    final = ("--final-exit-code", "0")
+    assert "no study 'nosuch'" in arena.run("worker", "--study", "nosuch", *final)
+    arena.run(*worker(arena, "--max-trials", "1", *final), code=128 + 15)

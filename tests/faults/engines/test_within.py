@@ -1,0 +1,158 @@
+"""Workers that are told to go, or killed, in epochs that are longer than what is left to them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+import pytest
+import sqlalchemy as sa
+
+from objectives.training import Trainer
+from search.samplers.random import Random
+from search.sampling.seeds import derive_seed, make_sampler
+from tests.faults.engines.loading import Longer
+from tests.faults.harness import Arena, Worker, wait_for
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+Undisturbed = Callable[[int], list[list[float]]]
+STEPS = 12  # of a trial, three in an epoch
+NO_TIME = {"HPSEARCH_GRACE": "0"}
+OFTEN = {"HPSEARCH_SAVE_EVERY": "1e-6"}  # minutes: after each step that is asked about
+SLOW = {"STEP_PACE": "0.06"}  # seconds: longer than the session waits before it asks again
+
+
+def steps_of(arena: Arena) -> Counter[tuple[int, int]]:
+    """How often each step of each trial was trained."""
+    return Counter((event["trial"], event["step"]) for event in arena.events("step"))
+
+
+def failures(arena: Arena) -> int:
+    engine = sa.create_engine(arena.storage_url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        lost = sa.text("SELECT count(*) FROM hpsearch_attempts WHERE outcome IN ('lost', 'failed')")
+        return int(connection.execute(lost).scalar_one())
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
+    arena: Arena, undisturbed: Undisturbed, epoch: int
+) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=epoch, nth=2)], retries=0)
+    worker = arena.start(**NO_TIME, **SLOW)
+    wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")
+    worker.send(signal.SIGTERM)
+    wait_for(lambda: "ending the epoch, or saving within it" in worker.log.read_text(), "the worker to be told")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15
+    (given_back,) = read_trials(arena.storage_url, arena.name)
+    assert (given_back.state, given_back.outcomes) == ("WAITING", ["released"])
+    assert len(given_back.values) == epoch, "nothing of the epoch was reported"
+    assert any(f"/{epoch:04d}.2-1.pt" in path for path in given_back.pointers), given_back.pointers
+    arena.work(1, **SLOW)
+    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert set(steps_of(arena).values()) == {1}, "no step was trained twice"
+    assert f"trial 0: given back after epoch {epoch} and 2 steps\n" in worker.log.read_text()
+    assert f"trial 0: goes on after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
+
+
+def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Arena, undisturbed: Undisturbed) -> None:
+    arena.create(6, [], retries=0)
+    told = []
+
+    def meanwhile(running: list[Worker]) -> None:
+        # With each worker in mid-run: nothing is told of one that has not begun.
+        done = len(arena.events("step"))
+        if len(told) < 3 and done >= 20 * (len(told) + 1):
+            told.append(done)
+            for worker in running:
+                worker.send(signal.SIGTERM)
+
+    arena.work(4, meanwhile=meanwhile, codes=(128 + 15,), **NO_TIME, **SLOW)
+    assert len(told) == 3
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(6), 6)
+    assert {trial.state for trial in trials} == {"COMPLETE"}
+    assert sum("released" in trial.outcomes for trial in trials) >= 3, "some were given back in their midst"
+    found = steps_of(arena)
+    assert set(found.values()) == {1}, [step for step, times in found.items() if times > 1]
+    assert len(found) == 6 * STEPS
+
+
+def test_a_long_epoch_is_saved_in_its_midst_each_so_often(arena: Arena, undisturbed: Undisturbed) -> None:
+    """Each attempt but the last is killed at its second step, where one death is borne: each got on by a step."""
+    kills = [Order("training", "kill", trial=0, attempt=attempt, nth=2) for attempt in range(1, 6)]
+    arena.create(1, kills, retries=1)
+    arena.work(1, **OFTEN, **SLOW)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["lost"] * 5 + ["complete"]
+    assert steps_of(arena) == {(0, step): 1 for step in range(1, STEPS + 1)}, "a step that was killed was not taken"
+
+
+KILLED = [("keep", "before"), ("keep", "after"), ("write", "before"), ("write", "after"), ("put", "after")]
+
+
+def test_killed_at_each_step_of_saving_within_an_epoch(arena: Arena, undisturbed: Undisturbed) -> None:
+    orders = [
+        Order(point, "kill", trial=number, when=when, epoch=1, nth=2) for number, (point, when) in enumerate(KILLED)
+    ]
+    arena.create(len(orders), orders, retries=1)
+    arena.work(2, **OFTEN, **SLOW)
+    assert all(arena.obeyed(index) for index in range(len(orders)))
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(len(orders)), len(orders))
+    assert [trial.outcomes for trial in trials] == [["lost", "complete"]] * len(orders)
+
+
+def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, undisturbed: Undisturbed) -> None:
+    orders = [
+        Order("keep", "freeze", trial=0, epoch=1, nth=2),
+        Order("training", "hang", trial=0, attempt=2, epoch=2),
+    ]
+    arena.create(1, orders)
+
+    def replace(running: list[Worker]) -> None:
+        for worker in arena.frozen():
+            if worker in running:
+                running.remove(worker)
+                running.append(arena.start(**OFTEN, **SLOW))
+        if arena.obeyed(1) and not (arena.orders / "open").exists():
+            (first,) = arena.frozen()
+            first.send(signal.SIGCONT)
+            wait_for(lambda: "letting go" in first.log.read_text(), "the frozen worker to let go of its trial")
+            (arena.orders / "open").touch()
+
+    arena.work(1, meanwhile=replace, **OFTEN, **SLOW)
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in arena.workers), "all to leave")
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trial.outcomes == ["lost", "complete"]
+
+
+@pytest.mark.soak
+def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena) -> None:
+    """The next worker has the trial 15 s after the signal, and goes on at the step."""
+    objective = Longer()
+    sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0))
+    config, seed = objective.configure(sampled.ask()), derive_seed(0, "trial", 0)
+    alone = Trainer(objective, config, epochs=EPOCHS, seed=seed, split_seed=0, device="cpu").fit()
+
+    arena.create(1, [], objective=f"{Path(__file__).with_name('loading.py')}:Longer", retries=0)
+    worker = arena.start(STEP_PACE=str(60 / 26), HPSEARCH_GRACE="10")
+    wait_for(lambda: len(arena.events("step")) >= 3, "some steps")
+    worker.send(signal.SIGTERM)
+    told = time.monotonic()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    arena.work(1, STEP_PACE="0")
+    assert (worker.exit_code, failures(arena)) == (128 + 15, 0)
+    claimed = [event["at"] for event in arena.events("claimed") if event["pid"] == arena.workers[-1].pid]
+    assert claimed[0] - told < 15
+    (trial,) = read_trials(arena.storage_url, arena.name)
+    assert trial.values == {record.epoch: record.metrics["val_loss"] for record in alone.history}
+    assert set(steps_of(arena).values()) == {1}

@@ -1,0 +1,245 @@
+"""A run that is left in the midst of its epochs and resumed is the run that was never left, to the last bit."""
+
+import collections
+import itertools
+import math
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from objectives import ObjectiveError
+from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from objectives.training.evaluation import gathered
+from objectives.training.evaluation.metrics import binary
+from objectives.training.reproducibility import checkpoint
+from objectives.training.session import Due
+from tests.objectives.training.data.test_stream import Sums
+from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS, Augmented
+from tests.objectives.training.support import Wine, exact, fit, same_result
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+class Leaving(LocalSession):
+    """Is to be left after so many steps, whichever epoch they are in."""
+
+    def __init__(self, run_dir, steps=1):
+        super().__init__(run_dir)
+        self.steps, self.left = itertools.count(1), []
+        self.after = steps
+
+    def due(self, left):
+        self.left.append(left())
+        return Due.LEAVE if next(self.steps) >= self.after else Due.NOTHING
+
+
+def in_pieces(make, config, folder, *, steps, **settings):
+    """Train by as many attempts as it takes, each of so many steps; return the last one's result, and their number."""
+    settings, attempts, result = {"epochs": 3, "seed": 0, **settings}, 0, None
+    while result is None or result.status == "stopped":
+        result = Trainer(make(), config, session=Leaving(folder, steps), **settings).fit()
+        attempts += 1
+    return result, attempts
+
+
+@pytest.mark.parametrize("workers", [None, 0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_any_configuration_goes_on_exactly(name, workers, tmp_path):
+    config = CONFIGS[name]
+    if workers is not None:
+        config = TrainConfig(**{**config.to_dict(), "num_workers": workers})
+    settings = {"epochs": EPOCHS, "seed": 11, "split_seed": 5}
+    whole = Trainer(Augmented(), config, **settings).fit()
+    result, attempts = in_pieces(Augmented, config, tmp_path, steps=3, **settings)
+    assert attempts >= EPOCHS
+    same_result(result, whole)
+
+
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stream_goes_on_exactly(workers, tmp_path):
+    config = TrainConfig(lr=0.05, batch_size=16, num_workers=workers)
+    result, attempts = in_pieces(Sums, config, tmp_path, steps=6)
+    assert attempts > 3
+    same_result(result, fit(Sums(), TrainConfig(lr=0.05, batch_size=16), epochs=3))
+
+
+class Pooled:
+    """Metrics as one may write them: sums, lists and counts in attributes, a metric within, and a constant."""
+
+    def __init__(self):
+        self.auroc, self.of = binary(), torch.nn.functional.softmax
+        self.reset()
+
+    def update(self, output, target):
+        self.auroc.update(output[:, :2], target.clamp(max=1))
+        self.rows.append(output.detach())
+        self.counted.update(target.tolist())
+        self.last = {"first": target[:1].numpy(), "sizes": (len(target), None)}
+
+    def compute(self):
+        rows = torch.cat(self.rows)
+        return {
+            **self.auroc.compute(),
+            "spread": rows.std(),
+            "ones": self.counted[1] + self.last["sizes"][0] + float(self.last["first"][0]),
+        }
+
+    def reset(self):
+        self.rows, self.counted, self.last = [], collections.Counter(), None
+        self.auroc.reset()
+
+
+class Spread(nn.Module):
+    """A module that gathers in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+        self.inner = torchmetrics.MeanMetric()
+
+    def update(self, output, target):
+        self.sum += output.std()
+        self.inner.update(output)
+
+    def compute(self):
+        return {"spread": self.sum, "mean": self.inner.compute()}
+
+    def reset(self):
+        self.sum.zero_()
+        self.inner.reset()
+
+
+def wine_with(metrics):
+    class Judged(Wine):
+        metric, direction = "loss", "minimize"
+
+        def metrics(self, train):
+            return metrics()
+
+    return Judged
+
+
+@pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_whatever_metrics_gather_is_kept(metrics, accumulate, tmp_path):
+    config = TrainConfig(lr=0.02, batch_size=16, accumulate=accumulate, validate_every=2)
+    whole = fit(wine_with(metrics)(), config, epochs=3)
+    result, attempts = in_pieces(wine_with(metrics), config, tmp_path, steps=1)
+    assert attempts > 3
+    same_result(result, whole)
+
+
+def test_a_collection_that_shares_its_states_is_kept():
+    torch.manual_seed(0)
+    batches = [(torch.randn(7, 3), torch.randint(3, (7,))) for _ in range(4)]
+    kinds = torchmetrics.classification
+
+    def made():
+        return torchmetrics.MetricCollection(
+            {"p": kinds.MulticlassPrecision(3), "r": kinds.MulticlassRecall(3), "a": kinds.MulticlassAUROC(3)}
+        )
+
+    whole, first, second = made(), made(), made()
+    for batch in batches:
+        whole.update(*batch)
+    for batch in batches[:2]:
+        first.update(*batch)
+    gathered.restore(second, gathered.state_of(first))
+    for batch in batches[2:]:
+        second.update(*batch)
+    assert second.compute() == whole.compute()
+
+
+class Drawing:
+    """Metrics that hold what no checkpoint can."""
+
+    def __init__(self):
+        self.lock = torch.Generator()
+
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        return {}
+
+    def reset(self):
+        pass
+
+
+def test_metrics_that_cannot_be_kept_leave_whole_epochs(tmp_path):
+    session = Leaving(tmp_path)
+    result = Trainer(wine_with(Drawing)(), TrainConfig(batch_size=16), epochs=2, seed=0, session=session).fit()
+    assert result.status == "completed"
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("nothing is saved within an epoch: Drawing.lock is a Generator, which is no plain value") == 1
+
+
+def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
+    trainer = Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=0, session=Leaving(tmp_path, 3))
+    result = trainer.fit()
+    assert (result.status, result.history, result.best_epoch) == ("stopped", [], -1)
+    assert math.isnan(result.best_value)
+    state = checkpoint.read(tmp_path / "last.pt")
+    assert (state["format"], state["step"], state["within"]["sums"]["steps"]) == (3, 3, 3)
+    assert "left in epoch 1 after 3 of 6 steps" in (tmp_path / "train.log").read_text()
+    with pytest.raises(ObjectiveError, match="the checkpoint is of another run: seed is 0 there and 1 here"):
+        Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=1, session=Leaving(tmp_path)).fit()
+
+
+def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
+    """By its pace so far; from the second epoch on with what came after the steps of the one before."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr("objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
+    session = Leaving(tmp_path, math.inf)
+    Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=0, session=session).fit()
+    first, second = session.left[:6], session.left[6:]
+    assert first == [5, 4, 3, 2, 1, 0]
+    assert [left - rest for left, rest in zip(second, first, strict=True)] == [second[-1]] * 6
+    assert second[-1] > 0
+
+
+def test_states_are_saved_within_epochs_each_so_often(tmp_path):
+    class Noting(LocalSession):
+        saved = 0
+
+        def save_within(self, state):
+            super().save_within(state)
+            Noting.saved += 1
+
+    whole = fit(Wine(), TrainConfig(batch_size=16), epochs=2)
+    result = fit(Wine(), TrainConfig(batch_size=16), epochs=2, session=Noting(tmp_path, save_every=1e-9))
+    assert Noting.saved == 12
+    same_result(result, whole)
+    with pytest.raises(ObjectiveError, match="save_every must be above 0 seconds, not 0"):
+        LocalSession(tmp_path, save_every=0)
+
+
+def test_an_epoch_that_was_left_is_begun_once_for_the_objective(tmp_path):
+    """Its layers are thawed as they were before the state is put back."""
+
+    begun = []
+
+    class Thawing(Wine):
+        def on_epoch(self, model, epoch, config):
+            begun.append(epoch)
+            model[1][0].requires_grad_(epoch > 0)
+
+    whole = fit(Thawing(), TrainConfig(batch_size=16), epochs=3)
+    begun.clear()
+    result, attempts = in_pieces(Thawing, TrainConfig(batch_size=16), tmp_path, steps=9)
+    same_result(result, whole)
+    assert (attempts, begun) == (3, [0, 1, 0, 1, 2, 0, 1, 2])
+    assert [exact([record])[0][0] for record in result.history] == [0, 1, 2]
+
+
+def test_a_verdict_within_the_history_is_heeded_before_the_epoch_goes_on(tmp_path):
+    class Ending(LocalSession):
+        def report(self, record):
+            return Verdict.STOP
+
+    Trainer(Wine(), TrainConfig(batch_size=16), epochs=3, seed=0, session=Leaving(tmp_path, 9)).fit()
+    before = checkpoint.read(tmp_path / "last.pt")["step"]
+    assert Trainer(Wine(), TrainConfig(batch_size=16), epochs=3, seed=0, session=Ending(tmp_path)).fit().history
+    assert checkpoint.read(tmp_path / "last.pt")["step"] == before == 9

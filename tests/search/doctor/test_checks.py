@@ -1,0 +1,150 @@
+"""The checks of the machine, and what becomes of a check that breaks."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from rich.text import Text
+
+from search.doctor.check import Check, Checker, Finding, Found, failed, ok
+from search.doctor.devices import device_checks, unseen
+from search.doctor.disk import disk_checks
+from search.doctor.text import finding_line
+from search.doctor.tracking import tracking_checks
+from search.doctor.versions import direct_dependencies, version_check
+from storage.embedded.stack import StackInfo
+from storage.mlflow.client import Tracking
+from storage.mlflow.probe import remove_probe, write_probe
+
+
+def found_by(*checks: Check) -> dict[str, Finding]:
+    return {finding.check: finding for finding in Checker().run(checks)}
+
+
+def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
+    url = "postgresql://u:geheim@h/d"
+
+    def breaks() -> Found:
+        raise RuntimeError(f"cannot use\n{url} with geheim")
+
+    checks = [Check("a", breaks), Check("b", lambda: ok("b"), ("a",)), Check("c", lambda: ok("c"), ("b",))]
+    a, b, c, d = Checker([url]).run([*checks, Check("d", lambda: ok("d"))])
+    assert a.status == "failed"
+    assert a.found == "RuntimeError: cannot use postgresql://u:***@h/d with ***"
+    assert (b.status, b.found) == (c.status, c.found) == ("skipped", "needs a")
+    assert (d.status, d.found) == ("ok", "d")
+
+
+def test_a_long_line_is_folded_below_its_words() -> None:
+    finding = Finding("rights", "failed", "user 'u' lacks INSERT on a table", "GRANT INSERT ON a_table TO u")
+    assert finding_line(finding, None).plain == (
+        "failed   rights       user 'u' lacks INSERT on a table: GRANT INSERT ON a_table TO u"
+    )
+    folded = finding_line(finding, 60)
+    assert isinstance(folded, Text)
+    assert folded.plain.splitlines() == [
+        "failed   rights       user 'u' lacks INSERT on a table:",
+        "                      GRANT INSERT ON a_table TO u",
+    ]
+
+
+def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_by(*disk_checks(tmp_path))["home"].status == "ok"
+    monkeypatch.setattr("search.doctor.disk.LITTLE", 10**18)
+    disk = found_by(*disk_checks(tmp_path))["disk"]
+    assert disk.status == "warning"
+    assert "HPSEARCH_HOME" in disk.remedy
+    monkeypatch.setattr("search.doctor.disk.TOO_LITTLE", 10**18)
+    assert found_by(*disk_checks(tmp_path))["disk"].status == "failed"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_that_cannot_be_written_is_told() -> None:
+    home = found_by(*disk_checks(Path("/proc")))["home"]
+    assert home.status == "failed"
+    assert "/proc cannot be written" in home.found
+
+
+def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = tmp_path / "constraints.txt"
+    monkeypatch.setattr("search.doctor.versions.CONSTRAINTS", constraints)
+    assert "no constraints.txt" in found_by(version_check())["versions"].found
+    pins = {name: str(there).partition("+")[0] for name, there in direct_dependencies().items()}
+    assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()
+    assert "pytest" not in pins
+    constraints.write_text("# a comment\n" + "".join(f"{name}=={pin}\n" for name, pin in pins.items()))
+    assert found_by(version_check())["versions"].status == "ok"  # whatever build of torch there is
+    constraints.write_text("Rich==0.0.1\nnumpy==" + version("numpy"))
+    versions = found_by(version_check())["versions"]
+    assert versions.status == "warning"
+    assert versions.found.endswith(f": rich {version('rich')} (pinned 0.0.1)")
+
+
+def test_gpus_that_torch_does_not_see_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf 'NVIDIA H200\\nNVIDIA H200\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = found_by(*device_checks())
+    assert found["cpu"].status == "ok"
+    assert found["gpu"].status == "warning"
+    assert "2 GPUs (NVIDIA H200)" in found["gpu"].found
+    assert "unset it" in found["gpu"].remedy
+    program.write_text("#!/bin/sh\nexit 9\n")  # the driver is not loaded
+    assert found_by(*device_checks())["gpu"].status == "ok"
+
+
+@pytest.mark.parametrize(("cuda", "word"), [(None, "HPSEARCH_TORCH_BACKEND"), ("13.0", "CUDA 13.0")])
+def test_the_remedy_for_unseen_gpus_goes_by_the_build_of_torch(cuda, word, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert word in unseen(["NVIDIA H200"]).remedy
+
+
+def test_the_probe_of_artifacts_goes_through_the_server_and_leaves_nothing(stack: StackInfo) -> None:
+    tracking = Tracking(stack.tracking_uri)
+    place = write_probe(tracking)
+    folder = stack.home / "artifacts" / place.partition(":/")[2].lstrip("/")
+    assert [file.name for file in folder.iterdir()] == ["probe.txt"]
+    remove_probe(tracking, place)
+    assert not folder.exists()
+
+
+class _HealthAlone(http.server.BaseHTTPRequestHandler):
+    """A server that is well, and takes nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in ("/health", "/version") else 500)
+        self.end_headers()
+        self.wfile.write({"/health": b"OK", "/version": b"2.9.1"}.get(self.path, b"no space left"))
+
+    do_POST = do_PUT = do_GET  # noqa: N815 the names are http.server's
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _HealthAlone) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str) -> None:
+    found = found_by(*tracking_checks(healthy, "--tracking-uri", needs=(), otherwise=failed("", "")))
+    assert found["mlflow"].status == "warning"
+    assert "MLflow 2.9.1" in found["mlflow"].found
+    assert found["artifacts"].status == "failed"
+    assert found["artifacts"].found.startswith("cannot be written: ")
+    assert "--artifacts-destination" in found["artifacts"].remedy

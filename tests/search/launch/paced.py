@@ -1,0 +1,26 @@
+"""An objective whose steps take as long as the environment says: an engine has time to do something to its workers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from objectives.training import Dataset, TrainConfig
+from tests.faults.scripted import Scripted
+
+
+class Slow(nn.CrossEntropyLoss):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        return super().forward(output, target)
+
+
+class Paced(Scripted):
+    name = "paced"
+
+    def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
+        return Slow()

@@ -1,0 +1,50 @@
+"""Where whoever launches a fleet sits: a study's database, whose password is in a file, and the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import optuna
+
+from docs.rooms import ROOT
+from storage.urls import redact
+
+PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
+
+
+class Site:
+    """A study's database, the settings of whoever submits, and the command line."""
+
+    def __init__(self, folder: Path, url: str, tracking_uri: str) -> None:
+        parts = urlsplit(url.replace("+psycopg2", ""))
+        passwords = folder / "pgpass"
+        passwords.write_text(f"*:*:*:{parts.username}:{parts.password}\n")
+        passwords.chmod(0o600)
+        self.url = parts._replace(netloc=f"{parts.username}@{parts.hostname}:{parts.port}").geturl()
+        assert redact(self.url) == self.url
+        self.full_url, self.folder = url, folder
+        self.environment = {
+            "HPSEARCH_STORAGE_URL": self.url, "HPSEARCH_TRACKING_URI": tracking_uri,
+            "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+
+    def __call__(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment},
+            cwd=self.folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def create(self, name: str, trials: int) -> None:
+        """Make a study whose trials take as long as STEP_SECONDS says."""
+        self("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
+             "--workers", "0")  # fmt: skip
+
+    def states(self, name: str) -> list[str]:
+        study = optuna.load_study(study_name=name, storage=self.full_url)
+        return [trial.state.name for trial in study.get_trials(deepcopy=False)]

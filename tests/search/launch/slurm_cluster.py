@@ -1,0 +1,156 @@
+"""A Slurm of our own on this machine: a controller and three nodes on loopback, with a munge of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "scontrol")
+NODES = ("n1", "n2", "n3")
+
+_CONF = """
+ClusterName=hpsearch
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CryptoType=crypto/munge
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=30
+KillWait=20
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> list[str]:
+    """What of Slurm this machine has not."""
+    return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
+
+
+@dataclass
+class Cluster:
+    """A running one."""
+
+    folder: Path
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def start(self, name: str, *command: str) -> None:
+        log = (self.folder / f"{name}.out").open("wb")
+        self.daemons[name] = subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def run(self, *command: str, input: str = "", **environment: str) -> str:  # noqa: A002 as subprocess names it
+        done = subprocess.run(
+            command, input=input, env={**self.environment, **environment}, capture_output=True, text=True,
+            cwd=self.folder, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def states(self, job: str) -> dict[str, str]:
+        """The state of each task of an array that is not over."""
+        lines = self.run("squeue", "-h", "-r", "-j", job, "-o", "%K %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def logs(self, name: str = "*") -> str:
+        """What the tasks of a study said."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"hpsearch-{name}-*.log")))
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited in vain for {what}\n{self.run('squeue')}\n{self.logs()[-5000:]}"
+            time.sleep(0.5)
+
+
+def _free_ports(number: int) -> list[int]:
+    made = [socket.socket() for _ in range(number)]
+    for one in made:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in made]
+    for one in made:
+        one.close()
+    return ports
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start one in a folder; end all that it started."""
+    cluster = Cluster(folder)
+    controller, *ports = _free_ports(1 + len(NODES))
+    host = socket.gethostname().split(".")[0]
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
+        for name, port in zip(NODES, ports, strict=True)
+    )
+    (folder / "state").mkdir()
+    for name in NODES:
+        (folder / f"spool-{name}").mkdir()
+    (folder / "slurm.conf").write_text(_CONF.format(host=host, port=controller, folder=folder, nodes=nodes))
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    try:
+        cluster.start(
+            *("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}"),
+            *(f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munge.seed", "--num-threads=2"),
+        )
+        cluster.wait((folder / "munge.socket").exists, "munge", 30)
+        cluster.start("slurmctld", "slurmctld", "-D", "-c")
+        for name in NODES:
+            cluster.start(name, "slurmd", "-D", "-N", name)
+        up = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        cluster.wait(lambda: _tried(cluster, *up) == str(len(NODES)), "the nodes", 60)
+        yield cluster
+    finally:
+        mine = [process for process in psutil.process_iter() if _is_of(process, folder)]
+        for process in mine:
+            process.kill()
+        for daemon in cluster.daemons.values():
+            daemon.kill()
+            daemon.wait()
+
+
+def _tried(cluster: Cluster, *command: str) -> str:
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip()
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process is a step's, or in one: what a killed daemon left goes on."""
+    try:
+        return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.pid != os.getpid()
+    except psutil.Error:
+        return False

@@ -1,0 +1,23 @@
+"""A fleet to print, and what would trip over bad quoting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search.launch.printed import printed
+from search.launch.settings import Launch
+
+AWAY = "postgresql://user@127.0.0.1:1/optuna"
+# Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.
+URL = 'postgresql://user@host/it\'s%20"a"$HOME`x`$(x)#db?options=-c%20a\\b'
+HOME = '/srv/it\'s "a" $HOME %i `x` $(x) #home\\'
+
+
+def launch(**changed: Any) -> Launch:
+    """Four workers under Slurm, but for what is changed."""
+    return Launch(**{"engine": "slurm", "study": "wine", "workers": 4, "storage_url": AWAY, **changed})
+
+
+def text(**changed: Any) -> str:
+    """What is printed for it."""
+    return printed(launch(**changed))

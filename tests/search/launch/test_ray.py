@@ -1,0 +1,53 @@
+"""The program for Ray: it can be read, and quotes what it is given.
+
+What a real Ray makes of it is in test_ray_engine.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from tests.search.launch.support import HOME, URL, text
+
+
+def constants(program: str) -> dict[str, Any]:
+    """What it sets to plain values."""
+    found = {}
+    for node in ast.parse(program).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            found[node.targets[0].id] = node.value.value
+    return found
+
+
+def actor(program: str) -> dict[str, Any]:
+    """What Ray is asked for each worker."""
+    (made,) = [node for node in ast.parse(program).body if isinstance(node, ast.ClassDef)]
+    (call,) = made.decorator_list
+    assert isinstance(call, ast.Call)
+    return {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(0.0, 0), (0.25, 0.25), (1.0, 1), (2.0, 2)])
+def test_what_each_worker_is_given(gpus: float, found: float) -> None:
+    program = text(engine="ray", gpus=gpus, cpus=3, memory="6G", workers=7, grace=90)
+    assert actor(program) == {
+        "num_cpus": 3, "num_gpus": found, "memory": 6 * 2**30, "max_restarts": -1, "max_concurrency": 2,
+    }  # fmt: skip
+    assert "range(7)" in program
+    assert "grace=85" in program
+    assert "timeout=90" in program
+
+
+def test_values_arrive_as_they_are() -> None:
+    found = constants(text(engine="ray", storage_url=URL, home=HOME, folder=HOME))
+    assert {name: found[name] for name in ("STUDY", "STORAGE_URL", "HOME", "FOLDER")} == {
+        "STUDY": "wine", "STORAGE_URL": URL, "HOME": HOME, "FOLDER": HOME,
+    }  # fmt: skip
+    assert constants(text(engine="ray", storage_url=None))["STORAGE_URL"] is None

@@ -1,0 +1,93 @@
+"""The printed program under a real Ray: a worker that is killed, and one that is told to go."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.search.launch.site import Site
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray"),
+]
+
+
+class Driver:
+    """The printed program, running; Ray starts a cluster of its own for it on this machine."""
+
+    def __init__(self, site: Site, name: str, trials: int, log: Path) -> None:
+        site.create(name, trials)
+        program = site("fleet", "print", "ray", name, *("--workers", "2", "--cpus-per-worker", "1"),
+                       *("--memory", "1G", "--grace", "30"))  # fmt: skip
+        self.log = log
+        environment = {
+            **os.environ,
+            **site.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "STEP_SECONDS": "0.5",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-"],
+            stdin=subprocess.PIPE,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=site.folder,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(program)
+        self.process.stdin.close()
+
+    def actors(self) -> list[psutil.Process]:
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return [one for one in below if "ray::Worker" in " ".join(one.cmdline())]
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 240
+        while not condition():
+            assert time.monotonic() < end, f"waited in vain for {what}\n{self.log.read_text()[-5000:]}"
+            time.sleep(0.5)
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def close(self) -> None:
+        """End it, and the cluster that is its child."""
+        below = psutil.Process(self.process.pid).children(recursive=True) if not self.ended() else []
+        for one in below:
+            one.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize("how", ["killed", "told"])
+def test_a_worker_that_is_killed_comes_again_and_told_workers_save(site: Site, tmp_path: Path, how: str) -> None:
+    driver = Driver(site, how, 8, tmp_path / "log")
+    try:
+        driver.wait(lambda: site.states(how).count("RUNNING") == 2, "both workers to train")
+        if how == "killed":
+            driver.actors()[0].kill()
+            driver.wait(driver.ended, "the program to end")
+            assert driver.process.returncode == 0, driver.log.read_text()
+            assert site.states(how) == ["COMPLETE"] * 8
+            assert "hpsearch: a worker is lost" in driver.log.read_text()
+        else:
+            driver.process.send_signal(signal.SIGTERM)
+            driver.wait(driver.ended, "the program to end")
+            assert driver.process.returncode == 143, driver.log.read_text()
+            assert "RUNNING" not in site.states(how), "each trial was given back"
+            assert site.states(how).count("WAITING") == 2
+    finally:
+        driver.close()
