@@ -47,7 +47,7 @@ class TrialSession(LocalSession):
         self._log_epoch = log_epoch
         self.kept = TrialCheckpoints(context.checkpoints, self, claim)
         self.decision: Decision | None = None  # the last one
-        self.saved = ""  # after which epoch or step
+        self.saved = "at its beginning"  # after which epoch or step
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._ask_at = 0.0
         self._saving = 0.0  # seconds that the last epoch's took
@@ -57,7 +57,8 @@ class TrialSession(LocalSession):
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
         state = self.kept.restore()
         if state is not None:
-            log.info("trial %d: goes on %s", self._claim.number, where(state))
+            self.saved = where(state)
+            log.info("trial %d: goes on %s", self._claim.number, self.saved)
         return state
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
@@ -87,10 +88,10 @@ class TrialSession(LocalSession):
         """
         with self.kept.saving_within(state):
             super().save_within(state)
-        self.saved = where(state)
-        if (pending := self.kept.pending) is not None:
+        if (pending := self.kept.pending) is not None:  # else the store was away, and the trial goes on from before
             self._context.claims.keep(self._claim, pending.epoch, pending.stored)
             self.kept.committed()
+            self.saved = where(state)
 
     def report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.

@@ -80,6 +80,7 @@ class Ours:
         self.storage = PostgresStorage(engine, patience=60.0)
         study_id = self.storage.get_study_id_from_name(name)
         self.claims = Claims(engine, study_id, worker=f"simulated:{number}")
+        self.claims._process = f"simulated/pid:[1]/time:[1]/{number}/1"  # of another machine, as most of a fleet's are
         self.pruner = StudyPruner(spec_of(name), self.storage, study_id, max_age=1.0)
         self.random = random.Random(number)
         self.claim: Claim | None = None

@@ -32,5 +32,7 @@ def retry(
     for number in dict.fromkeys(trial):
         epoch = study.retry(number, from_start=from_start)
         where = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
+        if epoch == -1:
+            where = "in its first epoch, at its last checkpoint's step"
         typer.echo(f"trial {number} waits to be run again, {where}")
     typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
