@@ -40,13 +40,24 @@ _FAILURES = f"""
 """  # noqa: S608 the part is a constant
 
 # A lease that ran out while the server itself was down says nothing about the worker.
+_EXPIRED = """
+    (a.expires_at < clock_timestamp()
+     AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second')
+"""
+
 LIVE = sa.text(f"""
-    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state,
-           a.expires_at < clock_timestamp()
-           AND pg_postmaster_start_time() < clock_timestamp() - a.lease * interval '1 second' AS expired,
-           {_FAILURES.format(trial="a.trial_id")} AS failures
+    SELECT a.process, {_EXPIRED} AS expired
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
      WHERE t.study_id = :study AND a.ended_at IS NULL
+""")  # noqa: S608 the part is a constant
+
+# Of the live attempts those that may be over: of the others a claim has nothing to ask, and of a large fleet's there
+# are as many as workers.
+SUSPECTS = sa.text(f"""
+    SELECT a.trial_id, a.attempt, a.worker, a.process, a.lease, t.number, t.state, {_EXPIRED} AS expired,
+           {_FAILURES.format(trial="a.trial_id")} AS failures
+      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+     WHERE t.study_id = :study AND a.ended_at IS NULL AND ({_EXPIRED} OR starts_with(a.process, :machine))
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
 

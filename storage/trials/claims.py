@@ -26,7 +26,7 @@ from storage.errors import ClaimLostError, StorageError
 from storage.trials import claim_sql as sql
 from storage.trials import settling
 from storage.trials.outcome import Outcome
-from storage.trials.process_identity import current_process, has_ended
+from storage.trials.process_identity import current_machine, current_process, has_ended
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
 
@@ -165,7 +165,8 @@ class Claims:
 
     def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
-        for row in connection.execute(sql.LIVE, {"study": self._study_id}).all():
+        suspects = {"study": self._study_id, "machine": f"{current_machine()}/"}
+        for row in connection.execute(sql.SUSPECTS, suspects).all():
             expired = row.expired and time.monotonic() - self._back_at > row.lease
             if not (expired or has_ended(row.process)):
                 continue

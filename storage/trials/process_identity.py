@@ -23,6 +23,11 @@ def current_process() -> str:
     return process_name(os.getpid())
 
 
+def current_machine() -> str:
+    """Return what the names of all processes begin with that this one can judge."""
+    return _machine()
+
+
 def process_name(pid: int) -> str:
     """Return the name of a process of this machine, as seen from here."""
     return f"{_machine()}/{pid}/{_start(pid)}"
