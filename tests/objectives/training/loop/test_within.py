@@ -44,8 +44,8 @@ def in_pieces(make, config, folder, *, steps, **settings):
     return result, attempts
 
 
-@pytest.mark.parametrize("workers", [None, 0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("workers", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
+@pytest.mark.parametrize("name", [pytest.param("loader", marks=pytest.mark.slow), *sorted(set(CONFIGS) - {"loader"})])
 def test_any_configuration_goes_on_exactly(name, workers, tmp_path):
     config = CONFIGS[name]
     if workers is not None:
@@ -122,7 +122,7 @@ def wine_with(metrics):
 
 
 @pytest.mark.parametrize("metrics", [Pooled, Spread, lambda: torchmetrics.classification.MulticlassAccuracy(3)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_metrics_gather_is_kept(metrics, accumulate, tmp_path):
     config = TrainConfig(lr=0.02, batch_size=16, accumulate=accumulate, validate_every=2)
     whole = fit(wine_with(metrics)(), config, epochs=3)
