@@ -37,4 +37,4 @@ def summary_line(findings: Iterable[Finding]) -> str:
     """Return how many checks came to what: ``14 ok, 1 warning, 1 failed``."""
     counts = Counter(finding.status for finding in findings)
     words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}
-    return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]
+    return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]  # a status is one of these words

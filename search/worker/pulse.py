@@ -66,7 +66,7 @@ class Pulse:
     def _look(self) -> None:
         assert self._stall is not None
         while True:
-            time.sleep(min(1.0, LEAST / 4))
+            time.sleep(min(1.0, LEAST / 4))  # it looks for what does not come: nothing could wake it
             give_back, pause = self._give_back, time.monotonic() - self._last
             if give_back is None or not self._beats or pause <= max(LEAST, self._stall * self._longest):
                 continue

@@ -238,7 +238,7 @@ class _Rest:
         if self.first is not None:
             first, self.first = self.first, None
             return first, False
-        return next(self.life)  # type: ignore[no-any-return]
+        return next(self.life)  # type: ignore[no-any-return]  # a generator of any kind of worker
 
 
 def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, seconds: float) -> None:
@@ -295,7 +295,7 @@ class Simulation:
             assert driver.stdin is not None
             driver.stdin.write(f"{begin}\n")
             driver.stdin.flush()
-        time.sleep(1.0 + epoch * 1.5 + seconds / 2)
+        time.sleep(1.0 + epoch * 1.5 + seconds / 2)  # connections are counted in the middle of what counts
         with self.admin.connect() as connection:
             in_use = connection.execute(
                 sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = 'optuna'")

@@ -92,7 +92,7 @@ class Cluster:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"waited in vain for {what}\n{self.run('squeue')}\n{self.logs()[-5000:]}"
-            time.sleep(0.5)
+            time.sleep(0.5)  # until a condition holds
 
 
 def _free_ports(number: int) -> list[int]:

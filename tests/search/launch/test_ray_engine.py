@@ -58,7 +58,7 @@ class Driver:
         end = time.monotonic() + 240
         while not condition():
             assert time.monotonic() < end, f"waited in vain for {what}\n{self.log.read_text()[-5000:]}"
-            time.sleep(0.5)
+            time.sleep(0.5)  # until a condition holds
 
     def ended(self) -> bool:
         return self.process.poll() is not None

@@ -72,7 +72,7 @@ class Node:
         end = time.monotonic() + 60
         while len(self.said(name)) < lines:
             assert time.monotonic() < end
-            time.sleep(0.02)
+            time.sleep(0.02)  # until a condition holds
 
 
 def options(script: str) -> dict[str, str]:
