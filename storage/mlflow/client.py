@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import tenacity
 
 from storage.errors import StorageError
-from storage.mlflow.health import is_away
+from storage.mlflow.health import is_away, is_duplicate
 from storage.trials.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ _again = tenacity.retry(
     retry=tenacity.retry_if_exception(is_away),
     stop=tenacity.stop_after_attempt(3),
     wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
+    reraise=True,
+)
+
+_unless_overtaken = tenacity.retry(
+    retry=tenacity.retry_if_exception(is_duplicate),
+    stop=tenacity.stop_after_attempt(5),
+    wait=tenacity.wait_random(max=0.5),
     reraise=True,
 )
 
@@ -212,6 +219,14 @@ class Tracking:
     def log_file(self, run_id: str, path: Path) -> None:
         """Upload a file to a run."""
         self.client.log_artifact(run_id, str(path))
+
+    @_unless_overtaken  # of workers that begin together, the runs have the same data
+    def log_data(self, run_id: str, *, name: str, digest: str, source: str, profile: str) -> None:
+        """Log what a run was trained on. Safe to repeat."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(name, digest, "code", source, profile=profile)
+        self.client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def log(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
@@ -63,6 +64,8 @@ def server_version(uri: str) -> str | None:
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST"}
 _REFUSALS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED"}
 
+_DUPLICATE = re.compile("duplicate (key|entry)|unique constraint", re.IGNORECASE)  # by Postgres, MySQL, SQLite
+
 
 def is_away(error: BaseException) -> bool:
     """Whether the same request may succeed later: no answer, a server that is starting, or that lets us in later."""
@@ -74,6 +77,11 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return error.response.status_code >= 500 or error.response.status_code in {401, 403, 408, 425, 429}
     return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
+
+
+def is_duplicate(error: BaseException) -> bool:
+    """Whether another process wrote the same row in between: MLflow looks before it writes, and finds it next time."""
+    return bool(_DUPLICATE.search(str(error)))
 
 
 def unreachable(error: BaseException | None) -> bool:

@@ -200,7 +200,6 @@ class Shipper:
         except Exception as error:  # MLflow refuses by several types; what is away is raised again
             if is_away(error):
                 raise
-            self._tracking.has_run(run)  # if it was deleted, that is all there is to say
             # One thing in it is refused: the others must not be lost with it.
             parts: list[dict[str, Any]] = [{"metrics": batch.metrics}, {"params": batch.params}]
             parts += [{"tags": {key: value}} for key, value in batch.tags.items()]
@@ -208,9 +207,14 @@ class Shipper:
                 try:
                     self._tracking.log(run, **part)
                 except Exception as refusal:  # as above
-                    if is_away(refusal):
-                        raise
-                    self._note(journal, f"MLflow refuses {', '.join(part)}: {one_line(refusal)}")
+                    self._note_refusal(journal, ", ".join(part), refusal)
+
+    def _note_refusal(self, journal: Journal, what: str, error: Exception) -> None:
+        """Note what MLflow will not have, in the `except` of what tried; raise again where it may have it later."""
+        if is_away(error):
+            raise error
+        self._tracking.has_run(self._run(journal))  # if it was deleted, that is all there is to say
+        self._note(journal, f"MLflow refuses {what}: {one_line(error)}")
 
     def _note(self, journal: Journal, problem: str) -> None:
         log.warning("trial %d: %s", journal.head.number, problem)
@@ -277,11 +281,13 @@ class Shipper:
             self._tracking.log(run, tags=journal.head.tags)  # a new run was made with them
 
     def _log_data(self, journal: Journal, record: journal_records.Data) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        tags = [InputTag("mlflow.data.context", "training")]
-        dataset = Dataset(record.name, record.digest, "code", record.source, profile=record.profile)
-        self._tracking.client.log_inputs(self._run(journal), [DatasetInput(dataset, tags)])
+        run = self._run(journal)
+        try:
+            self._tracking.log_data(
+                run, name=record.name, digest=record.digest, source=record.source, profile=record.profile
+            )
+        except Exception as error:  # what MLflow refuses of it must not keep the files from it
+            self._note_refusal(journal, "data", error)
 
     def _upload_files(self, journal: Journal) -> None:
         if not journal.files.is_dir():

@@ -6,23 +6,29 @@ import itertools
 import logging
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import optuna
+import psycopg2
 import pytest
 import sqlalchemy as sa
 import torch
 from mlflow.exceptions import MlflowException
 
 from storage.attributes import RUN_ID, TRACKING
+from storage.database.roles import MLFLOW
+from storage.database.roles import TRACKING as TRACKING_DATABASE
+from storage.embedded.ports import LOOPBACK
 from storage.embedded.stack import StackInfo
+from storage.embedded.state import load
 from storage.errors import StorageError
 from storage.mlflow import exported_model
 from storage.mlflow.client import Tracking
-from storage.mlflow.journal_records import End, Epoch, Leave, Model, Open, Params, Published, Tags
+from storage.mlflow.journal_records import Data, End, Epoch, Files, Leave, Model, Open, Params, Published, Tags
 from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender_thread import Sender
@@ -146,6 +152,64 @@ def test_one_thing_that_is_refused_does_not_take_the_others_with_it(post: Post) 
     journal.append(End(Outcome.COMPLETE, "r", at=2000, kept=False))
     assert post.shipper.ship(journal)
     assert "refuses params" in post.storage.get_trial(post.trial_id).user_attrs[TRACKING]
+
+
+@pytest.fixture
+def mlflow_database(stack: StackInfo) -> Iterator[psycopg2.extensions.connection]:
+    """The MLflow server's own database, as the server is connected to it."""
+    state = load(stack.home)
+    assert state is not None
+    parts = {"host": LOOPBACK, "port": state.postgres.port, "dbname": TRACKING_DATABASE, "sslmode": "disable"}
+    connection = psycopg2.connect(user=MLFLOW, password=state.mlflow_password, **parts)
+    yield connection
+    connection.close()
+
+
+def wait_for_a_waiter(database: psycopg2.extensions.connection) -> None:
+    """Wait until the server waits for a row that this connection has."""
+    waits = "SELECT 1 FROM pg_stat_activity WHERE pg_backend_pid() = ANY(pg_blocking_pids(pid))"
+    with database.cursor() as cursor:
+        while cursor.execute(waits) or not cursor.fetchall():
+            time.sleep(0.01)  # there is nothing to be told by
+
+
+def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
+    post: Post, mlflow_database: psycopg2.extensions.connection, tmp_path: Path
+) -> None:
+    """MLflow looks for a dataset before it writes it, and calls a request bad that another was faster than."""
+    data = Data("split", secrets.token_hex(16), source="{}", profile="{}")
+    journal = post.open()
+    post.shipper.ship(journal)
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    assert journal.keep(tmp_path / "config.yaml")
+    journal.append(data)
+    journal.append(Files())
+    with mlflow_database, mlflow_database.cursor() as other:
+        row = (secrets.token_hex(16), post.tracking.experiment_id, data.name, data.digest)
+        other.execute(
+            "INSERT INTO datasets (dataset_uuid, experiment_id, name, digest, dataset_source_type, dataset_source)"
+            " VALUES (%s, %s, %s, %s, 'code', '{}')",
+            row,
+        )
+        slower = threading.Thread(target=post.shipper.ship, args=(journal,))
+        slower.start()
+        wait_for_a_waiter(mlflow_database)
+    slower.join()
+    run = post.tracking.client.get_run(post.run_id)
+    assert [used.dataset.digest for used in run.inputs.dataset_inputs] == [data.digest]
+    assert [file.path for file in post.tracking.client.list_artifacts(post.run_id)] == ["config.yaml"]
+    assert journal.position.problem is None
+
+
+def test_data_that_mlflow_refuses_do_not_take_the_files_with_them(post: Post, tmp_path: Path) -> None:
+    journal = post.open()
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    assert journal.keep(tmp_path / "config.yaml")
+    journal.append(Data("split", "x" * 1000, source="{}", profile="{}"))
+    journal.append(Files())
+    post.shipper.ship(journal)
+    assert [file.path for file in post.tracking.client.list_artifacts(post.run_id)] == ["config.yaml"]
+    assert str(journal.position.problem).startswith("MLflow refuses data: ")
 
 
 def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
