@@ -110,7 +110,7 @@ class LoopTrial:
             near = nearest(self._metric, list(numbers))
             raise MetricError(self._metric, f"is none that was reported: {near}; or set the objective's metric")
         if not math.isfinite(value := numbers[self._metric]):
-            raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch, step=0, lr=0.0, grad_norm=None, batch=None)
+            raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch)
         if not self._checked:
             check_plain(state, "state")
             check_plain(best, "best")

@@ -242,8 +242,6 @@ def _require_finite(scores: dict[str, float], metric: str, run: Run, epoch: int)
                 epoch=epoch,
                 step=run.step - 1,
                 lr=float(run.optimizer.param_groups[0]["lr"]),
-                grad_norm=None,
-                batch=None,
             )
 
 

@@ -98,7 +98,9 @@ def promote(
     if model_id is None:
         known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
         why = textwrap.shorten(
-            str(known or "its objective has no export(), or it was removed"), 160, placeholder=" ..."
+            str(known or "removed, or never made: a function makes none, a LoopObjective by its export()"),
+            width=160,
+            placeholder=" ...",
         )
         raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
     evidence = gather_evidence(study, chosen, tracking.client)

@@ -30,7 +30,7 @@ from storage.trials.register import Register
 log = logging.getLogger(__name__)
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-FAILURES_IN_A_ROW = 3
+ENOUGH_FAILURES = 3  # of the whole fleet since this worker began
 
 
 class Worker:
@@ -77,7 +77,7 @@ class Worker:
         self._left = max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
-        self._failures: list[str] = []  # reasons of trials that failed, in a row
+        self._failed_before = 0  # trials, when this worker began
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -85,6 +85,7 @@ class Worker:
         Returns:
             The process's exit code: ``EXIT_DONE``, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
         """
+        self._failed_before = len(self._failed())
         with self._context.lease:
             while not self._stopping() and self._left != 0:
                 self._pulse.beat()
@@ -101,12 +102,12 @@ class Worker:
                         self._wait()
                         continue
                     case Lost() as lost:
-                        self._count(self._lost(lost))
+                        ended: Ended | None = self._lost(lost)
                     case Claim() as claim:
                         self._idle, self._idle_since = 0, math.inf
-                        self._count(Attempt(self._context, claim).run())
+                        ended = Attempt(self._context, claim).run()
                         self._left = None if self._left is None else self._left - 1
-                if self._hopeless():
+                if ended is not None and ended.outcome.trial_state == "FAIL" and self._hopeless(ended):
                     return EXIT_GAVE_UP
         return EXIT_DRAINED if self._any_left() else EXIT_DONE
 
@@ -122,18 +123,16 @@ class Worker:
         self._context.tracker.lost(lost, at=int(time.time() * 1000))
         return Ended(Outcome.LOST, lost.reason)
 
-    def _count(self, ended: Ended | None) -> None:
-        """Count failures in a row; a trial that goes on elsewhere is none, and ends no row."""
-        if ended is None:
-            return
-        self._failures = [*self._failures, ended.reason] if ended.outcome.trial_state == "FAIL" else []
-
-    def _hopeless(self) -> bool:
-        count = len(self._failures)
-        if count < FAILURES_IN_A_ROW or self._any_finished():
+    def _hopeless(self, last: Ended) -> bool:
+        """Whether trials only fail, whichever worker runs them: another would as well."""
+        failed = len(self._failed()) - self._failed_before
+        if failed < ENOUGH_FAILURES or self._any_finished():
             return False
-        log.error("giving up: %d trials in a row failed and none has finished; the last: %s", count, self._failures[-1])
+        log.error("giving up: %d trials failed and none has finished; the last: %s", failed, last.reason)
         return True
+
+    def _failed(self) -> list[optuna.trial.FrozenTrial]:
+        return [t for t in self._context.study.trials() if t.state == optuna.trial.TrialState.FAIL]
 
     def _any_finished(self) -> bool:
         finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)

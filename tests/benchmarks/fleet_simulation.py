@@ -1,13 +1,13 @@
 """How many workers one Postgres carries: their real calls of the storage at the pace of their epochs, no training.
 
-    python tests/benchmarks/fleet_simulation.py [--workers N ...] [--epoch SECONDS] [--seconds S] [--kinds ours rdb]
-                                                [--url URL]
+    python tests/benchmarks/fleet_simulation.py [--workers N ...] [--epoch SECONDS] [--ramp SECONDS] [--seconds S]
+                                                [--kinds ours rdb] [--url URL]
 
 A simulated worker claims a trial, suggests its parameters, then each epoch reports and asks the pruner, settles, and
 takes the next; its lease is renewed meanwhile, as a worker's thread does. `rdb` is the same by Optuna's RDBStorage:
 ask, report, should_prune, tell. Each has a connection of its own, as separate processes have; they are driven by a few
 processes here, which share the cores with the server: times are those that a worker sees, this machine's lack of cores
-included. Workers start over the length of an epoch; times count from when all have begun.
+included. Workers start over the ramp; times count from half an epoch after the last.
 
 "behind" is how late a call began: where it grows, this load is too much. `--url` is another way to the same server,
 such as PgBouncer's, given the user and the database of the first.
@@ -168,8 +168,8 @@ KINDS = {"ours": Ours, "rdb": Rdb}
 class Drive:
     """Drives some workers of a fleet, each call at its time, by a few threads."""
 
-    def __init__(self, kind: str, url: str, name: str, numbers: range, epoch: float) -> None:
-        self.epoch, self.kind = epoch, kind
+    def __init__(self, kind: str, url: str, name: str, numbers: range, epoch: float, ramp: float) -> None:
+        self.epoch, self.ramp, self.kind = epoch, ramp, kind
         self.workers = [KINDS[kind](url, name, number) for number in numbers]
         self.due: list[tuple[float, int, int, Any]] = []  # when, in order, whose, the rest of its life
         self.ready: queue.Queue[tuple[float, int, Any] | None] = queue.Queue()
@@ -208,11 +208,12 @@ class Drive:
             self.behind.append(began - when)
 
     def run(self, begin: float, seconds: float) -> None:
-        self.counts_from, self.until = begin + self.epoch * 1.5, begin + self.epoch * 1.5 + seconds
+        self.counts_from = begin + self.ramp + self.epoch / 2
+        self.until = self.counts_from + seconds
         threads = [threading.Thread(target=self.work, daemon=True) for _ in range(THREADS)]
         rng = random.Random(0)
         for index, worker in enumerate(self.workers):
-            start = begin + rng.uniform(0, self.epoch)
+            start = begin + rng.uniform(0, self.ramp)
             self.at(start, index, worker.run(rng.randint(1, EPOCHS)))
             if self.kind == "ours":
                 self.at(start + rng.uniform(0, LEASE / BEATS), index, None)
@@ -241,9 +242,9 @@ class _Rest:
         return next(self.life)  # type: ignore[no-any-return]  # a generator of any kind of worker
 
 
-def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, seconds: float) -> None:
+def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, ramp: float, seconds: float) -> None:
     """Drive workers `first` to `first + count`, when told to begin, and print what their calls took."""
-    driven = Drive(kind, url, name, range(first, first + count), epoch)
+    driven = Drive(kind, url, name, range(first, first + count), epoch, ramp)
     print("ready", flush=True)
     driven.run(float(sys.stdin.readline()), seconds)
     cpu = resource.getrusage(resource.RUSAGE_SELF)
@@ -269,7 +270,7 @@ class Simulation:
         self.admin = sa.create_engine(sa.make_url(made.owner_url), poolclass=sa.NullPool)
         self.names = 0
 
-    def fleet(self, kind: str, workers: int, epoch: float, seconds: float, processes: int) -> None:
+    def fleet(self, kind: str, workers: int, epoch: float, ramp: float, seconds: float, processes: int) -> None:
         """Run a fleet and print what its calls took."""
         self.names += 1
         name = f"fleet-{self.names}"
@@ -280,7 +281,7 @@ class Simulation:
         drivers = [
             subprocess.Popen(
                 [sys.executable, __file__, "--drive", kind, self.url, name]
-                + [str(part) for part in (first, min(each, workers - first), epoch, seconds)],
+                + [str(part) for part in (first, min(each, workers - first), epoch, ramp, seconds)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -295,7 +296,7 @@ class Simulation:
             assert driver.stdin is not None
             driver.stdin.write(f"{begin}\n")
             driver.stdin.flush()
-        time.sleep(1.0 + epoch * 1.5 + seconds / 2)  # connections are counted in the middle of what counts
+        time.sleep(1.0 + ramp + epoch / 2 + seconds / 2)  # connections are counted in the middle of what counts
         with self.admin.connect() as connection:
             in_use = connection.execute(
                 sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = 'optuna'")
@@ -326,22 +327,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--epoch", type=float, default=10.0, help="seconds")
+    parser.add_argument("--ramp", type=float, help="seconds in which all workers start; an epoch")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--processes", type=int, default=4, help="that drive the workers")
     parser.add_argument("--kinds", nargs="+", default=["ours"], choices=list(KINDS))
     parser.add_argument("--url", help="to reach the server by")
-    parser.add_argument("--drive", nargs=7, help=argparse.SUPPRESS)
+    parser.add_argument("--drive", nargs=8, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.drive:
-        kind, url, name, first, count, epoch, seconds = given.drive
-        drive(kind, url, name, int(first), int(count), float(epoch), float(seconds))
+        kind, url, name, first, count, *times = given.drive
+        drive(kind, url, name, int(first), int(count), *map(float, times))
         return
     with tempfile.TemporaryDirectory(prefix="hpsearch-fleet-", ignore_cleanup_errors=True) as folder:
         simulation = Simulation(Path(folder), 2 * max(given.workers) + 50, given.url)
         try:
             for workers in given.workers:
                 for kind in given.kinds:
-                    simulation.fleet(kind, workers, given.epoch, given.seconds, given.processes)
+                    ramp = given.ramp or given.epoch
+                    simulation.fleet(kind, workers, given.epoch, ramp, given.seconds, given.processes)
         finally:
             simulation.server.stop()
 

@@ -197,11 +197,12 @@ def test_a_mistake_is_told_before_there_is_a_study(cli: Cli) -> None:
 
 
 def test_a_bug_ends_the_run_before_the_budget_is_burnt(cli: Cli) -> None:
-    output = cli("run", BROKEN, "--name", "bug", "--workers", "1", code=1, BREAK="in workers")
+    output = cli("run", BROKEN, "--name", "bug", "--workers", "2", code=1, BREAK="in workers")
     assert "Traceback" not in output
     assert "no such layer" in output
     trials = cli.study("bug").trials
-    assert [t.state for t in trials] == [TrialState.FAIL] * 3
+    assert {t.state for t in trials} == {TrialState.FAIL}
+    assert len(trials) in {3, 4}, "the other worker may have begun one more"
     assert "no such layer" in trials[0].user_attrs["hpsearch:reason"]
     assert "no such layer [1, 2] [/red]" in cli("show", "bug")
     client = mlflow.MlflowClient(cli.stack.tracking_uri)

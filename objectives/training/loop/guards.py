@@ -21,19 +21,28 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         epoch: 0-based.
-        step: 0-based optimizer step since the start of the run.
+        step: 0-based optimizer step since the start of the run; None of an own loop, which has steps of its own.
         batch: 0-based optimizer step within the epoch; None when validation found it.
-        lr: learning rate of the step.
+        lr: learning rate of the step; None of an own loop.
         grad_norm: norm of its gradient before clipping; None when validation found it.
     """
 
     def __init__(
-        self, what: str, *, epoch: int, step: int, lr: float, grad_norm: float | None, batch: int | None
+        self,
+        what: str,
+        *,
+        epoch: int,
+        step: int | None = None,
+        lr: float | None = None,
+        grad_norm: float | None = None,
+        batch: int | None = None,
     ) -> None:
         self.epoch, self.step, self.batch, self.lr, self.grad_norm = epoch, step, batch, lr, grad_norm
-        where = f"epoch {epoch + 1}, step {step}" + ("" if batch is None else f", batch {batch}")
-        norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
-        super().__init__(f"{what} at {where}: learning rate {lr:.4g}{norm}")
+        counts = {"step": step, "batch": batch}
+        sizes = {"learning rate": lr, "gradient norm": grad_norm}
+        where = [f"epoch {epoch + 1}", *(f"{name} {count}" for name, count in counts.items() if count is not None)]
+        by = ", ".join(f"{name} {size:.4g}" for name, size in sizes.items() if size is not None)
+        super().__init__(f"{what} at {', '.join(where)}" + (f": {by}" if by else ""))
 
 
 class DeviceMemoryError(RuntimeError):
