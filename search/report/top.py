@@ -43,7 +43,7 @@ def render(standing: Standing, pace: float | None, *, width: int = 120, height: 
     room = max(height - _RESERVED, 6)
     shown = min(len(standing.workers), max(room * 2 // 3, 3))
     workers = _workers(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device"))
-    events = _events(standing, max(room - shown, 3))
+    events = _events(standing, max(room - shown, 3), width)
     there = len(standing.present)
     heading = Text(f"{there} workers there, {len(standing.workers) - there} gone", style="dim")
     return Group(
@@ -116,13 +116,17 @@ def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
     }
 
 
-def _events(standing: Standing, most: int) -> Table:
+def _events(standing: Standing, most: int, width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column, least in (("ended", 11), ("trial", 5), ("how", 10), ("why", 20)):
-        right = column == "trial"
-        table.add_column(column, justify="right" if right else "left", no_wrap=True, min_width=least)
-    for event in standing.events[:most]:
+    for column in ("ended", "trial", "how", "why"):
+        table.add_column(column, justify="right" if column == "trial" else "left", no_wrap=True)
+    events = standing.events[:most]
+    hows = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]
+    # Cut here: a table that is too wide leaves out whole columns.
+    room = width - sum(len(f"{word}  ") for word in ("99.9 min ago", "trial", max(map(str, hows), key=len, default="")))
+    for event, how in zip(events, hows, strict=True):
         ago = format_seconds(max((standing.at - event.at).total_seconds(), 0.0))
-        how = Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim"))
-        table.add_row(f"{ago} ago", str(event.trial), how, " ".join((event.reason or f"by {event.worker}").split()))
+        why = Text(" ".join((event.reason or f"by {event.worker}").split()))
+        why.truncate(max(room - 2, 20), overflow="ellipsis")
+        table.add_row(f"{ago} ago", str(event.trial), how, why)
     return table

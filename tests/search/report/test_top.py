@@ -1,0 +1,39 @@
+"""The view of a study that is redrawn: whatever its reasons are long, no column is lost."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from rich.console import Console
+
+from search.report.standing import Standing
+from search.report.top import render
+from storage.trials.progress import Progress
+from storage.trials.register import Event, Identity, WorkerRow
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def standing() -> Standing:
+    who = Identity("node-17:1234-abcd", "node-17", 1234, "slurm", "99_7", "cuda:0", "0.1.0")
+    worker = WorkerRow(who, "running", 141, 12, 3, NOW, NOW, 58.0, None)
+    reason = "median pruner at epoch 3 of 27: best accuracy 0.9 is below 0.918056, the median of 12 trials"
+    ago = NOW - timedelta(minutes=75)
+    events = [Event(ago, 140, "pruned", "w", reason), Event(ago, 139, "released", "w", None)]
+    progress = Progress(budget=200, pruned=1)
+    return Standing("s", "accuracy", "maximize", 27, None, progress, [worker], events, {1: 2}, None, NOW)
+
+
+@pytest.mark.parametrize("width", [60, 80, 112, 200])
+def test_every_column_of_what_ended_fits_however_long_its_reason(width: int) -> None:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(render(standing(), 1.0, width=width))
+    lines = capture.get().splitlines()
+    [head] = [line for line in lines if line.startswith("ended")]
+    assert head.split() == ["ended", "trial", "how", "why"]
+    rows = lines[lines.index(head) + 1 :]
+    assert [row.split("ago")[1].split()[0] for row in rows] == ["140", "139"]
+    assert "median pruner" in rows[0]
+    assert all(len(line) <= width for line in lines)
