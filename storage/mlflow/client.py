@@ -49,9 +49,9 @@ class RunDeletedError(StorageError):
     """Somebody deleted the run in the MLflow UI."""
 
 
-# What is safe to repeat is repeated when a proxy or a restart cut it off.
+# What is safe to repeat is repeated when a proxy or a restart cut it off, or somebody else wrote the same.
 _again = tenacity.retry(
-    retry=tenacity.retry_if_exception(is_away),
+    retry=tenacity.retry_if_exception(is_away) | tenacity.retry_if_exception(is_duplicate),
     stop=tenacity.stop_after_attempt(3),
     wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
     reraise=True,

@@ -32,9 +32,9 @@ class Site:
             "HPSEARCH_HOME": str(folder / "home"), "PGPASSFILE": str(passwords), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
 
-    def __call__(self, *arguments: str) -> str:
+    def __call__(self, *arguments: str, **environment: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment},
+            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment, **environment},
             cwd=self.folder, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -44,6 +44,17 @@ class Site:
         """Make a study whose trials take as long as STEP_SECONDS says."""
         self("run", PACED, "--name", name, "--trials", str(trials), "--sampler", "random", "--pruner", "none",
              "--workers", "0")  # fmt: skip
+
+    def values(self, name: str) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
+        """What came of each trial: its parameters, what each epoch reported, its value."""
+        study = optuna.load_study(study_name=name, storage=self.full_url)
+        return {t.number: (t.params, t.intermediate_values, t.value) for t in study.get_trials(deepcopy=False)}
+
+    def undisturbed(self, trials: int) -> dict[int, tuple[dict[str, object], dict[int, float], float | None]]:
+        """The same of a search that one worker ran, without any engine."""
+        self.create("undisturbed", trials)
+        self("worker", "--study", "undisturbed", STEP_SECONDS="0")
+        return self.values("undisturbed")
 
     def states(self, name: str) -> list[str]:
         study = optuna.load_study(study_name=name, storage=self.full_url)

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,11 +25,11 @@ pytestmark = [
 
 
 class Driver:
-    """The printed program, running; Ray starts a cluster of its own for it on this machine."""
+    """The printed program, running; without an address Ray starts a cluster of its own for it on this machine."""
 
-    def __init__(self, site: Site, name: str, trials: int, log: Path) -> None:
+    def __init__(self, site: Site, name: str, trials: int, log: Path, *, workers: int = 2, address: str = "") -> None:
         site.create(name, trials)
-        program = site("fleet", "print", "ray", name, *("--workers", "2", "--cpus-per-worker", "1"),
+        program = site("fleet", "print", "ray", name, *("--workers", str(workers), "--cpus-per-worker", "1"),
                        *("--memory", "1G", "--grace", "30"))  # fmt: skip
         self.log = log
         environment = {
@@ -36,6 +37,7 @@ class Driver:
             **site.environment,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "STEP_SECONDS": "0.5",
+            **({"RAY_ADDRESS": address} if address else {}),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-"],
@@ -89,5 +91,46 @@ def test_a_worker_that_is_killed_comes_again_and_told_workers_save(site: Site, t
             assert driver.process.returncode == 143, driver.log.read_text()
             assert "RUNNING" not in site.states(how), "each trial was given back"
             assert site.states(how).count("WAITING") == 2
+    finally:
+        driver.close()
+
+
+@pytest.fixture
+def nodes(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head without cores, and three nodes of one core each, in the environment that workers there need."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in {**site.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STEP_SECONDS", "0.5")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # of a machine with other work
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(3):
+            cluster.add_node(num_cpus=1, memory=2 << 30)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def workers_of(node: Any) -> list[psutil.Process]:
+    """The workers that a node runs."""
+    [raylet] = [info.process.pid for info in node.all_processes["raylet"]]
+    below = psutil.Process(raylet).children(recursive=True)
+    return [one for one in below if "ray::Worker" in " ".join(one.cmdline())]
+
+
+def test_a_node_that_is_lost_costs_no_trial(site: Site, tmp_path: Path, nodes: Any) -> None:
+    driver = Driver(site, "nodes", 12, tmp_path / "log", workers=3, address=nodes.address)
+    try:
+        driver.wait(lambda: site.states("nodes").count("RUNNING") == 3, "all workers to train")
+        lost = next(node for node in nodes.worker_nodes if workers_of(node))
+        for process in workers_of(lost):  # with its node, as where the machine is gone
+            process.kill()
+        nodes.remove_node(lost, allow_graceful=False)
+        driver.wait(driver.ended, "the program to end")
+        assert driver.process.returncode == 0, driver.log.read_text()
+        assert site.states("nodes") == ["COMPLETE"] * 12
+        assert site.values("nodes") == site.undisturbed(12)
     finally:
         driver.close()

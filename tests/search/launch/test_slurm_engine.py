@@ -43,6 +43,7 @@ def test_a_notice_and_a_lost_node_cost_no_trial(cluster: Cluster, site: Site) ->
     cluster.daemons[lost].kill()
     cluster.wait(lambda: not cluster.states(job), "the array to end", 400)
     assert site.states("slurm") == ["COMPLETE"] * 12
+    assert site.values("slurm") == site.undisturbed(12)
     assert cluster.logs("slurm").count(" joins study slurm") == 5, "three tasks, of which two were started again"
     assert cluster.logs("slurm").count("hpsearch: queued again") == 1, "Slurm itself saw to the lost node"
     cluster.start(lost, "slurmd", "-D", "-N", lost)
