@@ -28,7 +28,7 @@ from tests.faults.harness import Command, Zygote
 
 ROOT = Path(__file__).parent.parent
 TOOLS = Path(sys.executable).parent
-PASSWORDS = ("HPSEARCH_OWNER_PASSWORD", "HPSEARCH_WORKER_PASSWORD", "MLFLOW_DB_PASSWORD")
+PASSWORDS = ("POSTGRES_PASSWORD", "HPSEARCH_OWNER_PASSWORD", "HPSEARCH_WORKER_PASSWORD", "MLFLOW_DB_PASSWORD")
 OURS = ("migrate", "mlflow", "dashboard", "study", "worker")
 
 
@@ -56,7 +56,7 @@ def compose(**environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return compose(**dict.fromkeys(("POSTGRES_PASSWORD", *PASSWORDS), "x"))["services"]  # type: ignore[no-any-return]
+    return compose(**dict.fromkeys(PASSWORDS, "x"))["services"]  # type: ignore[no-any-return]
 
 
 def test_the_files_are_valid() -> None:
@@ -66,9 +66,9 @@ def test_the_files_are_valid() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("missing", ["POSTGRES_PASSWORD", *PASSWORDS])
+@pytest.mark.parametrize("missing", PASSWORDS)
 def test_a_missing_password_is_told_with_its_remedy(missing: str) -> None:
-    rest = {name: "x" for name in ("POSTGRES_PASSWORD", *PASSWORDS) if name != missing}
+    rest = {name: "x" for name in PASSWORDS if name != missing}
     done = tool("docker-compose", "--env-file", os.devnull, "config", **rest)
     assert done.stdout == ""
     assert f"required variable {missing} is missing a value: run ./hpsearch secrets > .env" in done.stderr
@@ -106,12 +106,13 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
 
 
 def test_passwords_reach_only_whom_they_belong_to() -> None:
-    given = {name: f"{name}-value" for name in ("POSTGRES_PASSWORD", *PASSWORDS)}
-    seen = {
-        name: {key for key, value in given.items() if value in json.dumps(service)}
-        for name, service in compose(**given)["services"].items()
-    }
-    assert seen == {
+    """Each service is given files of the secrets that it needs, and no password stands anywhere else."""
+    given = {name: f"{name}-value" for name in PASSWORDS}
+    model = compose(**given)
+    assert not [name for name, value in given.items() if value in json.dumps(model)]
+    assert {name: secret["environment"] for name, secret in model["secrets"].items()} == {name: name for name in given}
+    seen = {name: granted(service) for name, service in model["services"].items()}
+    assert {name: secrets for name, secrets in seen.items() if secrets} == {
         "postgres": {"POSTGRES_PASSWORD"},
         "migrate": set(given),
         "mlflow": {"MLFLOW_DB_PASSWORD"},
@@ -119,9 +120,19 @@ def test_passwords_reach_only_whom_they_belong_to() -> None:
         "study": {"HPSEARCH_WORKER_PASSWORD"},
         "worker": {"HPSEARCH_WORKER_PASSWORD"},
     }
+    for name, service in model["services"].items():
+        named = {value for key, value in service.get("environment", {}).items() if key.endswith("_FILE")}
+        assert named <= {f"/run/secrets/{secret}" for secret in seen[name]}, f"{name} reads what it is not given"
     raw = (ROOT / "docker-compose.yml").read_text()
-    assert not re.search(r"PASSWORD: [^$]", raw)
+    assert not re.search(r"PASSWORD: [^$\n]", raw)
     assert not re.search(r"://\w+:[^$][^@\s]*@", raw)
+
+
+def granted(service: dict[str, Any]) -> set[str]:
+    """The secrets that a service is given, each under its own name."""
+    secrets = service.get("secrets", [])
+    assert all(secret["target"] == f"/run/secrets/{secret['source']}" for secret in secrets)
+    return {secret["source"] for secret in secrets}
 
 
 @dataclass
@@ -131,6 +142,7 @@ class Machine:
     folder: Path
     server: Server
     services: dict[str, Any]
+    secrets: dict[str, str]
     ports: dict[int, int]  # of the file -> free ones here
     zygote: Zygote
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -142,14 +154,26 @@ class Machine:
         return re.sub(r"(?<=@)postgres(?=:)|(?<=http://)mlflow(?=:)", "127.0.0.1", text)
 
     def environment(self, name: str) -> dict[str, str]:
-        given = {key: self.local(value) for key, value in self.services[name]["environment"].items()}
-        kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
+        mounted = self.mounted(name)
+        given = {
+            key: self.local(value).replace("/run/secrets", str(mounted))
+            for key, value in self.services[name]["environment"].items()
+        }
+        kept = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "PYTHONPATH") if key in os.environ}
         return {
             **kept,
             "PATH": f"{TOOLS}{os.pathsep}{kept['PATH']}",
             "HPSEARCH_HOME": str(self.folder / "home"),
             **given,
         }
+
+    def mounted(self, name: str) -> Path:
+        """The folder that stands for /run/secrets of a service: with its own secrets alone."""
+        folder = self.folder / "secrets" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for secret in granted(self.services[name]):
+            (folder / secret).write_text(self.secrets[secret])
+        return folder
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start a service: the image's entry point and the file's command."""
@@ -205,9 +229,10 @@ def machine(fresh_home: Path, tmp_path: Path, zygote: Zygote) -> Iterator[Machin
     server = Server(make_folder(fresh_home), fresh_home / "postgres.log")
     ports = {5432: server.start(None), 5000: free_port(), 8080: free_port()}
     secrets = dict(line.split("=", 1) for line in tool("hpsearch", "secrets").stdout.splitlines())
-    assert set(secrets) == {"POSTGRES_PASSWORD", *PASSWORDS}
-    settings = {**secrets, "POSTGRES_PASSWORD": server.password, "HPSEARCH_TRIALS": "1"}
-    machine = Machine(tmp_path, server, compose(**settings)["services"], ports, zygote)
+    assert set(secrets) == set(PASSWORDS)
+    secrets["POSTGRES_PASSWORD"] = server.password
+    services = compose(**secrets, HPSEARCH_TRIALS="1")["services"]
+    machine = Machine(tmp_path, server, services, secrets, ports, zygote)
     try:
         yield machine
     finally:
@@ -240,8 +265,8 @@ def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
     assert "1 trial" in machine.finish("study")
     machine.finish("worker")
 
-    environment = machine.environment("worker")
-    with machine.connect("hpsearch_worker", password(environment["HPSEARCH_STORAGE_URL"]), "optuna") as connection:
+    password = machine.secrets["HPSEARCH_WORKER_PASSWORD"]
+    with machine.connect("hpsearch_worker", password, "optuna") as connection:
         cursor = connection.cursor()
         cursor.execute("SELECT state, count(*) FROM trials GROUP BY state")
         states = dict(cursor.fetchall())
@@ -251,7 +276,7 @@ def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
             cursor.execute("CREATE TABLE mine (a int)")
     connection.close()
     with pytest.raises(psycopg2.OperationalError, match="permission denied for database"):
-        machine.connect("hpsearch_worker", password(environment["HPSEARCH_STORAGE_URL"]), "mlflow")
+        machine.connect("hpsearch_worker", password, "mlflow")
 
     mlflow = f"http://127.0.0.1:{machine.ports[5000]}"
     assert status(f"{mlflow}/api/2.0/mlflow/experiments/get?experiment_id=0", machine.local("mlflow:5000")) == 200
@@ -260,13 +285,8 @@ def test_the_commands_of_the_services_make_a_search(machine: Machine) -> None:
     studies = f"http://127.0.0.1:{machine.ports[8080]}/api/studies"
     with urllib.request.urlopen(studies, timeout=300) as response:
         assert [study["study_name"] for study in json.load(response)["study_summaries"]] == ["digits"]
-    secrets = [machine.server.password, *(machine.services["migrate"]["environment"][name] for name in PASSWORDS)]
     for name in OURS:
-        assert not [secret for secret in secrets if secret in machine.log(name)], f"{name} logs a password"
-
-
-def password(url: str) -> str:
-    return url.split("@", maxsplit=1)[0].rsplit(":", 1)[1]
+        assert not [secret for secret in machine.secrets.values() if secret in machine.log(name)], f"{name} logs one"
 
 
 def test_the_image_is_made_of_what_the_dockerfile_copies() -> None:
