@@ -102,6 +102,7 @@ def test_what_an_operator_relies_on(services: dict[str, Any]) -> None:
         assert name == "postgres" or service["pids_limit"]
     assert {services[name]["mem_limit"] for name in ("study", "worker")} == {str(8 << 30)}
     dashboard, tracking = services["dashboard"]["environment"], "HPSEARCH_TRACKING_URI"
+    assert dashboard["HPSEARCH_DASHBOARD_READ_ONLY"] == "1"
     assert dashboard[tracking] == worker["environment"][tracking], "it notices what is promoted where workers log"
 
 
