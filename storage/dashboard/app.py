@@ -47,7 +47,11 @@ def serve_dashboard(
     if host in _LOOPBACK:
         app = _local_only(app)
     try:
-        server = waitress.create_server(app, host=host, port=port, threads=8, ident=None)
+        server = waitress.create_server(
+            app, host=host, port=port, threads=8, ident=None,
+            # Behind a proxy with TLS its redirects have to lead there again; nothing else is believed of these headers.
+            trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise StorageError(f"--port {port} is in use on {host}: choose another with --port") from None
