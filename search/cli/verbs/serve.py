@@ -25,7 +25,13 @@ def mlflow(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000,
     artifacts: Annotated[
-        str, typer.Option("--artifacts", help="Folder or URL that holds the artifacts.")
+        str,
+        typer.Option(
+            "--artifacts",
+            envvar="HPSEARCH_ARTIFACTS",
+            show_envvar=True,
+            help="Folder or URL (s3://BUCKET/PREFIX) that holds the artifacts.",
+        ),
     ] = "artifacts",
     allowed_hosts: Annotated[
         str | None,

@@ -103,7 +103,7 @@ def test_a_read_only_dashboard_shows_and_changes_nothing(read_only: str, databas
         status, body = ask(method, changed)
         assert (status, json.loads(body)) == (403, {"reason": "This dashboard is read-only."}), (method, changed)
     assert optuna.get_all_study_names(database_url) == ["kept"]
-    assert optuna.load_study(study_name="kept", storage=database_url).system_attrs == study.system_attrs
+    assert study._storage.get_study_system_attrs(study._study_id) == {}
 
 
 def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
