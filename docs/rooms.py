@@ -45,7 +45,15 @@ ROOMS = (
     *("objectives.digits", "objectives.breast_cancer", "objectives.text", "objectives.language"),
     *("objectives.molecules", "objectives.series", "objectives.denoise", "objectives.gan"),
     # search: the service
-    *("search.early", "search.errors", "search.entry", "search.console", "search.steps", "search.services"),
+    *(
+        "search.early",
+        "search.errors",
+        "search.secret_files",
+        "search.entry",
+        "search.console",
+        "search.steps",
+        "search.services",
+    ),
     *("search.discovery", "search.kinds", "search.samplers", "search.pruners"),
     "search.spec",
     "search.sampling",

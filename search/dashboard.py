@@ -17,7 +17,7 @@ from storage.mlflow.health import check_server
 from storage.study_storage.opening import open_storage
 
 
-def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int) -> None:
+def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False) -> None:
     """Serve the dashboard until the process is ended; the tracking server may come later, or be away.
 
     Args:
@@ -25,19 +25,21 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int) -
         tracking_uri: MLflow server, or None: then there are no artifacts, and nothing is noticed.
         host: address to listen on.
         port: port to listen on.
+        read_only: whether its pages may change nothing; promotions are noticed all the same.
 
     Raises:
         StorageError: the database cannot be used, or the address cannot be listened on.
     """
     if tracking_uri is None:
-        return serve_dashboard(storage_url, host=host, port=port)
+        return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     check_database(storage_url)
     tracking = _Remembered(tracking_uri)
     # Its own connection, and little patience: it is a look every few seconds.
     storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, patience=10.0)
     with Watch(storage, tracking):
-        serve_dashboard(storage_url, host=host, port=port, artifacts=RunArtifacts(lambda: tracking().client))
+        artifacts = RunArtifacts(lambda: tracking().client)
+        serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
     return None
 
 

@@ -11,6 +11,7 @@ from search.cli import verbs
 from search.discovery import load_modules
 from search.early import leave_when_told
 from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
+from search.secret_files import read_secret_files
 
 app = typer.Typer(
     name="hpsearch",
@@ -55,6 +56,7 @@ def _run(arguments: list[str] | None) -> int:
     command = typer.main.get_command(app)
 
     def work() -> int:
+        read_secret_files()  # before the options, some of which the environment gives
         result = command.main(args=arguments, prog_name="hpsearch", standalone_mode=False)
         return result if isinstance(result, int) else 0
 

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from storage.mlflow.artifacts import RunArtifacts
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_READING = ("GET", "HEAD", "OPTIONS")
 
 _Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-def serve_dashboard(url: str, *, host: str, port: int, artifacts: RunArtifacts | None = None) -> None:
+def serve_dashboard(
+    url: str, *, host: str, port: int, artifacts: RunArtifacts | None = None, read_only: bool = False
+) -> None:
     """Serve the dashboard of the studies at `url` until the process is ended.
 
     Args:
@@ -30,6 +33,7 @@ def serve_dashboard(url: str, *, host: str, port: int, artifacts: RunArtifacts |
         host: Address to listen on. The dashboard knows no users: whoever reaches it can delete studies.
         port: Port to listen on.
         artifacts: What the trials left in MLflow, to be shown beside them.
+        read_only: Whether it only shows, and refuses to delete, rename or note.
 
     Raises:
         StorageError: The database cannot be used, or the address cannot be listened on.
@@ -38,10 +42,16 @@ def serve_dashboard(url: str, *, host: str, port: int, artifacts: RunArtifacts |
 
     check_database(url)
     app = _application(normalise(url), artifacts)
+    if read_only:
+        app = _read_only(app)
     if host in _LOOPBACK:
         app = _local_only(app)
     try:
-        server = waitress.create_server(app, host=host, port=port, threads=8, ident=None)
+        server = waitress.create_server(
+            app, host=host, port=port, threads=8, ident=None,
+            # Behind a proxy with TLS its redirects have to lead there again; nothing else is believed of these headers.
+            trusted_proxy="*", trusted_proxy_headers={"x-forwarded-proto"}, clear_untrusted_proxy_headers=True,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise StorageError(f"--port {port} is in use on {host}: choose another with --port") from None
@@ -57,6 +67,18 @@ def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
     app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, patience=10.0), artifact_store=artifacts)
     return app
+
+
+def _read_only(app: _Wsgi) -> _Wsgi:
+    """Refuse all requests but those that read: the dashboard's pages send no other until somebody changes something."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] in _READING:
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "application/json")])
+        return [b'{"reason": "This dashboard is read-only."}\n']  # as its own errors are, which its pages show
+
+    return guarded
 
 
 def _local_only(app: _Wsgi) -> _Wsgi:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import re
+import ssl
 import urllib.error
 import urllib.request
+from typing import Any
 from urllib.parse import urlsplit
 
 from storage.errors import AwayError, StorageError
@@ -34,16 +38,32 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
         )
     remedy = "start the MLflow server, or correct the address"
     try:
-        with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=5) as reply:  # noqa: S310 scheme was checked
+        with _get(uri, "/health") as reply:
             if reply.status == 200 and reply.read(16).strip() == b"OK":
                 return
         raise StorageError(f"{setting} {shown}: what answers there is not an MLflow server; {remedy}")
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to a login of its"
         kind = TrackingAwayError if error.code >= 500 else StorageError
         raise kind(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise TrackingAwayError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+
+
+def _get(uri: str, path: str) -> Any:
+    """Open a page of the server, with the login and the authority that MLflow's client takes from the environment."""
+    request = urllib.request.Request(uri.rstrip("/") + path)  # noqa: S310 the scheme is checked
+    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in ("USERNAME", "PASSWORD"))
+    if user or password:
+        login = base64.b64encode(f"{user}:{password}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {login}")
+    elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    authority = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    context = ssl.create_default_context(cafile=authority) if authority else None
+    return urllib.request.urlopen(request, timeout=5, context=context)  # noqa: S310 as above
 
 
 def server_version(uri: str) -> str | None:
@@ -53,7 +73,7 @@ def server_version(uri: str) -> str | None:
         uri: of a server that answers, see `check_server`.
     """
     try:
-        with urllib.request.urlopen(uri.rstrip("/") + "/version", timeout=5) as reply:  # noqa: S310 scheme was checked
+        with _get(uri, "/version") as reply:
             said: str = reply.read(40).decode(errors="replace").strip()
     except (OSError, ValueError):
         return None

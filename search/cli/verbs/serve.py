@@ -25,7 +25,13 @@ def mlflow(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000,
     artifacts: Annotated[
-        str, typer.Option("--artifacts", help="Folder or URL that holds the artifacts.")
+        str,
+        typer.Option(
+            "--artifacts",
+            envvar="HPSEARCH_ARTIFACTS",
+            show_envvar=True,
+            help="Folder or URL (s3://BUCKET/PREFIX) that holds the artifacts.",
+        ),
     ] = "artifacts",
     allowed_hosts: Annotated[
         str | None,
@@ -66,6 +72,15 @@ def dashboard(
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8080,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
+    read_only: Annotated[
+        bool,
+        typer.Option(
+            "--read-only",
+            envvar="HPSEARCH_DASHBOARD_READ_ONLY",
+            show_envvar=True,
+            help="Show only: what would delete, rename or note is refused.",
+        ),
+    ] = False,
 ) -> None:
     """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
     from search.dashboard import serve
@@ -73,4 +88,4 @@ def dashboard(
 
     if storage_url is None:
         raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")
-    serve(storage_url, tracking_uri, host=host, port=port)
+    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import http.client
+import json
+import os
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import optuna
 import pytest
 
 from storage.dashboard import app
+from storage.embedded import ports
 from storage.embedded.stack import StackInfo
 from storage.errors import StorageError
 from storage.study_storage import PostgresStorage
@@ -47,6 +55,55 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
     assert name in optuna.get_all_study_names(stack.storage_url)
     assert _status(stack, "DELETE", path) == 204
     assert name not in optuna.get_all_study_names(stack.storage_url)
+
+
+@pytest.fixture
+def read_only(database_url: str) -> Iterator[str]:
+    """The address of a dashboard that only shows, served as its own command serves it."""
+    port = ports.choose(None)
+    arguments = [sys.executable, "-m", "search", "serve", "dashboard", "--port", str(port), "--read-only"]
+    environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}
+    with subprocess.Popen(arguments, env=environment, cwd=Path(app.__file__).parents[2]) as process:
+        while not answers(port):
+            assert process.poll() is None, "the dashboard ended"
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+        process.terminate()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_read_only_dashboard_shows_and_changes_nothing(read_only: str, database_url: str) -> None:
+    study = optuna.create_study(study_name="kept", storage=database_url)
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    path = f"/api/studies/{study._study_id}"
+
+    def ask(method: str, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(read_only, timeout=300)
+        connection.request(method, path, body=b"{}", headers={"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    for shown in ("/dashboard", "/api/meta", "/api/studies", path, f"/csv/{study._study_id}"):
+        assert ask("GET", shown)[0] == 200, shown
+    assert ask("HEAD", "/dashboard")[0] == 200
+    for method, changed in (
+        ("DELETE", path),
+        ("POST", "/api/studies"),
+        ("POST", f"{path}/rename"),
+        ("PUT", f"{path}/note"),
+        ("PATCH", path),
+    ):
+        status, body = ask(method, changed)
+        assert (status, json.loads(body)) == (403, {"reason": "This dashboard is read-only."}), (method, changed)
+    assert optuna.get_all_study_names(database_url) == ["kept"]
+    assert study._storage.get_study_system_attrs(study._study_id) == {}
 
 
 def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""docker-compose.s3.yml: valid, and its commands on an S3 server; SeaweedFS itself is none that a test can start."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.deployment.machine import PASSWORDS, ROOT, Machine, compose, free_port, granted, tool
+
+FILES = ("docker-compose.yml", "docker-compose.s3.yml")
+SECRETS = (*PASSWORDS, "HPSEARCH_LOGIN_PASSWORD", "HPSEARCH_S3_SECRET")
+LACKING = [name for name in ("s3fs", "boto3", "moto") if find_spec(name) is None]
+
+
+def test_the_file_is_valid() -> None:
+    done = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.s3.yml")
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_store_is_there_before_whom_it_serves() -> None:
+    given = {name: f"{name}-value" for name in SECRETS}
+    model = compose(*FILES, **given)
+    assert not [name for name, value in given.items() if value in json.dumps(model)]
+    without = compose(**given)["services"]
+    services = model["services"]
+    assert set(services) - set(without) == {"s3", "bucket"}
+    assert services["bucket"]["image"] == services["worker"]["image"]
+    assert services["bucket"]["build"] == services["worker"]["build"], "one image of one build"
+    users = {"mlflow", "study", "worker"}
+    keyed = {name for name, service in services.items() if "HPSEARCH_S3_SECRET" in granted(service)}
+    assert keyed == {"s3", "bucket", *users}
+    for name in users:
+        assert set(without[name]["depends_on"]) < set(services[name]["depends_on"])
+        assert services[name]["depends_on"]["bucket"]["condition"] == "service_completed_successfully"
+        assert services[name]["command"] == without[name]["command"]
+        assert granted(without[name]) < granted(services[name])
+    assert services["worker"]["environment"] == services["study"]["environment"]
+    assert "ports" not in services["s3"]
+
+
+def test_a_missing_key_is_told_with_its_remedy() -> None:
+    rest = dict.fromkeys(PASSWORDS, "x")
+    done = tool("docker-compose", "--env-file", "/dev/null", *(f"--file={file}" for file in FILES), "config", **rest)
+    assert done.stdout == ""
+    assert "required variable HPSEARCH_S3_SECRET is missing a value: run ./hpsearch secrets" in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
+def test_checkpoints_and_artifacts_lie_in_the_bucket(machine: Machine) -> None:
+    machine.model = compose(*FILES, **machine.secrets, HPSEARCH_TRIALS="1")
+    port = machine.ports[8333] = free_port()
+    machine.replaced["http://s3:"] = "http://127.0.0.1:"
+    server = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with (machine.folder / "s3.log").open("ab") as log:
+        machine.running.append(subprocess.Popen(server, stdout=log, stderr=log, cwd=ROOT))
+    machine.wait_for(8333, machine.running[-1], "s3")
+    machine.finish("migrate")
+    for _ in range(2):  # every `up` runs it again
+        bucket = machine.start("bucket")
+        assert bucket.wait() == 0, machine.log("bucket")
+    machine.until_healthy("mlflow")
+    machine.finish("study")
+    machine.finish("worker")
+    code = "import boto3; print(*(o['Key'] for o in boto3.client('s3').list_objects(Bucket='hpsearch')['Contents']))"
+    environment = {**machine.environment("worker"), "AWS_SECRET_ACCESS_KEY": machine.secrets["HPSEARCH_S3_SECRET"]}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    kept = done.stdout.split()
+    # Those of a trial that is over are removed again: the server's log tells that they were there.
+    assert re.search(r"PUT /hpsearch/checkpoints/\S+ .* 200 ", machine.log("s3")), machine.log("s3")[-3000:]
+    assert any(key.startswith("mlflow/") and key.endswith("best.pt") for key in kept)
+    assert not list((machine.folder / "artifacts").rglob("best.pt"))
+    for name in ("bucket", "mlflow", "study", "worker"):
+        assert machine.secrets["HPSEARCH_S3_SECRET"] not in machine.log(name)

@@ -1,0 +1,84 @@
+"""NAME_FILE names a file whose content stands for NAME."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from search.cli import _run
+from search.errors import SearchError
+from search.secret_files import NAMES, read_secret_files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_content_of_the_file_is_the_value(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s3cret\n")
+    environment = {f"{name}_FILE": str(file), "OTHER_FILE": "kept"}
+    read_secret_files(environment)
+    assert environment == {name: "s3cret", "OTHER_FILE": "kept"}, "whom it starts finds the value alone"
+    read_secret_files(environment)
+
+
+def test_without_a_file_nothing_changes() -> None:
+    environment = {"PGPASSWORD": "a", "PGPASSWORD_FILE": "", "MLFLOW_DB_PASSWORD": "b"}
+    before = dict(environment)
+    read_secret_files(environment)
+    assert environment == before
+
+
+def test_an_empty_value_is_none(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a")
+    environment = {"PGPASSWORD": "", "PGPASSWORD_FILE": str(tmp_path / "secret")}
+    read_secret_files(environment)
+    assert environment == {"PGPASSWORD": "a"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"cannot be read \(No such file or directory\)"),
+        (b"", "holds nothing"),
+        (b" \n", "holds nothing"),
+        (b"a\0b", "holds a zero byte"),
+        (b"\xff\xfe", "is no text"),
+    ],
+)
+def test_a_file_that_will_not_do_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SearchError, match=f"^PGPASSWORD_FILE '{re.escape(str(file))}' {said}[^\n]*$"):
+        read_secret_files({"PGPASSWORD_FILE": str(file)})
+
+
+def test_the_command_line_reads_them_before_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "url").write_text("mysql://root:geheim@host/db\n")
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL_FILE", str(tmp_path / "url"))
+    monkeypatch.delenv("HPSEARCH_STORAGE_URL", raising=False)
+    try:
+        assert _run(["serve", "dashboard"]) == 2
+    finally:
+        os.environ.pop("HPSEARCH_STORAGE_URL", None)  # what was read stays in the process that read it
+    assert capsys.readouterr().err.startswith(
+        "hpsearch: --storage-url 'mysql://root:***@host/db' is not a Postgres URL"
+    )
+
+
+def test_a_secret_that_is_given_twice_is_refused_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("geheim")
+    monkeypatch.setenv("PGPASSWORD_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("PGPASSWORD", "anders")
+    assert _run(["studies"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' is given and so is PGPASSWORD: leave one of them out\n"
+    )
