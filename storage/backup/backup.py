@@ -119,6 +119,10 @@ def _write(workshop: Path, where: places.Places, *, files: bool, progress: Progr
         if where.mlflow_url is not None:
             mlflow = stack_.enter_context(snapshot(where.mlflow_url, setting=where.mlflow_setting))
             dumps.append((archive.MLFLOW_DUMP, mlflow))
+            if mlflow.revision("alembic_version") is None:
+                raise StorageError(
+                    f"{where.mlflow_setting}: there are no tables of MLflow: give the database of its server"
+                )
         dumped_by = []
         for name, each in dumps:
             progress("dumping the studies" if each is studies else "dumping MLflow's database")

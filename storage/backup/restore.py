@@ -158,7 +158,7 @@ def _check_empty(where: places.Places, manifest: Manifest) -> None:
                 numbers = {table: count(cursor, table) for table in tables}
         finally:
             connection.close()
-        found += [f"{number} {table.replace('_', ' ')}" for table, number in numbers.items() if number]
+        found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
     if found:
         place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies_url)
         what = "give --home, or set HPSEARCH_HOME to another folder" if where.embedded else "give empty databases"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def upgrade_mlflow(url: str) -> None:
     """Bring MLflow's tables to the installed version, as ``mlflow db upgrade`` does, which takes a password openly."""
     from mlflow.store.db.utils import _upgrade_db
 
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
     engine = make_engine(url, application_name="hpsearch-restore")
     try:
         _upgrade_db(engine)
