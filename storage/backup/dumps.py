@@ -10,7 +10,8 @@ from typing import Any
 
 from storage.backup.programs import Programs, find_programs
 from storage.database.connect import connect
-from storage.errors import StorageError
+from storage.errors import AwayError, StorageError
+from storage.urls import redact, without_secret
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,35 @@ def snapshot(url: str, *, setting: str) -> Iterator[Snapshot]:
     Raises:
         StorageError: it cannot be reached.
     """
-    connection = connect(url, application_name="hpsearch-backup", setting=setting)
+    with session(url, setting=setting, application_name="hpsearch-backup", isolation_level="REPEATABLE READ") as cursor:
+        for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
+            cursor.execute(f"SET LOCAL {timeout} = 0")
+        cursor.execute("SELECT pg_export_snapshot(), split_part(current_setting('server_version'), ' ', 1)")
+        name, postgres = cursor.fetchone() or ("", "")
+        yield Snapshot(url, cursor, name, postgres)
+
+
+@contextmanager
+def session(
+    url: str, *, setting: str, application_name: str = "hpsearch-restore", isolation_level: str | None = None
+) -> Iterator[Any]:
+    """Yield a cursor in a transaction, which is committed in the end; with an isolation level it reads alone.
+
+    Raises:
+        StorageError: the database cannot be reached, or refuses a statement.
+    """
+    import psycopg2
+
+    connection = connect(url, application_name=application_name, setting=setting)
     try:
-        connection.set_session(isolation_level="REPEATABLE READ", readonly=True)
-        with connection.cursor() as cursor:
-            for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
-                cursor.execute(f"SET LOCAL {timeout} = 0")
-            cursor.execute("SELECT pg_export_snapshot(), split_part(current_setting('server_version'), ' ', 1)")
-            name, postgres = cursor.fetchone() or ("", "")
-            yield Snapshot(url, cursor, name, postgres)
+        if isolation_level is not None:
+            connection.set_session(isolation_level=isolation_level, readonly=True)
+        with connection, connection.cursor() as cursor:
+            yield cursor
+    except psycopg2.Error as error:
+        away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        said = without_secret(" ".join(str(error).split()), url)
+        raise (AwayError if away else StorageError)(f"{setting} {redact(url)}: {said}") from None
     finally:
         connection.close()
 
@@ -171,9 +192,8 @@ def check_server(url: str, archive: str, *, setting: str) -> None:
     Raises:
         StorageError: it is.
     """
-    connection = connect(url, application_name="hpsearch-restore", setting=setting)
-    here = connection.server_version // 10_000
-    connection.close()
+    with session(url, setting=setting) as cursor:
+        here = cursor.connection.server_version // 10_000
     if here < int(archive.split(".", maxsplit=1)[0]):
         raise StorageError(
             f"the archive is of Postgres {archive}, and the server is of Postgres {here}: use a newer one"

@@ -13,10 +13,9 @@ from typing import Any
 
 from storage.backup import adapt, archive, places
 from storage.backup.archive import Manifest, Reader, Unpacked
-from storage.backup.dumps import check_server, count, put_back
+from storage.backup.dumps import check_server, count, put_back, session
 from storage.backup.programs import Programs, find_programs
 from storage.backup.schemas import check_known, upgrade_mlflow
-from storage.database.connect import connect
 from storage.database.migrate import migrate
 from storage.embedded import stack
 from storage.errors import StorageError
@@ -152,12 +151,8 @@ def _check_empty(where: places.Places, manifest: Manifest) -> None:
     found = []
     for url, setting, tables in urls:
         check_server(url, manifest.postgres, setting=setting)
-        connection = connect(url, application_name="hpsearch-restore", setting=setting)
-        try:
-            with connection, connection.cursor() as cursor:
-                numbers = {table: count(cursor, table) for table in tables}
-        finally:
-            connection.close()
+        with session(url, setting=setting) as cursor:
+            numbers = {table: count(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
     if found:
         place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies_url)
@@ -208,11 +203,5 @@ def _cursors(where: places.Places) -> Iterator[tuple[Any, Any]]:
     with ExitStack() as opened:
         cursors: list[Any] = []
         for url, setting in ((where.studies_url, where.studies_setting), (where.mlflow_url, where.mlflow_setting)):
-            if url is None:
-                cursors.append(None)
-                continue
-            connection = connect(url, application_name="hpsearch-restore", setting=setting)
-            opened.callback(connection.close)
-            opened.enter_context(connection)
-            cursors.append(opened.enter_context(connection.cursor()))
+            cursors.append(None if url is None else opened.enter_context(session(url, setting=setting)))
         yield cursors[0], cursors[1]
