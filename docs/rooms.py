@@ -25,6 +25,7 @@ ROOMS = (
     "storage.records",
     "storage.dashboard",
     "storage.embedded",
+    "storage.backup",
     # objectives: what a trial does
     *("objectives.packages", "objectives.errors", "objectives.preparation", "objectives.search_space"),
     "objectives.training.reproducibility",

@@ -29,7 +29,7 @@ ORDER = (
     *("finalists", "open_test"),
     *("promote", "serve_check", "gc"),
     *("train", "smoke", "lr_range", "objective"),
-    *("stack", "doctor", "migrate", "serve", "secrets"),
+    *("stack", "doctor", "backup", "migrate", "serve", "secrets"),
 )
 
 

@@ -25,6 +25,7 @@ from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from storage.attributes import ATTEMPT, PENDING, REASON, TRACKING
 from storage.checkpoints.pointers import read_pointers
+from storage.errors import StoredCheckpointError
 from storage.mlflow.health import one_line
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
@@ -75,7 +76,7 @@ def resend(
                 objective = load_objective(study.spec.objective)
                 objective.judge_by(study.spec.metric, study.spec.direction)
             _resend(study, tracker, checkpoints, objective, trial)
-        except (*USER_ERRORS, checkpoint.CheckpointError) as error:
+        except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
             problems.append(f"trial {trial.number}: {one_line(error)}")
             log.warning("MLflow is not told of %s", problems[-1])
     return problems

@@ -155,15 +155,15 @@ class Checkpoints:
         """
         return sorted(self.sizes(folder))
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the files in `folder` and below: path to bytes.
+    def sizes(self, folder: str | None = None) -> dict[str, int]:
+        """Return the files in `folder`, by default the whole place, and below: path to bytes.
 
         Raises:
             CheckpointStoreError: the store does not answer.
         """
-        with self._telling(f"cannot list {folder}"):
+        with self._telling(f"cannot list {folder or 'its files'}"):
             self._fs.invalidate_cache()  # object stores remember listings
-            found = self._fs.find(self._path(folder), detail=True)
+            found = self._fs.find(self._root if folder is None else self._path(folder), detail=True)
         return {str(path).removeprefix(self._root).lstrip("/"): int(i["size"] or 0) for path, i in found.items()}
 
     def remove(self, paths: list[str]) -> None:

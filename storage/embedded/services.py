@@ -86,6 +86,12 @@ class EmbeddedStack:
             dashboard_url=self.dashboard.url,
         )
 
+    @property
+    def databases(self) -> roles.Databases:
+        """The databases, one URL for each role."""
+        tracking = self._url(roles.MLFLOW, self.state.mlflow_password, roles.TRACKING)
+        return roles.Databases(self.info.owner_url, self.info.storage_url, tracking)
+
     def postgres_answers(self, question: str = "SELECT true") -> bool:
         """Whether our Postgres runs where it is remembered, lets a worker in, and says yes to `question`."""
         server, port = self.server, self.state.postgres.port
@@ -111,7 +117,7 @@ class EmbeddedStack:
 
     def start(self, progress: Progress) -> None:
         """Adopt what runs and start what does not."""
-        port = self._start_postgres(progress)
+        port = self.start_postgres(progress)
         if not self.mlflow.find():
             progress("starting MLflow (about 10 s)")
         self.mlflow.begin(port)
@@ -126,16 +132,21 @@ class EmbeddedStack:
         self.dashboard.begin(port, self.mlflow.record.port)  # nothing, unless MLflow had to take another port
         self.dashboard.finish()
 
+    def stop_services(self) -> list[tuple[str, int | None]]:
+        """Stop the users of Postgres; return each with its process, None for one that did not run."""
+        return [(service.name, service.stop()) for service in (self.dashboard, self.mlflow)]
+
     def stop(self) -> list[str]:
         """Stop everything, the users of Postgres first; return what was stopped."""
         server = self.server
-        stopped = [(service.name, service.stop()) for service in (self.dashboard, self.mlflow)]
+        stopped = self.stop_services()
         stopped.append(("Postgres", server.stop() if server else None))
         self.state.postgres.process = None
         self._save()
         return [f"{name} (process {pid})" for name, pid in stopped if pid is not None]
 
-    def _start_postgres(self, progress: Progress) -> int:
+    def start_postgres(self, progress: Progress) -> int:
+        """Adopt Postgres if it runs, else start it, set up where there is none yet; return its port."""
         server = Server(make_folder(self.home), self._logs / "postgres.log")
         self.state.postgres_folder = str(server.folder)
         if not server.folder.is_relative_to(self.home):

@@ -15,6 +15,7 @@ from typing import Literal
 
 import psutil
 
+from storage.database.roles import Databases
 from storage.embedded import ports
 from storage.embedded.services import EmbeddedStack, Progress, StackInfo
 from storage.embedded.state import FILE, State, load
@@ -22,7 +23,7 @@ from storage.embedded.web_service import START_TIMEOUT, WebService
 from storage.errors import StorageError
 from storage.home import VARIABLE, check_writable, home_dir, private_folder
 
-__all__ = ["Progress", "ServiceStatus", "StackInfo", "down", "info", "status", "up"]
+__all__ = ["Progress", "ServiceStatus", "StackInfo", "databases", "down", "held", "info", "status", "up"]
 
 _LOCK_TIMEOUT = 900.0  # seconds
 
@@ -60,6 +61,34 @@ def up(home: Path, *, progress: Progress = lambda _: None) -> StackInfo:
         if not stack.is_up():  # else somebody else has just started it
             stack.start(progress)
         return stack.info
+
+
+def databases(home: Path) -> Databases:
+    """Return the databases of the stack in `home`, which was started before.
+
+    Raises:
+        StorageError: there is none.
+    """
+    if (state := _readable_state(home.resolve())) is None or state.postgres.port is None:
+        raise StorageError(f"{VARIABLE} {str(home)!r} holds no services: set it to the folder of those that you mean")
+    return EmbeddedStack(home.resolve(), state).databases
+
+
+@contextmanager
+def held(home: Path, *, progress: Progress = lambda _: None) -> Iterator[EmbeddedStack]:
+    """Hold the stack in `home` with its Postgres running, for what is to have the databases to itself.
+
+    Nobody starts or stops a service meanwhile; what is inside may stop them. `up` has it all run again.
+
+    Raises:
+        StorageError: The folder cannot be used, or Postgres cannot be started.
+    """
+    home = home_dir(str(home)).resolve()
+    with _locked(home, progress):
+        private_folder(home / "logs")
+        stack = EmbeddedStack(home, load(home) or State())
+        stack.start_postgres(progress)
+        yield stack
 
 
 def down(home: Path) -> list[str]:

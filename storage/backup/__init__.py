@@ -1,0 +1,4 @@
+"""Backup: all that a search needs to go on elsewhere, in one file, taken while it runs, and put back.
+
+Imports: errors, files, home, urls, attributes, database, checkpoints, mlflow, embedded.
+"""

@@ -1,0 +1,251 @@
+"""Taking a backup while searches run.
+
+The places are read in the order of their references: what the studies refer to in MLflow, and MLflow among its files,
+was there before, and is in the backup; what has come since is more than is referred to, and is dealt with at the
+restore (:mod:`storage.backup.adapt`). A checkpoint goes once MLflow has the model that it was kept for, so that
+checkpoints are taken before MLflow's database is read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+
+from storage.backup import archive, places
+from storage.backup.dumps import Snapshot, snapshot
+from storage.database.schema import VERSION_TABLE
+from storage.embedded import stack
+from storage.errors import StorageError
+from storage.files import sha256, sync_folder
+
+Progress = Callable[[str], None]
+
+_EVERY = 500  # files between two words of progress
+
+
+@dataclass(frozen=True)
+class Made:
+    """A backup that was made: where, of what, and its bytes."""
+
+    path: Path
+    manifest: archive.Manifest
+    size: int
+
+
+def backup(  # noqa: PLR0913 a keyword for each flag
+    file: Path,
+    *,
+    owner_url: str | None = None,
+    artifacts: str | None = None,
+    files: bool = True,
+    studies_only: bool = False,
+    force: bool = False,
+    home: str | None = None,
+    progress: Progress = lambda _: None,
+) -> Made:
+    """Write all that a search needs to go on elsewhere to one file; searches may run meanwhile.
+
+    Args:
+        file: to write, for this user alone; it is there whole, or not at all.
+        owner_url: Postgres of the studies, as its owner; MLflow's database is then that of MLFLOW_BACKEND_STORE_URI.
+            Without it the embedded stack is backed up.
+        artifacts: folder or URL of MLflow's artifacts, for services of one's own.
+        files: whether the artifacts' files are to be in it; else their index is.
+        studies_only: whether to leave out what MLflow has.
+        force: whether a file that is there is replaced.
+        home: folder of the embedded stack and of checkpoints; by default the user's.
+        progress: is told what is being done, a line at a time.
+
+    Raises:
+        StorageError: the file cannot be written, or a service cannot be read.
+    """
+    file = file.expanduser().absolute()
+    _check_target(file, force=force)
+    folder = places.chosen_home(home)
+    places.check_choice(owner_url, artifacts, home=folder, must_exist=True)
+    if owner_url is None:
+        stack.up(folder, progress=progress)
+        where = places.embedded_places(folder, studies_only=studies_only)
+    else:
+        where = places.own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+    if where.mlflow_url is not None and files:
+        _check_artifacts(where)  # a mistake is told before anything is read
+    try:
+        with _workshop(file.parent, file.name) as workshop:
+            manifest = _write(workshop, where, files=files, progress=progress)
+            whole = workshop / "archive"
+            size = whole.stat().st_size
+            _check_target(file, force=force)
+            whole.replace(file)
+            sync_folder(file.parent)
+    except OSError as error:
+        raise StorageError(f"{str(file)!r} cannot be written ({error}): nothing is kept of it") from None
+    return Made(file, manifest, size)
+
+
+def _check_target(file: Path, *, force: bool) -> None:
+    if file.is_dir() or not file.parent.is_dir():
+        what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+        raise StorageError(f"{str(file)!r} {what}: give the file to write, such as backup.tar")
+    if file.exists() and not force:
+        raise StorageError(f"{str(file)!r} exists: give another file, or --force to replace it")
+
+
+@contextmanager
+def _workshop(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder for this user alone, which goes in the end with all that is in it."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(workshop: Path, where: places.Places, *, files: bool, progress: Progress) -> archive.Manifest:
+    """Write `workshop/archive`."""
+    with ExitStack() as stack_:
+        studies = stack_.enter_context(snapshot(where.studies_url, setting=where.studies_setting))
+        made_at = datetime.now(UTC).isoformat(timespec="seconds")
+        _check_tables(studies, where)
+        kept = stack_.enter_context(_checkpoints(studies, where))
+        dumps = [(archive.STUDIES_DUMP, studies)]
+        if where.mlflow_url is not None:
+            mlflow = stack_.enter_context(snapshot(where.mlflow_url, setting=where.mlflow_setting))
+            dumps.append((archive.MLFLOW_DUMP, mlflow))
+            if mlflow.revision("alembic_version") is None:
+                raise StorageError(
+                    f"{where.mlflow_setting}: there are no tables of MLflow: give the database of its server"
+                )
+        dumped_by = []
+        for name, each in dumps:
+            progress("dumping the studies" if each is studies else "dumping MLflow's database")
+            dumped_by.append(each.dump(workshop / name).version)
+        tracked = dumps[-1][1] if where.mlflow_url is not None else None
+        manifest = archive.Manifest(
+            made_at=made_at,
+            hpsearch=version("hpsearch"),
+            postgres=_newest([each.postgres for _, each in dumps]),
+            dumped_by=_newest(dumped_by),
+            schema=studies.revision(VERSION_TABLE),
+            optuna_schema=studies.revision("alembic_version"),
+            mlflow_schema=None if tracked is None else tracked.revision("alembic_version"),
+            home=str(where.home),
+            studies=studies.count("studies"),
+            trials=studies.count("trials"),
+            runs=0 if tracked is None else tracked.count("runs", "lifecycle_stage = 'active'"),
+            models=0 if tracked is None else tracked.count("registered_models"),
+            files=files and tracked is not None,
+        )
+        with archive.writing(workshop / "archive") as writer:
+            writer.manifest(manifest)
+            for name, _ in dumps:
+                writer.file(name, workshop / name)
+            for name, path in kept:
+                writer.file(archive.CHECKPOINTS + name, path)
+            if tracked is not None:
+                _add_artifacts(writer, where, files=files, progress=progress)
+            writer.index()
+    return manifest
+
+
+def _check_tables(studies: Snapshot, where: places.Places) -> None:
+    if studies.revision(VERSION_TABLE) is None:
+        raise StorageError(
+            f"{where.studies_setting}: there are no tables of hpsearch: give the database of the studies"
+        )
+
+
+def _newest(versions: list[str]) -> str:
+    return max(versions, key=lambda each: [int(part) for part in each.split(".") if part.isdecimal()])
+
+
+@contextmanager
+def _checkpoints(studies: Snapshot, where: places.Places) -> Iterator[list[tuple[str, Path]]]:
+    """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
+
+    They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
+    on from an earlier one after the restore, or from its beginning.
+    """
+    names = studies.column("SELECT path FROM hpsearch_checkpoints ORDER BY path")
+    with _workshop(where.home, "backup") as folder:
+        found: list[tuple[str, Path]] = []
+        for name in names:
+            if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+                continue
+            link = folder / str(len(found))
+            try:
+                _link(where.checkpoints / name, link)
+            except FileNotFoundError:
+                continue  # removed since, or in a place of the study's own
+            found.append((name, link))
+        yield found
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def _check_artifacts(where: places.Places) -> None:
+    """Refuse artifacts whose files are not at hand.
+
+    Raises:
+        StorageError: there is no folder of them here.
+    """
+    if where.artifacts is None:
+        raise StorageError(
+            "--artifacts is missing: give the folder of MLflow's artifacts, as 'serve mlflow' has it, or --no-artifacts"
+        )
+    if where.artifacts_folder is None or not (where.artifacts_folder.is_dir() or where.embedded):
+        raise StorageError(
+            f"--artifacts {where.artifacts!r} is no folder here: give --no-artifacts too, which keeps their index alone"
+        )
+
+
+def _add_artifacts(writer: archive.Writer, where: places.Places, *, files: bool, progress: Progress) -> None:
+    if where.artifacts is None:
+        return
+    if (folder := where.artifacts_folder) is None:
+        for name, size in _listed(where.artifacts):
+            writer.note(archive.ARTIFACTS + name, size, None)
+        return
+    for number, path in enumerate(_walk(folder)):
+        if number % _EVERY == 0:
+            progress(f"{'adding' if files else 'listing'} the artifacts: {number} files")
+        name = archive.ARTIFACTS + path.relative_to(folder).as_posix()
+        if files:
+            writer.file(name, path)
+            continue
+        try:
+            writer.note(name, path.stat().st_size, sha256(path))
+        except FileNotFoundError:  # somebody removed it
+            continue
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the regular files in a folder and below."""
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _listed(url: str) -> Iterator[tuple[str, int]]:
+    """Yield the files under a URL of fsspec's: path and bytes."""
+    from storage.checkpoints.store import Checkpoints
+
+    found = Checkpoints(url, setting="--artifacts").sizes()
+    yield from sorted(found.items())

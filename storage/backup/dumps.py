@@ -1,0 +1,200 @@
+"""A database as one file: dumped as it was at one moment, and put in the place of an empty one, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.backup.programs import Programs, find_programs
+from storage.database.connect import connect
+from storage.errors import AwayError, StorageError
+from storage.urls import redact, without_secret
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A database as it is at one moment, whatever is written meanwhile.
+
+    Attributes:
+        url: of the database.
+        cursor: reads it as it was.
+        name: by which pg_dump reads the same.
+        postgres: the server's version, such as "18.6".
+    """
+
+    url: str
+    cursor: Any
+    name: str
+    postgres: str
+
+    def count(self, table: str, condition: str = "true") -> int:
+        """Return how many rows a table of ours has; 0 where there is no such table."""
+        return count(self.cursor, table, condition)
+
+    def column(self, statement: str) -> list[Any]:
+        """Return the first column of what a statement asks for."""
+        self.cursor.execute(statement)
+        return [row[0] for row in self.cursor.fetchall()]
+
+    def revision(self, table: str) -> str | None:
+        """Return the revision of the schema that one of Alembic's tables holds; None where there is no such table."""
+        if self.column(f"SELECT to_regclass('{table}') IS NOT NULL") != [True]:
+            return None
+        return next(iter(self.column(f"SELECT version_num FROM {table}")), None)  # noqa: S608 a name of ours
+
+    def dump(self, path: Path) -> Programs:
+        """Write the dump to `path`, and return the programs that wrote it.
+
+        Raises:
+            StorageError: pg_dump is older than the server, or fails.
+        """
+        programs = find_programs(int(self.postgres.split(".")[0]), why="the server")
+        programs.run(
+            "pg_dump",
+            *("--format=custom", "--no-owner", "--no-privileges"),
+            *(f"--snapshot={self.name}", f"--file={path}"),
+            url=self.url,
+        )
+        return programs
+
+
+@contextmanager
+def snapshot(url: str, *, setting: str) -> Iterator[Snapshot]:
+    """Yield the database as it is now.
+
+    Raises:
+        StorageError: it cannot be reached.
+    """
+    with session(url, setting=setting, application_name="hpsearch-backup", isolation_level="REPEATABLE READ") as cursor:
+        for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
+            cursor.execute(f"SET LOCAL {timeout} = 0")
+        cursor.execute("SELECT pg_export_snapshot(), split_part(current_setting('server_version'), ' ', 1)")
+        name, postgres = cursor.fetchone() or ("", "")
+        yield Snapshot(url, cursor, name, postgres)
+
+
+@contextmanager
+def session(
+    url: str, *, setting: str, application_name: str = "hpsearch-restore", isolation_level: str | None = None
+) -> Iterator[Any]:
+    """Yield a cursor in a transaction, which is committed in the end; with an isolation level it reads alone.
+
+    Raises:
+        StorageError: the database cannot be reached, or refuses a statement.
+    """
+    import psycopg2
+
+    connection = connect(url, application_name=application_name, setting=setting)
+    try:
+        if isolation_level is not None:
+            connection.set_session(isolation_level=isolation_level, readonly=True)
+        with connection, connection.cursor() as cursor:
+            yield cursor
+    except psycopg2.Error as error:
+        away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        said = without_secret(" ".join(str(error).split()), url)
+        raise (AwayError if away else StorageError)(f"{setting} {redact(url)}: {said}") from None
+    finally:
+        connection.close()
+
+
+def count(cursor: Any, table: str, condition: str = "true") -> int:
+    """Return how many rows a table of ours has; 0 where there is no such table."""
+    cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
+    if cursor.fetchone() != (True,):
+        return 0
+    cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 names of ours
+    return int(cursor.fetchone()[0])
+
+
+def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], script: Path, programs: Programs) -> None:
+    """Put a dump in the place of all that is in a database, in one transaction.
+
+    Args:
+        dump: the file.
+        url: of the database, as the owner of what is in it.
+        must_be_empty: tables in which a single row has it refused.
+        script: a file to write, in a private folder.
+        programs: not older than those that wrote the dump.
+
+    Raises:
+        StorageError: it is not empty, or Postgres refuses; nothing was changed.
+    """
+    clear = script.with_suffix(".clear.sql")
+    clear.write_text(_clear(must_be_empty))
+    try:
+        programs.run("pg_restore", "--no-owner", "--no-privileges", f"--file={script}", str(dump))
+        programs.run(
+            "psql",
+            *("--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1"),
+            *(f"--file={clear}", f"--file={script}"),
+            url=url,
+        )
+    finally:
+        script.unlink(missing_ok=True)
+        clear.unlink(missing_ok=True)
+
+
+def _clear(must_be_empty: Sequence[str]) -> str:
+    """Return the statements that refuse a database with rows in these tables, and clear any other."""
+    refusals = "".join(_REFUSE.format(table=table) for table in must_be_empty)
+    return _CLEAR.format(refusals=refusals)
+
+
+_REFUSE = """
+    IF to_regclass('{table}') IS NOT NULL THEN
+        LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE;
+        IF EXISTS (SELECT FROM {table}) THEN
+            RAISE EXCEPTION 'there are rows in {table} by now';
+        END IF;
+    END IF;
+"""
+
+# What belongs to an extension stays.
+_CLEAR = """
+SET lock_timeout = '60s';
+DO $clear$
+DECLARE
+    statement text;
+BEGIN
+    {refusals}
+    FOR statement IN
+        SELECT format('DROP %s IF EXISTS %s CASCADE', kind, name) FROM (
+            SELECT CASE c.relkind WHEN 'v' THEN 'VIEW' WHEN 'm' THEN 'MATERIALIZED VIEW' WHEN 'S' THEN 'SEQUENCE'
+                                  ELSE 'TABLE' END AS kind,
+                   format('%I.%I', n.nspname, c.relname) AS name, c.oid, 'pg_class'::regclass AS catalog
+              FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+             WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'S')
+            UNION ALL
+            SELECT 'TYPE', format('%I.%I', n.nspname, t.typname), t.oid, 'pg_type'::regclass
+              FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace
+             WHERE n.nspname = current_schema() AND t.typtype IN ('e', 'd')
+            UNION ALL
+            SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid, 'pg_proc'::regclass
+              FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+             WHERE n.nspname = current_schema()
+        ) AS found
+         WHERE NOT EXISTS (SELECT FROM pg_depend d
+                            WHERE d.classid = found.catalog AND d.objid = found.oid AND d.deptype = 'e')
+    LOOP
+        EXECUTE statement;
+    END LOOP;
+END $clear$;
+"""
+
+
+def check_server(url: str, archive: str, *, setting: str) -> None:
+    """Refuse a server that is older than the one that an archive is of.
+
+    Raises:
+        StorageError: it is.
+    """
+    with session(url, setting=setting) as cursor:
+        here = cursor.connection.server_version // 10_000
+    if here < int(archive.split(".", maxsplit=1)[0]):
+        raise StorageError(
+            f"the archive is of Postgres {archive}, and the server is of Postgres {here}: use a newer one"
+        )

@@ -1,0 +1,160 @@
+"""The file of a backup: what is whole is read, and whatever else is told in one line, with nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage.backup import archive
+from storage.backup.archive import ARTIFACTS, MLFLOW_DUMP, STUDIES_DUMP, Manifest, Reader, Unpacked, writing
+from storage.errors import StorageError
+
+MANIFEST = Manifest(
+    made_at="2026-11-22T12:00:00+00:00",
+    hpsearch="0.1.0",
+    postgres="18.6",
+    dumped_by="18.6",
+    schema="0004",
+    optuna_schema="v3.2.0.a",
+    mlflow_schema="1",
+    home="/home/ann/hpsearch",
+    studies=1,
+    trials=2,
+    runs=3,
+    models=0,
+    files=True,
+)
+
+
+def write(path: Path, manifest: Manifest = MANIFEST) -> Path:
+    source = path.with_name("source")
+    with writing(path) as writer:
+        writer.manifest(manifest)
+        for name in (STUDIES_DUMP, MLFLOW_DUMP, f"{ARTIFACTS}1/abc/metrics.jsonl"):
+            source.write_bytes(name.encode() * 5000)
+            assert writer.file(name, source)
+        writer.note(f"{ARTIFACTS}1/abc/elsewhere.pt", 7, None)
+        writer.index()
+    return path
+
+
+def unpack(path: Path, folder: Path) -> Unpacked:
+    folder.mkdir()
+    with Reader.opened(path) as reader:
+        return reader.unpack(folder, progress=lambda _: None)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar")
+    assert path.stat().st_mode & 0o777 == 0o600, "it holds users' data"
+    found = unpack(path, tmp_path / "out")
+    assert found.manifest == MANIFEST
+    [(name, lies)] = found.held(ARTIFACTS)
+    assert (str(name), lies.read_bytes()) == ("1/abc/metrics.jsonl", b"artifacts/1/abc/metrics.jsonl" * 5000)
+    assert [entry.path for entry in found.index if not entry.held] == [f"{ARTIFACTS}1/abc/elsewhere.pt"]
+
+
+def test_a_file_that_is_gone_is_left_out_and_one_that_shrinks_breaks_nothing(tmp_path: Path) -> None:
+    shrinking = tmp_path / "shrinking"
+    shrinking.write_bytes(b"x" * 100)
+    with shrinking.open("rb") as file:
+        exactly = archive._Exactly(file, 150)
+        assert exactly.read() == b"x" * 100 + b"\0" * 50
+    with writing(tmp_path / "a.tar") as writer:
+        writer.manifest(MANIFEST)
+        assert not writer.file(STUDIES_DUMP, tmp_path / "gone")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 300, 600, 3000, 20_000, 40_000, 100_000, 200_000, 250_000])
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, kept: int) -> None:
+    path = write(tmp_path / "a.tar")
+    whole = path.read_bytes()
+    assert len(whole) > kept
+    path.write_bytes(whole[:kept])
+    with pytest.raises(StorageError, match=r"a\.tar' is (no backup|damaged)"):
+        unpack(path, tmp_path / "out")
+
+
+def test_a_file_without_its_last_member_is_refused(tmp_path: Path) -> None:
+    """Cut off between two of its files, as a tar it is whole."""
+    path = write(tmp_path / "a.tar")
+    with tarfile.open(path) as tar:
+        end = tar.getmember(archive.INDEX).offset
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(StorageError, match="damaged"):
+        unpack(path, tmp_path / "out")
+    path.write_bytes(path.read_bytes() + b"\0" * 1024)
+    with pytest.raises(StorageError, match=r"damaged \(its end is missing"):
+        unpack(path, tmp_path / "again")
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar")
+    with tarfile.open(path) as tar:
+        at = tar.getmember(STUDIES_DUMP).offset_data + 100
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"'studies\.dump' is not what its index says"):
+        unpack(path, tmp_path / "out")
+
+
+def add(path: Path, change: Callable[[tarfile.TarInfo], None]) -> Path:
+    """Write an archive with one member more."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in ((archive.MANIFEST, json.dumps(dataclasses.asdict(MANIFEST)).encode()), ("x", b"evil")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            if name == "x":
+                change(member)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/tmp/x", "artifacts/../../x", "artifacts//x", "checkpoints/./x", "x", "artifacts/", "a\\..\\x"]
+)
+def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = add(tmp_path / "a.tar", lambda member: setattr(member, "name", name))
+    with pytest.raises(StorageError, match="does not belong there"):
+        unpack(path, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "out"]
+    assert not list((tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: bytes) -> None:
+    def change(member: tarfile.TarInfo) -> None:
+        member.name, member.type, member.linkname, member.size = f"{ARTIFACTS}x", kind, "/etc/passwd", 0
+
+    with pytest.raises(StorageError, match="does not belong there"):
+        unpack(add(tmp_path / "a.tar", change), tmp_path / "out")
+
+
+def test_a_newer_format_names_what_to_install(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", dataclasses.replace(MANIFEST, format=2, hpsearch="9.1"))
+    with pytest.raises(StorageError, match=r"newer format \(2; .* install hpsearch 9\.1 or newer"):
+        unpack(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"hello", b"\0" * 2048])
+def test_what_is_no_backup_is_told(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "a.tar"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(StorageError, match="does not exist" if content is None else "is no backup of hpsearch") as told:
+        unpack(path, tmp_path / "out")
+    assert "\n" not in str(told.value)
+
+
+def test_a_tar_of_something_else_is_told(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("readme"), io.BytesIO())
+    with pytest.raises(StorageError, match=r"is no backup of hpsearch \(it has no manifest"):
+        unpack(tmp_path / "a.tar", tmp_path / "out")

@@ -1,0 +1,273 @@
+"""Databases that go into a backup and come out: of one's own services, older, newer, not empty; and what is adapted."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg2
+import pytest
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
+from storage.backup import adapt, archive
+from storage.backup.backup import Made, backup
+from storage.backup.programs import _connection, find_programs
+from storage.backup.restore import restore
+from storage.database.migrate import migrate
+from storage.database.roles import OWNER, WORKER
+from storage.errors import StorageError
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import Claim, Claims
+from tests.conftest import PostgresServer
+
+OLD = Path(__file__).parents[2] / "search" / "study" / "database-0.1.0.sql"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> str:
+    return str(tmp_path / "home")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "backup.tar"
+
+
+@pytest.fixture
+def other(postgres_server: PostgresServer) -> Iterator[str]:
+    """The name of another database without tables."""
+    name = f"restored_{os.getpid()}"
+    postgres_server.execute("CREATE DATABASE {} OWNER {} TEMPLATE template0 STRATEGY file_copy", name, OWNER)
+    yield name
+    postgres_server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+
+def execute(url: str, statement: str, *arguments: Any) -> list[Any]:
+    connection = psycopg2.connect(url.replace("+psycopg2", ""))
+    try:
+        with connection, connection.cursor() as cursor:
+            cursor.execute(statement, arguments or None)
+            return cursor.fetchall() if cursor.description else []
+    finally:
+        connection.close()
+
+
+def fill(url: str) -> PostgresStorage:
+    """A study with a running trial that has reported an epoch."""
+    storage = open_storage(url, application_name="test")
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
+    storage.set_study_user_attr(study_id, SPEC, {"n_trials": 3, "retries": 0})
+    claims = Claims(storage.engine, study_id, worker="host:1")
+    claim = claims.claim()
+    assert isinstance(claim, Claim)
+    claims.report(claim, 0, 0.5)
+    return storage
+
+
+def make(file: Path, owner_url: str, home: str, **more: Any) -> Made:
+    return backup(file, owner_url=owner_url, studies_only=True, home=home, **more)
+
+
+def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
+) -> None:
+    fill(database_url)
+    made = make(file, owner_url, home)
+    assert (made.manifest.studies, made.manifest.trials, made.manifest.with_mlflow) == (1, 1, False)
+    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home)
+    storage = open_storage(postgres_server.url(other, user=WORKER), application_name="test")
+    (study,) = storage.get_all_studies()
+    (trial,) = storage.get_all_trials(study._study_id)
+    assert (trial.state, trial.intermediate_values) == (TrialState.WAITING, {0: 0.5})
+    for attempt in (2, 3):  # with no retries left: that it moved is no failure
+        claim = Claims(storage.engine, study._study_id, worker="there:1").claim()
+        assert isinstance(claim, Claim)
+        assert (claim.number, claim.attempt) == ((0, attempt) if attempt == 2 else (1, 1))
+    with pytest.raises(psycopg2.errors.InsufficientPrivilege):
+        execute(postgres_server.url(other), "CREATE TABLE mine (a int)")
+    storage.engine.dispose()
+
+
+def test_nothing_is_overwritten(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str
+) -> None:
+    fill(database_url)
+    make(file, owner_url, home)
+    migrate(target := postgres_server.url(other, user=OWNER))
+    execute(target, "INSERT INTO studies (study_name) VALUES ('precious')")
+    with pytest.raises(StorageError, match=r"/restored_\d+.* is not empty \(studies: 1\): nothing is overwritten"):
+        restore(file, owner_url=target, home=home)
+    assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
+    with pytest.raises(StorageError, match="exists: give another file, or --force"):
+        make(file, owner_url, home)
+    make(file, owner_url, home, force=True)
+
+
+def test_tables_of_an_older_version_are_brought_up_to_date(
+    postgres_server: PostgresServer, empty_database_url: str, other: str, file: Path, home: str
+) -> None:
+    execute(empty_database_url, OLD.read_text())
+    made = make(file, empty_database_url, home)
+    migrate(target := postgres_server.url(other, user=OWNER))  # newer tables, all empty, give way to them
+    restore(file, owner_url=target, home=home)
+    (revision,) = execute(target, "SELECT version_num FROM hpsearch_alembic_version")[0]
+    assert (made.manifest.schema or "") < revision
+    assert execute(target, "SELECT count(*) FROM studies") == [(made.manifest.studies,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "0999"}, r"newer hpsearch \(schema 0999"),
+        ({"optuna_schema": "v9"}, r"newer Optuna \(schema v9"),
+        ({"mlflow_schema": "zz"}, r"newer MLflow \(schema zz"),
+        ({"postgres": "99.1"}, "of Postgres 99.1, and the server is of Postgres 18"),
+        ({"dumped_by": "99.1"}, "of Postgres 99, which takes pg_dump and pg_restore 99 or newer"),
+    ],
+)
+def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
+    postgres_server: PostgresServer,
+    owner_url: str,
+    other: str,
+    file: Path,
+    home: str,
+    change: dict[str, str],
+    said: str,
+) -> None:
+    made = make(file, owner_url, home)
+    altered = file.with_name("altered.tar")
+    with tarfile.open(file) as old, tarfile.open(altered, "w") as new:
+        for member in old:
+            content = old.extractfile(member)
+            assert content is not None
+            data = content.read()
+            if member.name == archive.MANIFEST:
+                data = json.dumps({**dataclasses.asdict(made.manifest), **change}).encode()
+                member.size = len(data)
+            new.addfile(member, io.BytesIO(data))
+    target = postgres_server.url(other, user=OWNER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_BACKEND_STORE_URI", target)
+        with pytest.raises(StorageError, match=said):
+            restore(altered, owner_url=target, home=home)
+    assert execute(target, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == [(0,)]
+
+
+def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "postgresql://ann:secret@127.0.0.1:1/optuna"
+    with pytest.raises(StorageError, match="holds no services, and so nothing to back up"):
+        backup(file, home=home)
+    with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
+        backup(file, owner_url=url, home=home)
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
+    with pytest.raises(StorageError, match="--artifacts is missing"):
+        backup(file, owner_url=url, home=home)
+    with pytest.raises(StorageError, match="--artifacts 's3://bucket' is no folder here: give --no-artifacts too"):
+        backup(file, owner_url=url, home=home, artifacts="s3://bucket")
+    monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
+    with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set and HPSEARCH_OWNER_URL is not"):
+        backup(file, home=home)
+    assert not file.exists()
+
+
+def test_a_password_is_on_no_command_line() -> None:
+    url = "postgresql://ann:se%2Fcret@db:5432/optuna?sslmode=require&sslpassword=key"
+    arguments, environment = _connection(url)
+    assert arguments == ["--no-password", "--dbname=postgresql://ann@db:5432/optuna?sslmode=require"]
+    assert environment["PGPASSWORD"] == "se/cret"
+
+
+def test_a_server_that_is_newer_than_all_programs_here_is_told_with_the_remedy() -> None:
+    with pytest.raises(
+        StorageError, match=r"the server is of Postgres 99, which takes .*: install postgresql-client-99"
+    ):
+        find_programs(99, why="the server")
+
+
+# As far as is asked of them, MLflow's tables.
+_MLFLOW = """
+    CREATE TABLE runs (run_uuid text, status text, lifecycle_stage text DEFAULT 'active', deleted_time bigint);
+    CREATE TABLE tags (run_uuid text, key text, value text);
+    CREATE TABLE model_versions (run_id text, description text);
+"""
+
+
+def add_run(url: str, run: str, status: str, **tags: str) -> None:
+    execute(url, "INSERT INTO runs (run_uuid, status) VALUES (%s, %s)", run, status)
+    for key, value in tags.items():
+        name = key.replace("__", ".")
+        execute(url, "INSERT INTO tags VALUES (%s, %s, %s)", run, name, value)
+
+
+def test_what_mlflow_had_a_moment_later_does_no_harm(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str
+) -> None:
+    storage = open_storage(database_url, application_name="test")
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
+    storage.set_study_user_attr(study_id, RUN_ID, "parent")
+    for _ in range(2):
+        trial = storage.create_new_trial(study_id)
+        storage.set_trial_user_attr(trial, TRACKING, "pending: on its way from host")
+        storage.set_trial_state_values(trial, TrialState.COMPLETE, [0.5])
+    execute(target := postgres_server.url(other, user=OWNER), _MLFLOW)
+    mine = {"hpsearch__study": "wine", "mlflow__parentRunId": "parent"}
+    add_run(target, "whole", "FINISHED", hpsearch__trial="0", hpsearch__model_id="m-1", **mine)
+    add_run(target, "halfway", "RUNNING", hpsearch__trial="1", **mine)
+    add_run(target, "later", "RUNNING", hpsearch__trial="2", **mine)
+    add_run(
+        target, "of-a-deleted-study", "RUNNING", hpsearch__trial="7", hpsearch__study="wine", mlflow__parentRunId="x"
+    )
+    with (
+        psycopg2.connect(owner_url.replace("+psycopg2", "")) as ours,
+        psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
+    ):
+        adapt.reconcile(ours.cursor(), theirs.cursor())
+    ours.close()
+    theirs.close()
+    assert execute(target, "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'deleted'") == [("later",)]
+    first, second = storage.get_all_trials(study_id)
+    assert (first.user_attrs[RUN_ID], first.user_attrs[MODEL]) == ("whole", "m-1")
+    assert TRACKING not in first.user_attrs, "it is there: nobody has to send it again"
+    assert TRACKING in second.user_attrs, "it is not: sync makes it from its checkpoint"
+    storage.engine.dispose()
+
+
+def test_links_lead_to_the_new_server_and_checkpoints_to_the_new_home(
+    owner_url: str, database_url: str, postgres_server: PostgresServer, other: str
+) -> None:
+    storage = open_storage(database_url, application_name="test")
+    page = "http://127.0.0.1:4000/#/experiments/1/runs/r?x"
+    for name, url in (("a", "file:///old/home/checkpoints"), ("b", "/old/home/checkpoints"), ("c", "s3://bucket")):
+        study_id = storage.create_new_study([StudyDirection.MAXIMIZE], name)
+        storage.set_study_user_attr(study_id, CHECKPOINT_URL, url)
+        storage.set_study_user_attr(study_id, RUN_URL, page)
+        storage.set_study_user_attr(study_id, TRACKING_URI, "http://127.0.0.1:4000")
+        storage.set_study_system_attr(study_id, "dashboard:note_str:0", f"see [it]({page}).")
+    execute(target := postgres_server.url(other, user=OWNER), _MLFLOW)
+    execute(target, "INSERT INTO model_versions VALUES ('r', %s)", f"[trial 1]({page})")
+    with (
+        psycopg2.connect(owner_url.replace("+psycopg2", "")) as ours,
+        psycopg2.connect(target.replace("+psycopg2", "")) as theirs,
+    ):
+        assert adapt.forget_home(ours.cursor(), "/old/home") == [("c", "s3://bucket")]
+        adapt.readdress(
+            ours.cursor(), theirs.cursor(), tracking_uri="http://mlflow:5000", ui_url="https://mlflow.example.com/"
+        )
+    ours.close()
+    theirs.close()
+    new = "https://mlflow.example.com/#/experiments/1/runs/r?x"
+    for study in storage.get_all_studies():
+        assert (study.user_attrs[RUN_URL], study.user_attrs[TRACKING_URI]) == (new, "http://mlflow:5000")
+        assert study.system_attrs["dashboard:note_str:0"] == f"see [it]({new})."
+        assert (CHECKPOINT_URL in study.user_attrs) == (study.study_name == "c")
+    assert execute(target, "SELECT description FROM model_versions") == [(f"[trial 1]({new})",)]
+    storage.engine.dispose()
