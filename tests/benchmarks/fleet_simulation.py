@@ -32,12 +32,13 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 from storage_ways import SPACE, value_of
@@ -176,7 +177,7 @@ class Drive:
         self.lock = threading.Condition()
         self.times: dict[str, list[float]] = defaultdict(list)
         self.behind: list[float] = []
-        self.order = 0
+        self.order, self.cpu = 0, 0.0
         self.counts_from = self.until = 0.0
 
     def at(self, when: float, worker: int, life: Any) -> None:
@@ -219,13 +220,22 @@ class Drive:
                 self.at(start + rng.uniform(0, LEASE / BEATS), index, None)
         for thread in threads:
             thread.start()
+        before: float | None = None
         while (now := time.monotonic()) < self.until:
+            if before is None and now >= self.counts_from:
+                before = cpu_seconds()
             with self.lock:
                 while self.due and self.due[0][0] <= now:
                     when, _, worker, life = heapq.heappop(self.due)
                     self.ready.put((when, worker, life))
                 pause = min(self.due[0][0] - now if self.due else 0.1, self.until - now, 0.1)
                 self.lock.wait(max(pause, 0.0005))
+        self.cpu = cpu_seconds() - (before or 0.0)
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 class _Rest:
@@ -247,9 +257,7 @@ def drive(kind: str, url: str, name: str, first: int, count: int, epoch: float, 
     driven = Drive(kind, url, name, range(first, first + count), epoch, ramp)
     print("ready", flush=True)
     driven.run(float(sys.stdin.readline()), seconds)
-    cpu = resource.getrusage(resource.RUSAGE_SELF)
-    used = cpu.ru_utime + cpu.ru_stime
-    print(json.dumps({"times": driven.times, "behind": driven.behind, "cpu": used}), flush=True)
+    print(json.dumps({"times": driven.times, "behind": driven.behind, "cpu": driven.cpu}), flush=True)
     os._exit(0)  # threads may wait for the server
 
 
@@ -269,6 +277,17 @@ class Simulation:
         self.url = via or made.worker_url
         self.admin = sa.create_engine(sa.make_url(made.owner_url), poolclass=sa.NullPool)
         self.names = 0
+
+    def server_seconds(self) -> float:
+        """CPU seconds of the server's processes that are there."""
+        running = self.server.running()
+        assert running is not None
+        total = 0.0
+        for process in (running, *running.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # one of its own workers, which come and go
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
     def fleet(self, kind: str, workers: int, epoch: float, ramp: float, seconds: float, processes: int) -> None:
         """Run a fleet and print what its calls took."""
@@ -296,11 +315,15 @@ class Simulation:
             assert driver.stdin is not None
             driver.stdin.write(f"{begin}\n")
             driver.stdin.flush()
-        time.sleep(1.0 + ramp + epoch / 2 + seconds / 2)  # connections are counted in the middle of what counts
+        time.sleep(1.0 + ramp + epoch / 2)
+        before = self.server_seconds()
+        time.sleep(seconds / 2)  # connections are counted in the middle of what counts
         with self.admin.connect() as connection:
             in_use = connection.execute(
                 sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = 'optuna'")
             ).scalar()
+        time.sleep(seconds / 2 - 2.0)  # before any of its processes goes
+        used = (self.server_seconds() - before) / (seconds - 2.0)
         found = [json.loads(driver.communicate()[0].splitlines()[-1]) for driver in drivers]
         times: dict[str, list[float]] = defaultdict(list)
         for one in found:
@@ -310,7 +333,8 @@ class Simulation:
         calls = sum(map(len, times.values()))
         print(
             f"{kind}, {workers} workers, epochs of {epoch:g} s: {calls / seconds:.0f} calls/s, {in_use} connections, "
-            f"behind p95 {1000 * quantile(behind, 0.95):.0f} ms, drivers' CPU {sum(one['cpu'] for one in found):.0f} s"
+            f"behind p95 {1000 * quantile(behind, 0.95):.0f} ms; cores: server {used:.2f}, "
+            f"drivers {sum(one['cpu'] for one in found) / seconds:.2f}"
         )
         for call, several in sorted(times.items()):
             middle, high = 1000 * statistics.median(several), 1000 * quantile(several, 0.95)
