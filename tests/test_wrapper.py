@@ -138,6 +138,7 @@ def test_signals_reach_the_command(installed: Clone) -> None:
     assert process.returncode == 7
 
 
+@pytest.mark.soak  # another whole installation
 def test_extras_are_added_for_their_verbs_and_kept_and_a_clone_that_moved_is_installed_again(
     clone: Clone, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_failed_installation_shows_why_and_is_tried_again(clone: Clone) -> Non
     assert clone.run("x").returncode == 0
 
 
+@pytest.mark.soak  # another whole installation
 def test_uv_obeys_what_is_configured_for_pip_and_what_changed_is_installed_again(clone: Clone, tmp_path: Path) -> None:
     """By the environment at first, then by a file, then by an index: each has a package that nobody else has."""
     plain = dict(clone.environment)
@@ -265,6 +267,7 @@ def change(path: Path, text: str = "# changed\n") -> None:
         file.write(text)
 
 
+@pytest.mark.soak  # another whole installation
 def test_pip_installs_where_uv_cannot_be_had(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "tools" / "uv").unlink()
     make_wheel(tmp_path / "wheels", "onlyhere")
@@ -329,6 +332,7 @@ def test_packages_are_added_remembered_and_installed_again(shop: Clone, tmp_path
     assert shop.run("add").stdout.split() == ["rich-one[all]"]
 
 
+@pytest.mark.soak  # another whole installation
 def test_what_cannot_be_added_is_told_in_one_line_and_changes_nothing(shop: Clone) -> None:
     assert shop.run("x").returncode == 0
     before = there(shop), (shop.venv / "hpsearch.stamp").read_text()

@@ -90,6 +90,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@pytest.mark.soak  # an environment of its own
 @pytest.mark.slow
 def test_objectives_run_with_torch_numpy_scikit_learn_and_pydantic_alone(tmp_path: Path) -> None:
     allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"objectives"}

@@ -65,6 +65,7 @@ def test_without_time_for_the_epoch_it_is_saved_in_its_midst(
     assert f"trial 0: goes on after epoch {epoch} and 2 steps" in arena.workers[-1].log.read_text()
 
 
+@pytest.mark.soak  # one that is told once is above
 def test_a_fleet_that_is_told_to_go_three_times_trains_no_step_twice(arena: Arena, undisturbed: Undisturbed) -> None:
     arena.create(6, [], retries=0)
     told = []

@@ -97,6 +97,7 @@ def test_down_and_status_on_nothing(tmp_path: Path) -> None:
     assert not home.exists()
 
 
+@pytest.mark.soak  # a start at each step; others here start and find one
 def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zygote) -> None:
     """Of a home that nobody has used yet."""
     for step in ("setting up Postgres", "starting MLflow", "starting the Optuna dashboard"):
