@@ -181,6 +181,8 @@ def _objectives_in(module: ModuleType) -> dict[str, type[BaseObjective]]:
 
 def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
     found = {name: cls for name, cls in _objectives_in(module).items() if not name.startswith("_")}
+    if not found and inspect.isfunction(getattr(module, "main", None)):
+        raise ObjectiveError(f"{shown(path)} defines no Objective: is it its function, {path.name}:main?")
     if not found:
         raise ObjectiveError(f"{shown(path)} defines no Objective: subclass objectives.Objective in it")
     if len(found) > 1:

@@ -161,7 +161,7 @@ def _numbers(metrics: Any) -> dict[str, float]:
         if not isinstance(value, (Real, Tensor, np.ndarray)) or size != 1:
             what = f"a {type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
             raise ObjectiveError(f"trial.report: {name} must be one number, not {what}")
-        found[str(name)] = float(value)
+        found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
     return found
 
 

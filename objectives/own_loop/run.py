@@ -171,7 +171,7 @@ class LoopRun:
             self._progress.load_state_dict(restored)
             if changed := differences(restored["environment"], self._environment):
                 self._notes.append(f"not exact after epoch {self._progress.next_epoch}: {changed}")
-            self._files.log.info("resumed after epoch %d %s", self._progress.next_epoch, "; ".join(self._notes))
+            self._files.log.info("%s", "; ".join([f"resumed after epoch {self._progress.next_epoch}", *self._notes]))
         changes = uncommitted(Path(source).resolve().parent if source and Path(source).exists() else Path.cwd())
         resolved = {**self._identity, "environment": self._environment}
         self._files.start(resolved, changes, resumed_at=0 if restored else None)

@@ -200,7 +200,7 @@ class Trainer:
                 self._on_epoch(run, epoch)
             restore(run, state)
             within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
-            self.files.log.info("resumed after epoch %d%s %s", run.progress.next_epoch, within, "; ".join(run.notes))
+            self.files.log.info("%s", "; ".join([f"resumed after epoch {run.progress.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
         self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
         for record in run.progress.history:

@@ -102,7 +102,7 @@ def promote(
             width=160,
             placeholder=" ...",
         )
-        raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote another trial")
+        raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote one that has")
     evidence = gather_evidence(study, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.version_by_alias(name, alias)

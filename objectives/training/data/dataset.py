@@ -356,7 +356,10 @@ def _check_finite(what: str, tree: Tree) -> None:
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
             name = f"{what} {where!r}" if where else what
-            raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples")
+            remedy = (
+                "fill them in data(), with a column that marks them" if what.endswith("inputs") else "leave those out"
+            )
+            raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples: {remedy}")
 
 
 def _form(tree: Tree) -> str:

@@ -34,7 +34,7 @@ def write_report(
     sections = {
         f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": _summary(run, result),
         "Configuration, and why": chosen,
-        "Smoke test": _smoke(path.parent, objective),
+        "Smoke test": _smoke(path.parent),
         "Train against validation": [
             *_gap(run, result, objective),
             *image(path, "curves.png", "Curves over the epochs"),
@@ -101,12 +101,12 @@ def code(value: object) -> str:
     return json.dumps(value).replace("|", "\\|").replace("`", "'")
 
 
-def _smoke(folder: Path, objective: Objective) -> list[str]:
+def _smoke(folder: Path) -> list[str]:
     try:
         smoke = json.loads((folder / "smoke.json").read_text())
         first, last, passed = smoke["losses"][0], smoke["losses"][-1], smoke["passed"]
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return [f"Not run here; `hpsearch smoke {objective.name}` overfits one batch."]
+        return ["Not run here; `hpsearch smoke` overfits one batch."]
     verdict = "passed" if passed else "FAILED: do not trust this model before you know why"
     return [f"One batch of {smoke['samples']} samples: loss {first:.4g} -> {last:.4g}, {verdict}."]
 

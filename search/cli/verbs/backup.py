@@ -108,7 +108,7 @@ def restore(
         typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
     if done.left_out:
         typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
-    typer.echo(f"go on with: {command('studies')}")
+    typer.echo(f"go on with: {command('studies', *(('--home', home) if home else ()))}")
 
 
 def _counted(manifest: Manifest) -> str:

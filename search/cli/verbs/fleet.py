@@ -72,4 +72,8 @@ def print_(
     )  # fmt: skip
     if why := why_unknown(launch):
         typer.echo(f"hpsearch: nobody was asked whether there is a study {study!r}: {why}", err=True)
+    if storage_url is None and engine != "kubernetes":
+        typer.echo(
+            "hpsearch: the embedded stack answers on this machine alone: for others give --storage-url", err=True
+        )
     typer.echo(printed(launch), nl=False)

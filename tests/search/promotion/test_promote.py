@@ -112,7 +112,7 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
     with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has 0 to 4$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=9)
     own_tracked.client.delete_logged_model(own_tracked.model_of(2))
-    with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote another trial$"):
+    with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote one that has$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 

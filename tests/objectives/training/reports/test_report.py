@@ -224,7 +224,7 @@ def test_a_jump_of_the_loss_is_told(objective_with, tmp_path):
 @pytest.mark.slow
 def test_the_smoke_test_is_quoted(wine, tmp_path):
     _, before = _report(wine, tmp_path / "a")
-    assert "Not run here; `hpsearch smoke Wine` overfits one batch." in before
+    assert "Not run here; `hpsearch smoke` overfits one batch." in before
     smoke(wine).write(tmp_path / "b")
     _, after = _report(wine, tmp_path / "b")
     assert re.search(r"One batch of 32 samples: loss \S+ -> \S+, passed\.", after)
