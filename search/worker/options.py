@@ -12,6 +12,10 @@ from storage.trials.claims import LEASE
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 class Working(TypedDict, total=False):
     """How the workers of a fleet run: see `WorkerOptions`."""
 
@@ -67,11 +71,11 @@ class WorkerOptions:
         for name, least in (("grace", 0), ("leave_when_idle", 0), ("max_trials", 1), ("max_time", 0)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= least):
-                raise SearchError(f"{name} must be at least {least}, not {value}")
+                raise SearchError(f"{_flag(name)} {value}: must be a finite number from {least}")
         for name, above in (("save_every", 0), ("stall", 1)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > above):
-                raise SearchError(f"{name} must be above {above}, not {value}")
+                raise SearchError(f"{_flag(name)} {value}: must be a finite number above {above}")
 
     def environment(self) -> dict[str, str]:
         """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""

@@ -242,7 +242,10 @@ class Reader:
                 f"install hpsearch {made_by} or newer"
             )
         with self._damaged():
-            return Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
+            manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
+            for told in (manifest.postgres, manifest.dumped_by):
+                int(str(told).partition(".")[0])
+            return manifest
 
     def _check_path(self, member: tarfile.TarInfo) -> None:
         # Stricter than tarfile's own filters: no links at all, and nowhere but where such files belong.

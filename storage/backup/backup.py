@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from storage.backup import archive, places
 from storage.backup.dumps import Snapshot, snapshot
+from storage.backup.leftovers import sweep
 from storage.database.schema import VERSION_TABLE
 from storage.embedded import stack
 from storage.errors import StorageError
@@ -91,16 +92,24 @@ def backup(  # noqa: PLR0913 a keyword for each flag
 
 
 def _check_target(file: Path, *, force: bool) -> None:
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else "is in a folder that does not exist"
+    try:
+        is_there, is_file = os.path.lexists(file), file.is_file()
+        in_folder = file.parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise StorageError(f"{str(file)!r} cannot be written ({error.strerror}): give another file") from None
+    if not in_folder or (is_there and not is_file):
+        what = "is in a folder that does not exist"
+        if in_folder:
+            what = "is a folder" if file.is_dir() else "is no regular file"
         raise StorageError(f"{str(file)!r} {what}: give the file to write, such as backup.tar")
-    if file.exists() and not force:
+    if is_there and not force:
         raise StorageError(f"{str(file)!r} exists: give another file, or --force to replace it")
 
 
 @contextmanager
 def _workshop(parent: Path, name: str) -> Iterator[Path]:
     """Yield a new folder for this user alone, which goes in the end with all that is in it."""
+    sweep(parent, f".{name}-")
     folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
     try:
         yield folder
@@ -220,9 +229,11 @@ def _add_artifacts(writer: archive.Writer, where: places.Places, *, files: bool,
         for name, size in _listed(where.artifacts):
             writer.note(archive.ARTIFACTS + name, size, None)
         return
-    for number, path in enumerate(_walk(folder)):
+    doing = f"{'adding' if files else 'listing'} the artifacts"
+    progress(doing)
+    for number, path in enumerate(_walk(folder), start=1):
         if number % _EVERY == 0:
-            progress(f"{'adding' if files else 'listing'} the artifacts: {number} files")
+            progress(f"{doing}: {number} files")
         name = archive.ARTIFACTS + path.relative_to(folder).as_posix()
         if files:
             writer.file(name, path)

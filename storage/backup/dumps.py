@@ -153,7 +153,7 @@ _REFUSE = """
     END IF;
 """
 
-# What belongs to an extension stays.
+# What belongs to an extension stays, and what belongs to a column goes with its table.
 _CLEAR = """
 SET lock_timeout = '60s';
 DO $clear$
@@ -178,7 +178,7 @@ BEGIN
              WHERE n.nspname = current_schema()
         ) AS found
          WHERE NOT EXISTS (SELECT FROM pg_depend d
-                            WHERE d.classid = found.catalog AND d.objid = found.oid AND d.deptype = 'e')
+                            WHERE d.classid = found.catalog AND d.objid = found.oid AND d.deptype IN ('e', 'i'))
     LOOP
         EXECUTE statement;
     END LOOP;

@@ -14,9 +14,11 @@ from typing import Any
 from storage.backup import adapt, archive, places
 from storage.backup.archive import Manifest, Reader, Unpacked
 from storage.backup.dumps import check_server, count, put_back, session
+from storage.backup.leftovers import sweep
 from storage.backup.programs import Programs, find_programs
 from storage.backup.schemas import check_known, upgrade_mlflow
 from storage.database.migrate import migrate
+from storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
 from storage.embedded import stack
 from storage.errors import StorageError
 from storage.files import sha256
@@ -89,13 +91,13 @@ def restore(
                 progress(f"reading {file.name}")
                 unpacked = reader.unpack(workshop / "files", progress=progress)
                 if own is not None:
-                    others = _put_all(unpacked, own, programs, progress)
+                    others = _put_all(unpacked, own, programs, progress, again=_was_cut_off(own))
                 else:
                     with stack.held(folder, progress=progress) as held:
                         own_stack = _embedded(folder, manifest)
                         _check_empty(own_stack, manifest)
                         held.stop_services()
-                        others = _put_all(unpacked, own_stack, programs, progress)
+                        others = _put_all(unpacked, own_stack, programs, progress, again=_was_cut_off(own_stack))
         except OSError as error:
             raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is not whole") from None
     where = own
@@ -131,6 +133,7 @@ def _own(folder: Path, owner_url: str, artifacts: str | None, manifest: Manifest
 
 @contextmanager
 def _workshop(home: Path) -> Iterator[Path]:
+    sweep(home, ".restore-")
     folder = Path(tempfile.mkdtemp(prefix=".restore-", dir=home))
     try:
         (folder / "files").mkdir()
@@ -154,21 +157,31 @@ def _check_empty(where: places.Places, manifest: Manifest) -> None:
         with session(url, setting=setting) as cursor:
             numbers = {table: count(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
-    if found:
+    if found and not _was_cut_off(where):
         place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies_url)
         what = "give --home, or set HPSEARCH_HOME to another folder" if where.embedded else "give empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {what}")
 
 
+def _was_cut_off(where: places.Places) -> bool:
+    """Whether an earlier restore into these databases was: what it left is put back anew."""
+    with session(where.studies_url, setting=where.studies_setting) as cursor:
+        cursor.execute(IS_RESTORED_BY_HALF)
+        return bool(cursor.fetchone() == (True,))
+
+
 def _put_all(
-    unpacked: Unpacked, where: places.Places, programs: Programs, progress: Progress
+    unpacked: Unpacked, where: places.Places, programs: Programs, progress: Progress, *, again: bool
 ) -> Sequence[tuple[str, str]]:
     """Put files and databases in place, what is referred to first; return the places of studies' own checkpoints."""
+    with session(where.studies_url, setting=where.studies_setting) as cursor:
+        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORING}")
     folder, with_mlflow = unpacked.folder, unpacked.manifest.with_mlflow
     moves = [(source, where.checkpoints / path) for path, source in unpacked.held(archive.CHECKPOINTS)]
     if (artifacts := where.artifacts_folder) is not None:
         moves += [(source, artifacts / path) for path, source in unpacked.held(archive.ARTIFACTS)]
-    _check_free(moves)
+    if not again:
+        _check_free(moves)
     progress(f"putting {len(moves)} files in place")
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -177,17 +190,19 @@ def _put_all(
     if where.mlflow_url is not None:
         progress("restoring MLflow's database")
         dump = folder / archive.MLFLOW_DUMP
-        put_back(dump, where.mlflow_url, must_be_empty=_MLFLOW, script=script, programs=programs)
+        put_back(dump, where.mlflow_url, must_be_empty=() if again else _MLFLOW, script=script, programs=programs)
         upgrade_mlflow(where.mlflow_url)
     progress("restoring the studies")
     dump = folder / archive.STUDIES_DUMP
-    put_back(dump, where.studies_url, must_be_empty=_STUDIES, script=script, programs=programs)
+    put_back(dump, where.studies_url, must_be_empty=() if again else _STUDIES, script=script, programs=programs)
     migrate(where.studies_url, setting=where.studies_setting)
     with _cursors(where) as (studies, mlflow):
         adapt.release_trials(studies)
         if with_mlflow and mlflow is not None:
             adapt.reconcile(studies, mlflow)
-        return adapt.forget_home(studies, unpacked.manifest.home)
+        others = adapt.forget_home(studies, unpacked.manifest.home)
+        studies.execute(f"DROP SCHEMA {RESTORING}")
+    return others
 
 
 def _check_free(moves: Sequence[tuple[Path, Path]]) -> None:

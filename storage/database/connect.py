@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from storage.database.connection_errors import connection_error
-from storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES, OUR_TABLES, REVISION, VERSION_TABLE
+from storage.database.schema import (
+    IS_RESTORED_BY_HALF,
+    OPTUNA_REVISION,
+    OPTUNA_TABLES,
+    OUR_TABLES,
+    REVISION,
+    VERSION_TABLE,
+)
 from storage.errors import AwayError, StorageError
 from storage.urls import normalise, redact
 
@@ -134,6 +141,9 @@ def _check_once(url: str, setting: str) -> None:
                 raise StorageError(
                     f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
                 )
+            cursor.execute(IS_RESTORED_BY_HALF)
+            if cursor.fetchone() == (True,):
+                raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
             _check_tables(cursor, user, head)
             _check_revision(cursor, head)
     except psycopg2.Error as error:

@@ -15,6 +15,10 @@ IS_CURRENT = f"""
        AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
 """  # noqa: S608 the parts are constants
 
+# A schema that is there while a backup is put back: what it leaves behind when it is killed is not whole.
+RESTORING = "hpsearch_restoring"
+IS_RESTORED_BY_HALF = f"SELECT to_regnamespace('{RESTORING}') IS NOT NULL"
+
 OPTUNA_TABLES = (
     "studies",
     "study_directions",

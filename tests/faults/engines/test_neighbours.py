@@ -75,9 +75,9 @@ def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--save-every", "0"), "save_every must be above 0, not 0.0"),
-        (("--stall", "1"), "stall must be above 1, not 1.0"),
-        (("--save-every", "nan"), "save_every must be above 0, not nan"),
+        (("--save-every", "0"), "--save-every 0.0: must be a finite number above 0"),
+        (("--stall", "1"), "--stall 1.0: must be a finite number above 1"),
+        (("--save-every", "nan"), "--save-every nan: must be a finite number above 0"),
     ],
 )
 def test_what_a_worker_cannot_do_is_told(arena: Arena, options: tuple[str, ...], message: str) -> None:

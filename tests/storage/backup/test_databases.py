@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from storage.backup import adapt, archive
 from storage.backup.backup import Made, backup
 from storage.backup.programs import _connection, find_programs
 from storage.backup.restore import restore
+from storage.database.connect import check_database
 from storage.database.migrate import migrate
 from storage.database.roles import OWNER, WORKER
 from storage.errors import StorageError
@@ -110,6 +112,52 @@ def test_nothing_is_overwritten(
     with pytest.raises(StorageError, match="exists: give another file, or --force"):
         make(file, owner_url, home)
     make(file, owner_url, home, force=True)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing is tidied up after it that is not tidied up anyway."""
+
+
+@pytest.mark.parametrize("where", ["put_back", "migrate", "release_trials", "forget_home"])
+def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
+    postgres_server: PostgresServer, owner_url: str, database_url: str, other: str, file: Path, home: str, where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fill(database_url)
+    make(file, owner_url, home)
+    target, workers = postgres_server.url(other, user=OWNER), postgres_server.url(other, user=WORKER)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
+        with pytest.raises(Killed):
+            restore(file, owner_url=target, home=home)
+    with pytest.raises(StorageError, match="a restore into it was cut off: run the same 'hpsearch restore' again"):
+        check_database(workers)
+    restore(file, owner_url=target, home=home)
+    check_database(workers)
+    storage = open_storage(workers, application_name="test")
+    (study,) = storage.get_all_studies()
+    assert [trial.state for trial in storage.get_all_trials(study._study_id)] == [TrialState.WAITING]
+    storage.engine.dispose()
+    with pytest.raises(StorageError, match="is not empty"):
+        restore(file, owner_url=target, home=home)
+
+
+def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path: Path, home: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name, said in (("fifo", "is no regular file"), ("nowhere", "is no regular file"), ("a" * 300, "too long")):
+        with pytest.raises(StorageError, match=said):
+            make(tmp_path / name, owner_url, home, force=True)
+    old, young = tmp_path / ".b.tar-old", tmp_path / ".b.tar-young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, 0))
+    make(tmp_path / "b.tar", owner_url, home)
+    assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_tables_of_an_older_version_are_brought_up_to_date(
