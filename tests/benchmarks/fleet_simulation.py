@@ -315,7 +315,7 @@ class Simulation:
             assert driver.stdin is not None
             driver.stdin.write(f"{begin}\n")
             driver.stdin.flush()
-        time.sleep(1.0 + ramp + epoch / 2)
+        time.sleep(1.0 + ramp + epoch / 2)  # until what counts begins
         before = self.server_seconds()
         time.sleep(seconds / 2)  # connections are counted in the middle of what counts
         with self.admin.connect() as connection:

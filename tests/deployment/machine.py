@@ -82,7 +82,7 @@ class Machine:
 
     @property
     def services(self) -> dict[str, Any]:
-        return self.model["services"]  # type: ignore[no-any-return]
+        return self.model["services"]  # type: ignore[no-any-return]  # of JSON
 
     def local(self, text: str) -> str:
         for there, here in self.replaced.items():
@@ -173,7 +173,7 @@ class Machine:
                 return socket.create_connection(("127.0.0.1", self.ports[port])).close()
             except OSError:
                 assert process.poll() is None, self.log(name)
-                time.sleep(0.1)
+                time.sleep(0.1)  # until the service answers
 
     def connect(self, role: str, password: str, database: str) -> Any:
         return psycopg2.connect(

@@ -16,7 +16,7 @@ from tests.deployment.machine import OURS, PASSWORDS, ROOT, Machine, compose, gr
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return compose(**dict.fromkeys(PASSWORDS, "x"))["services"]  # type: ignore[no-any-return]
+    return compose(**dict.fromkeys(PASSWORDS, "x"))["services"]  # type: ignore[no-any-return]  # of JSON
 
 
 def test_the_files_are_valid() -> None:

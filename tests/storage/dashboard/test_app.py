@@ -66,7 +66,7 @@ def read_only(database_url: str) -> Iterator[str]:
     with subprocess.Popen(arguments, env=environment, cwd=Path(app.__file__).parents[2]) as process:
         while not answers(port):
             assert process.poll() is None, "the dashboard ended"
-            time.sleep(0.1)
+            time.sleep(0.1)  # until it listens
         yield f"127.0.0.1:{port}"
         process.terminate()
 
