@@ -17,9 +17,9 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     """The result of a run that has ended, with its best weights put back."""
     best, val = run.progress.best, run.splits.val
     if best:  # none yet, where the run was left in its first epoch
-        run.judged.load_state_dict(best["model"])
+        run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
     status = _status(run, verdict)
-    reported = files.path is not None and status != "stopped"
+    reported = run.ranks.told(files.path is not None) and status != "stopped"
     train_scores = run.judge_train() if reported else None
     model = plain(run.judged.cpu()).eval()
     return FitResult(

@@ -27,6 +27,7 @@ SCHEDULES = (
 PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+STRATEGIES = ("ddp",)
 
 NAMES = {
     "optimizer": OPTIMIZERS,
@@ -35,6 +36,7 @@ NAMES = {
     "warmup": WARMUPS,
     "precision": PRECISIONS,
     "matmul_precision": MATMUL_PRECISIONS,
+    "strategy": STRATEGIES,
 }
 
 
@@ -77,7 +79,7 @@ class TrainConfig:
         float, about('of "lookahead": what share of the way to the fast weights they move', gt=0, le=1)
     ] = 0.5
     sam_rho: Annotated[float, about("how far SAM looks for the worst loss around the weights", gt=0)] = 0.05
-    batch_size: Annotated[int, about("samples in one micro-batch", ge=1)] = 64
+    batch_size: Annotated[int, about("samples in one micro-batch, over all devices together", ge=1)] = 64
     accumulate: Annotated[
         int, about("micro-batches in one optimizer step; the loss is averaged over all their samples", ge=1)
     ] = 1
@@ -154,6 +156,7 @@ class TrainConfig:
         int | None,
         about("optimizer steps between two validations within an epoch, for large data; None is each epoch", ge=1),
     ] = None
+    strategy: Annotated[str, one_of(STRATEGIES, "how several devices train one model; one device needs none")] = "ddp"
     model: Annotated[
         dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")
     ] = field(default_factory=dict)

@@ -19,13 +19,15 @@ from objectives.training.loop.epoch import EpochSums, train_epoch
 from objectives.training.loop.guards import NonFiniteError, told_apart
 from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
-from objectives.training.loop.resume import restore
+from objectives.training.loop.resume import restore, resume_within
 from objectives.training.loop.run import Run
 from objectives.training.loop.stepping import call_in
+from objectives.training.ranked_session import on_ranks
+from objectives.training.ranks import current
 from objectives.training.reports.report import write_report
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, restore_generators, set_seed
+from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from objectives.training.result import FitResult
 from objectives.training.session import Due, LocalSession, Session, Verdict
 
@@ -77,9 +79,12 @@ class Trainer:
             run_dir = session.run_dir
         self.objective, self.config, self.epochs = objective, config, epochs
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
+        self.ranks = current()
+        if not self.ranks.first:  # it speaks to nobody and writes nothing
+            session = run_dir = None
         if session is None and run_dir is not None:
             session = LocalSession(run_dir)
-        self.session = session
+        self.session = session if self.ranks.alone else on_ranks(session, self.ranks)
         self.files = RunDir(run_dir)
         self.device = device_named(device)
         self.instruments = instruments
@@ -114,7 +119,9 @@ class Trainer:
             return Verdict.STOP
         training = time.perf_counter() - started
         self.files.record_steps(run.steplog.drain())
+        run.strategy.agree(run.model)
         run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
+        run.strategy.agree(run.judged)
         scores = run.validate()
         _require_finite(scores, self.objective.metric, run, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
@@ -142,10 +149,11 @@ class Trainer:
         if within is None:
             set_seed(run.seed, "epoch", epoch)
             self._on_epoch(run, epoch)
+            if run.ranks.rank:
+                set_seed(run.seed, "epoch", epoch, *run.ranks.purpose())
         else:
             run.within = None
-            sums.load_state_dict(within["sums"])
-            restore_generators(within["generators"], run.device)
+            resume_within(run, within, sums, epoch)
         return sums
 
     def _within(self, run: Run, started: float, sums: EpochSums) -> None:
@@ -185,8 +193,12 @@ class Trainer:
             seed=self.seed,
             split_seed=self.split_seed,
             device=self.device,
+            ranks=self.ranks,
         )
-        self.files.log.info("%s on %s, untrained: %s", self.objective.name, self.device, _shown(untrained))
+        where = (
+            str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
+        )
+        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, _shown(untrained))
         for note in [*run.notes, *oddities(run)]:
             self.files.log.warning("%s", note)
         return run

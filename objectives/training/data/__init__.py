@@ -1,4 +1,4 @@
 """Data: datasets and their splits, and the feed of batches in an order that a seed fixes.
 
-Imports: errors, reproducibility, config.
+Imports: errors, ranks, reproducibility, config.
 """

@@ -15,6 +15,7 @@ from objectives.training.data.loader import Augment, loaded
 from objectives.training.data.samplers import Order
 from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, moved, taken
+from objectives.training.ranks import ALONE, Ranks
 from objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -22,10 +23,18 @@ if TYPE_CHECKING:
 
 
 class Pending(NamedTuple):
-    """A micro-batch to be: how many samples it has, and how to get it onto the device."""
+    """A micro-batch to be, or the share of it that is this rank's.
+
+    Attributes:
+        size: how many samples it has, over all ranks.
+        get: brings this rank's onto the device.
+        counts: whether they are its own: a rank for which there are none gets one that weighs nothing, since ranks
+            step together.
+    """
 
     size: int
     get: Callable[[], Batch]
+    counts: bool = True
 
 
 Window = tuple[Pending, ...]
@@ -54,15 +63,22 @@ class Feed(Protocol):
 
 
 def build_feed(
-    train: Dataset, config: TrainConfig, order: Order, *, seed: int, device: torch.device, augment: Augment | None
+    train: Dataset,
+    config: TrainConfig,
+    order: Order,
+    *,
+    seed: int,
+    device: torch.device,
+    augment: Augment | None,
+    ranks: Ranks = ALONE,
 ) -> Feed:
     """A DataLoader where the configuration or the data ask for one; else the data go to the device once.
 
     Data in memory need no processes to load them: a DataLoader is many times slower there.
     """
     if config.num_workers is None and train.in_memory:
-        return _MemoryFeed(train.to(device), config, order, seed, device, augment)
-    return _LoaderFeed(train, config, order, seed, device, augment)
+        return _MemoryFeed(train.to(device), config, order, seed, device, augment, ranks)
+    return _LoaderFeed(train, config, order, seed, device, augment, ranks)
 
 
 class _Feed:
@@ -74,9 +90,10 @@ class _Feed:
         seed: int,
         device: torch.device,
         augment: Augment | None,
+        ranks: Ranks,
     ) -> None:
         self._train, self._config, self._order, self._seed = train, config, order, seed
-        self._device, self._augment = device, augment
+        self._device, self._augment, self._ranks = device, augment, ranks
 
     @property
     def steps(self) -> int:
@@ -90,7 +107,10 @@ class _MemoryFeed(_Feed):
 
     def batch(self, rows: Tensor) -> Pending:
         """The samples at `rows`, gathered when they are asked for."""
-        return Pending(len(rows), partial(self._get, rows))
+        if self._ranks.alone:
+            return Pending(len(rows), partial(self._get, rows))
+        own = self._ranks.share(rows)
+        return Pending(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
 
     def _get(self, rows: Tensor) -> Batch:
         x, y = taken(self._train.x, rows), taken(self._train.y, rows)
@@ -110,9 +130,13 @@ class _LoaderFeed(_Feed):
         if isinstance(samples, Stream):
             samples.set_epoch(epoch)
         begun = sum(map(len, found[:first]))
-        stream = self._loaded(batches, self._augment, derive_seed(self._seed, "load", epoch), first=begun)
+        seed = derive_seed(self._seed, "load", epoch, *self._ranks.purpose())
+        own = [self._ranks.share(rows) for rows in batches]
+        shares = [mine if len(mine) else rows[:1] for mine, rows in zip(own, batches, strict=True)]
+        stream = self._loaded(shares, self._augment, seed, first=begun)
+        counts = iter([len(mine) > 0 for mine in own[begun:]])
         for window in found[first:]:
-            yield tuple([Pending(len(rows), partial(self._move, next(stream))) for rows in window])
+            yield tuple([Pending(len(rows), partial(self._move, next(stream)), next(counts)) for rows in window])
 
     def _move(self, batch: Batch) -> Batch:
         return Batch(moved(batch.x, self._device), moved(batch.y, self._device), batch.size)

@@ -16,6 +16,7 @@ from objectives.training.data.loader import loaded
 from objectives.training.data.tree import moved, taken
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import LossStep, Step, Stepping
+from objectives.training.ranks import ALONE, Ranks
 from objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
 _MORE = 4
@@ -24,7 +25,7 @@ EVALUATION_SEED = derive_seed(*_PURPOSE)  # of what is drawn in one
 
 
 @torch.inference_mode()
-def evaluate(
+def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     model: nn.Module,
     dataset: Dataset,
     step: Stepping | nn.Module,
@@ -33,6 +34,7 @@ def evaluate(
     batch_size: int,
     device: torch.device | str,
     num_workers: int = 0,
+    ranks: Ranks = ALONE,
 ) -> dict[str, float]:
     """The mean loss, as "loss", and each metric, over a whole dataset.
 
@@ -46,6 +48,7 @@ def evaluate(
         batch_size: rows in one forward pass; the answer does not depend on it.
         device: where the model is.
         num_workers: processes that load a dataset which is not in memory.
+        ranks: that judge it together: each a share of the samples, without padding.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     training = model.training
@@ -55,12 +58,12 @@ def evaluate(
         sums = Means(device)
         # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
         with seeded_on(device, *_PURPOSE):
-            for batch in batches(dataset, batch_size, device, num_workers):
+            for batch, counts in batches(dataset, batch_size, device, num_workers, ranks):
                 found = stepping(model, batch, nullcontext())
-                sums.add(found, batch.size)
-                if found.outputs is not None:
+                sums.add(found, batch.size if counts else 0)
+                if counts and found.outputs is not None:
                     metrics.update(found.outputs, found.targets)
-        return as_floats({**sums.compute(), **metrics.compute()})
+        return ranks.told(as_floats({**sums.compute(ranks), **metrics.compute()}))
     finally:
         model.train(training)
 
@@ -80,7 +83,10 @@ class Means:
         self.weight: Tensor | float = 0
 
     def add(self, step: Step, size: int) -> None:
-        """Adds a batch of `size` samples."""
+        """Adds a batch of `size` samples; of none only the names of what it measures."""
+        if not size:
+            self._sums = {**{name: torch.zeros_like(self._loss) for name in step.metrics}, **self._sums}
+            return
         weight = size if step.weight is None else step.weight
         self._loss += step.loss.detach() * weight
         for name, value in step.metrics.items():
@@ -88,9 +94,13 @@ class Means:
             self._sums[name] = self._sums.get(name, 0) + found * weight
         self.weight = self.weight + weight
 
-    def compute(self) -> dict[str, Tensor]:
-        """The mean `loss`, and each other by its name."""
-        return {"loss": self._loss / self.weight, **{name: sum_ / self.weight for name, sum_ in self._sums.items()}}
+    def compute(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """The mean `loss`, and each other by its name, over the batches of all ranks."""
+        if ranks.alone:
+            return {"loss": self._loss / self.weight, **{name: sum_ / self.weight for name, sum_ in self._sums.items()}}
+        weight = torch.as_tensor(self.weight, dtype=torch.float64, device=self._device)
+        loss, weight, *sums = ranks.total(torch.stack([self._loss, weight, *self._sums.values()])).unbind()
+        return {"loss": loss / weight, **{name: sum_ / weight for name, sum_ in zip(self._sums, sums, strict=True)}}
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far."""
@@ -104,18 +114,26 @@ class Means:
         self.weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
 
 
-def batches(dataset: Dataset, size: int, device: torch.device, num_workers: int) -> Iterator[Batch]:
-    """All samples in their order, on the device."""
+def batches(
+    dataset: Dataset, size: int, device: torch.device, num_workers: int, ranks: Ranks = ALONE
+) -> Iterator[tuple[Batch, bool]]:
+    """All samples in their order, on the device, or this rank's share of each batch, and whether they are its own.
+
+    A rank for which a batch has no sample gets one that is another's: models that are spread over ranks run together.
+    """
+    samples = len(dataset)
+    spans = [range(samples)[start : start + size] for start in range(0, samples, size)]
+    own = [span[ranks.rank :: ranks.world] for span in spans]
+    shares = [mine or span[:1] for mine, span in zip(own, spans, strict=True)]
     if dataset.in_memory:
-        samples = len(dataset)
-        for start in range(0, samples, size):
-            end = min(start + size, samples)
-            x, y = taken(dataset.x, slice(start, end)), taken(dataset.y, slice(start, end))
-            yield Batch(moved(x, device), moved(y, device), end - start)
+        for mine, share in zip(own, shares, strict=True):
+            rows = slice(share.start, share.stop, share.step)
+            x, y = taken(dataset.x, rows), taken(dataset.y, rows)
+            yield Batch(moved(x, device), moved(y, device), len(share)), bool(mine)
         return
-    found = torch.split(torch.arange(len(dataset)), size)
-    for batch in loaded(dataset, found, device=device, num_workers=num_workers):
-        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size)
+    found = loaded(dataset, [torch.tensor(share) for share in shares], device=device, num_workers=num_workers)
+    for mine, batch in zip(own, found, strict=True):
+        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size), bool(mine)
 
 
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:

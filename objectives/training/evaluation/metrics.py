@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest
 
@@ -250,7 +250,8 @@ class _WhereFitting(_Flat):
 class _Binary(_Flat):
     def __init__(self, inner: Metrics) -> None:
         super().__init__(inner)
-        self._positives = self._count = torch.zeros(())
+        sums = _library("aggregation").SumMetric
+        self._positives, self._count = sums(nan_strategy="disable"), sums(nan_strategy="disable")
 
     def update(self, output: Tensor, target: Tensor) -> None:
         if output.ndim == 2 and output.shape[1] == 2:
@@ -258,25 +259,36 @@ class _Binary(_Flat):
         # torchmetrics applies a sigmoid to those batches alone whose values leave [0, 1]: give it probabilities.
         # In float64, so that confident scores do not become equal.
         super().update(output.double().sigmoid(), target.long())
-        self._positives = self._positives + target.sum()
-        self._count = self._count + target.numel()
+        self._positives.update(target.sum())
+        self._count.update(target.numel())
 
     def compute(self) -> Mapping[str, Any]:
-        rate = self._positives / self._count
+        count = self._count.compute()
+        rate = self._positives.compute() / count
         if not 0 < float(rate) < 1:  # torchmetrics would answer 0.0
-            raise ObjectiveError(
-                f"auroc needs both classes, but all {int(self._count)} labels of a split are {int(rate)}"
-            )
+            raise ObjectiveError(f"auroc needs both classes, but all {int(count)} labels of a split are {int(rate)}")
         return {**super().compute(), "base_rate": rate}
 
     def reset(self) -> None:
         super().reset()
-        self._positives = torch.zeros_like(self._positives)
-        self._count = torch.zeros_like(self._count)
+        self._positives.reset()
+        self._count.reset()
 
     def to(self, device: torch.device) -> Any:
-        self._positives, self._count = self._positives.to(device), self._count.to(device)
+        self._positives.to(device)
+        self._count.to(device)
         return super().to(device)
+
+
+def synchronises(metrics: Any) -> bool:
+    """Whether metrics sum over ranks by themselves, as torchmetrics' do, and ours, which hold such."""
+    if isinstance(metrics, (Named, NoMetrics, _Flat)):
+        return True
+    return hasattr(metrics, "sync_on_compute") or (isinstance(metrics, nn.ModuleDict) and _are_collected(metrics))
+
+
+def _are_collected(metrics: nn.ModuleDict) -> bool:
+    return hasattr(metrics, "compute_groups") and all(hasattr(metric, "sync_on_compute") for metric in metrics.values())
 
 
 def _library(part: str) -> Any:

@@ -12,6 +12,7 @@ from objectives.training.evaluation import gathered
 from objectives.training.evaluation.evaluate import Means
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Step, detached
+from objectives.training.ranks import ALONE, Ranks
 
 
 class RunningMetrics:
@@ -22,8 +23,8 @@ class RunningMetrics:
 
     _ROWS, _BYTES = 4096, 4 << 20
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, ranks: Ranks = ALONE) -> None:
+        self._metrics, self._ranks = metrics, ranks
         self._outputs: list[Any] = []
         self._targets: list[Any] = []
         self._rows = self._bytes = 0
@@ -32,11 +33,11 @@ class RunningMetrics:
             metrics.reset()
 
     def add(self, step: Step, size: int) -> None:
-        """Adds a batch of `size` samples."""
+        """Adds a batch of `size` samples; of none only the names of what it measures."""
         if step.metrics:
             self._measured = self._measured or Means(step.loss.device)
             self._measured.add(step, size)
-        if step.outputs is None:
+        if step.outputs is None or not size:
             return
         outputs = detached(step.outputs)
         if not (isinstance(outputs, Tensor) and isinstance(step.targets, Tensor)):  # only tensors are joined
@@ -54,7 +55,7 @@ class RunningMetrics:
     def compute(self) -> dict[str, Tensor]:
         """All metrics over what was added."""
         self._flush()
-        measured = {} if self._measured is None else self._measured.compute()
+        measured = {} if self._measured is None else self._measured.compute(self._ranks)
         measured.pop("loss", None)
         with torch.inference_mode():
             return {**measured, **self._metrics.compute()}

@@ -16,6 +16,7 @@ from objectives.training.data.batches import build_feed
 from objectives.training.data.dataset import Batch, Dataset, Splits
 from objectives.training.data.samplers import Order
 from objectives.training.data.tree import moved
+from objectives.training.evaluation.across_ranks import over_ranks
 from objectives.training.evaluation.calling import call_of
 from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from objectives.training.evaluation.metrics import (
@@ -40,8 +41,10 @@ from objectives.training.optimizers.optimizer import Groups, build_optimizer, ch
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import build_schedule, check_length
+from objectives.training.ranks import ALONE, Ranks
 from objectives.training.reproducibility.environment import environment, uncommitted
 from objectives.training.reproducibility.seeds import set_seed
+from objectives.training.strategies.choice import build_strategy
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -51,7 +54,14 @@ _TRIED = 32  # validation samples that a loss is tried on
 
 
 def build(
-    objective: Objective, config: TrainConfig, *, epochs: int, seed: int, split_seed: int, device: torch.device
+    objective: Objective,
+    config: TrainConfig,
+    *,
+    epochs: int,
+    seed: int,
+    split_seed: int,
+    device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> tuple[Run, dict[str, float]]:
     """The run, and what its untrained model scores.
 
@@ -62,6 +72,8 @@ def build(
     """
     who = type(objective).__name__
     splits, split_hash = prepared_splits(objective, split_seed)
+    _check_ranks(who, splits, split_hash, ranks)
+    strategy = build_strategy(config, ranks)
     set_seed(seed, "init")
     with users_code(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
@@ -71,6 +83,7 @@ def build(
     _check_classes(objective, splits, stepping)
     with users_code(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
+        metrics = over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
             metrics.to(device)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -86,6 +99,8 @@ def build(
     _check_length(config, len(splits.train), epochs * epoch_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     layout(model, config)
+    ranks.copy_first(model.state_dict().values())  # a model may draw from what no seed reaches
+    strategy.place(model)
     optimizer, sharpness = build_optimizer(model, config, device, _groups(objective, model, config)), None
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
@@ -101,7 +116,7 @@ def build(
             "split_seed": split_seed,
             "split_hash": split_hash,
         },
-        environment=environment(device, source),
+        environment=environment(device, source, ranks.world),
         changes=uncommitted(source.parent if source else Path.cwd()),
         config=config,
         epochs=epochs,
@@ -109,7 +124,7 @@ def build(
         device=device,
         splits=splits,
         val=splits.val.to(device) if in_memory else splits.val,
-        feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment),
+        feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment, ranks=ranks),
         model=model,
         stepping=stepping,
         metrics=metrics,
@@ -121,7 +136,10 @@ def build(
         guard=FiniteGuard(device),
         steplog=StepLog(model, config.log_every),
         progress=Progress(f"val_{objective.metric}", maximize=maximize),
+        ranks=ranks,
+        strategy=strategy,
     )
+    strategy.begin(model, stepping)
     scores = _rehearse(objective, run)
     if config.compile:
         why = compiled(run.model, run.judged, lambda: _trial_step(run))
@@ -141,6 +159,11 @@ def oddities(run: Run) -> list[str]:
             "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
             "loss on eval_batch_size"
         )
+    if not run.ranks.alone and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in run.model.modules()):
+        found.append(
+            f"batch norm takes its statistics from each device's share of a batch: {run.ranks.world} devices train "
+            "otherwise than one"
+        )
     share = largest_class(run.splits.train)
     if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
@@ -148,6 +171,20 @@ def oddities(run: Run) -> list[str]:
             "judge by macro_f1, or by auroc beside average_precision"
         )
     return found
+
+
+def _check_ranks(who: str, splits: Splits, split_hash: str, ranks: Ranks) -> None:
+    """Refuses data that ranks cannot share.
+
+    Raises:
+        ObjectiveError: they are not the same on all, or fewer than the ranks.
+    """
+    hashes = ranks.each(split_hash)
+    other = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    if other:
+        raise ObjectiveError(f"{who}.data gives rank {other[0]} other data than rank 0: make it a function of the seed")
+    if len(splits.val) < ranks.world:
+        raise ObjectiveError(f"{who}.data: {len(splits.val)} validation samples are too few for {ranks.world} devices")
 
 
 @torch.no_grad()

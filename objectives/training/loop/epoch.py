@@ -64,7 +64,7 @@ class EpochSums:
     """
 
     def __init__(self, run: Run) -> None:
-        self._running = RunningMetrics(run.metrics)
+        self._running = RunningMetrics(run.metrics, run.ranks)
         self._loss = torch.zeros((), dtype=torch.float64, device=run.device)
         self._norm = torch.zeros_like(self._loss)
         self._weight: Tensor | float = 0
@@ -108,8 +108,9 @@ class EpochSums:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
-        self._running.load_state_dict(state["running"], self._device)
+        """Restores what `state_dict` gave; where `running` is None, without the metrics."""
+        if state["running"] is not None:
+            self._running.load_state_dict(state["running"], self._device)
         self._loss, self._norm = state["loss"].to(self._device), state["norm"].to(self._device)
         weight = state["weight"]
         self._weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
@@ -131,6 +132,7 @@ def train_epoch(
         after_step: called after each optimizer step; what it raises leaves the epoch.
     """
     training_mode(run.model)
+    run.strategy.begin_epoch()
     sums = sums or EpochSums(run)
     for window in run.feed.windows(epoch, sums.steps):
         sums.step(run, window, epoch)
@@ -166,16 +168,17 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
     """
     run.optimizer.zero_grad(set_to_none=True)
     size = sum(pending.size for pending in window)
+    counts = [pending.counts for pending in window]
     if run.sharpness is None:
-        loss, weight = _gradient(run, (pending.get() for pending in window), size, running)
+        loss, weight = _gradient(run, (pending.get() for pending in window), counts, size, running)
     else:
         batches = [pending.get() for pending in window]  # both passes see the same samples, augmented the same way
-        loss, weight = _gradient(run, batches, size, running)
+        loss, weight = _gradient(run, batches, counts, size, running)
         with run.sharpness.displaced(run.model):
-            _gradient(run, batches, size, None)
+            _gradient(run, batches, counts, size, None)
     run.precision.unscale(run.optimizer)
     run.steplog.note(point, loss)
-    norm = clip(run.optimizer, run.config)
+    norm = run.strategy.norm(clip(run.optimizer, run.config))
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)
     if stepped:
@@ -189,28 +192,43 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
 
 
 def _gradient(
-    run: Run, batches: Iterable[Batch], size: int, running: RunningMetrics | None
+    run: Run, batches: Iterable[Batch], counts: Sequence[bool], size: int, running: RunningMetrics | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Adds the gradient of the mean loss over `size` samples to the parameters'; that mean, and what it weighs."""
+    """Adds the gradient of the mean loss over `size` samples to the parameters'; that mean, and what it weighs.
+
+    Of several ranks each adds the share of the samples that it has, and the sum over ranks is that gradient.
+
+    Args:
+        run: whose model has the parameters.
+        batches: the micro-batches, or this rank's share of each.
+        counts: for each whether it is this rank's, and not one that weighs nothing.
+        size: samples of all micro-batches of all ranks.
+        running: adds up what the step came to.
+    """
     parts: list[Tensor] = []
     weights: list[Tensor | float] = []
-    for batch in batches:
-        step = run.stepping(run.model, batch, run.precision.autocast())
-        share = (batch.size if step.weight is None else step.weight) / size
-        alone = batch.size == size
+    last, world = len(counts) - 1, run.ranks.world
+    for number, (batch, own) in enumerate(zip(batches, counts, strict=True)):
+        step = run.strategy.step(batch, run.precision.autocast(), more=number < last)
+        share = (batch.size if step.weight is None else step.weight) * own / size
+        alone = own and batch.size == size
         part = step.loss if alone or (isinstance(share, float) and share == 1) else step.loss * share
-        run.precision.backward(part)
+        run.precision.backward(part * world if world > 1 else part)  # ranks take the mean of their gradients
         parts.append(part.detach())
-        weights += [] if step.weight is None else [step.weight]
+        weights += [] if step.weight is None else [step.weight * own]
         if running is not None:
-            running.add(step, batch.size)
+            running.add(step, batch.size * own)
     loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
     if not weights:
-        return loss, size
-    if len(parts) == 1:
+        return run.ranks.total(loss), size
+    if world == 1 and len(parts) == 1:
         return loss, weights[0]
     # The weights of all are known only now: what was a share of the samples becomes one of them.
-    total = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
+    own_weight = torch.stack([torch.as_tensor(weight, device=loss.device) for weight in weights]).sum()
+    if world > 1:
+        loss, total = run.ranks.total(torch.stack([loss.double(), own_weight.double()])).unbind()
+    else:
+        total = own_weight
     scale = size / total.clamp_min(torch.finfo(torch.float32).tiny)
     for group in run.optimizer.param_groups:
         for parameter in group["params"]:

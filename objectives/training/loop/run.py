@@ -23,7 +23,9 @@ from objectives.training.optimizers.averaging import Average
 from objectives.training.optimizers.precision import Precision
 from objectives.training.optimizers.sam import Sharpness
 from objectives.training.optimizers.schedules import Schedule
+from objectives.training.ranks import ALONE, Ranks
 from objectives.training.reproducibility.seeds import generators
+from objectives.training.strategies.base import Strategy
 
 FORMAT = 2  # of a checkpoint's state after an epoch
 WITHIN = 3  # and in the midst of one: to a release that knows no such state it is of another run
@@ -45,6 +47,8 @@ class Run:
         val: the validation split, on the device unless it is loaded as it is used.
         feed: the training batches.
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
+        ranks: the processes that train it together.
+        strategy: how they do.
         optimizer: the one that takes the steps; with SAM its base.
         sharpness: SAM's first pass, where it is configured.
         on_step: called after each optimizer step of an epoch: a profiler's beat.
@@ -76,6 +80,8 @@ class Run:
     guard: FiniteGuard
     steplog: StepLog
     progress: Progress
+    ranks: Ranks = ALONE
+    strategy: Strategy = field(kw_only=True)
     on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -97,7 +103,8 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the judged weights and buffers."""
-        return {name: tensor.detach().clone() for name, tensor in self.judged.state_dict().items()}
+        whole = self.strategy.whole(self.judged.state_dict())
+        return {name: tensor.detach().clone() for name, tensor in whole.items()}
 
     def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
         """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
@@ -116,6 +123,7 @@ class Run:
             batch_size=evaluation_rows(self.config),
             device=self.device,
             num_workers=self.config.num_workers or 0,
+            ranks=self.ranks,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,8 +135,8 @@ class Run:
             **self.identity,
             "environment": self.environment,
             "notes": self.notes,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.strategy.whole(self.model.state_dict()),
+            "optimizer": self.strategy.whole(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.state_dict(),
             "average": self.average.state_dict(),
@@ -139,14 +147,19 @@ class Run:
         }
 
     def state_within(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """The same between two steps of an epoch, with what these came to so far, and the generators."""
-        within = {"sums": sums, "generators": generators(self.device)}
+        """The same between two steps of an epoch, with what these came to so far, and the generators.
+
+        What a rank gathered and drew by itself is there once for each.
+        """
+        within: dict[str, Any] = {"sums": sums, "generators": generators(self.device)}
+        if not self.ranks.alone:
+            within["ranks"] = self.ranks.each({"running": sums["running"], "generators": within["generators"]})
         return {**self.state_dict(), "format": WITHIN, "within": within}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` or `state_within` gave, but for identity and environment."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(self.strategy.own(state["model"], self.model.state_dict()))
+        self.optimizer.load_state_dict(self.strategy.own(state["optimizer"], self.model.state_dict()))
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])

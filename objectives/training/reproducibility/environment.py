@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 # A resume where one of these differs is not exact to the last bit.
-EXACT = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "threads", "machine", "compiled")
+EXACT = ("torch", "numpy", "pytorch-optimizer", "device", "device_name", "world", "threads", "machine", "compiled")
+_BEFORE = {"world": 1}  # what a checkpoint that does not say it was written on
 
 _LONGEST_DIFF = 1_000_000  # characters
 
 
-def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
-    """Plain values that describe this process, the device and the objective's source."""
+def environment(device: torch.device, source: Path | None, world: int = 1) -> dict[str, Any]:
+    """Plain values that describe this process, the device, how many train together, and the objective's source."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -30,6 +31,7 @@ def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "world": world,
         "threads": torch.get_num_threads(),
         "compiled": False,  # until it has worked
         "command": _without_secrets(" ".join(sys.argv)),
@@ -40,7 +42,8 @@ def environment(device: torch.device, source: Path | None) -> dict[str, Any]:
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     """What makes a resume inexact, as `torch 2.12.0 -> 2.13.0, threads 4 -> 2`; empty when nothing does."""
-    return ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in EXACT if then.get(key) != now.get(key))
+    before = {**_BEFORE, **then}
+    return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in EXACT if before.get(key) != now.get(key))
 
 
 @lru_cache

@@ -1,0 +1,319 @@
+"""The processes that train one trial together, a device each: ranks. This module alone speaks to torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+
+TIMEOUT = 30.0  # seconds in which all ranks have to come to a collective of the training itself
+_PATIENT = timedelta(days=7)  # for those that wait for rank 0, which may load data or store a model meanwhile
+_TELLING = 5.0  # seconds that a rank which failed has to say why
+_LOOKED = 1.0  # seconds between two looks whether one did, where connections do not break by themselves
+
+
+class RankLostError(RuntimeError):
+    """A rank is gone, or does not answer: the ranks that are left cannot go on, and their processes have to end."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed; the message has its reason."""
+
+
+class _LedError(RuntimeError):
+    """Rank 0 failed in what it does for all."""
+
+
+class Ranks:
+    """A process that trains alone: nothing is summed, told or waited for.
+
+    Attributes:
+        rank: this process's number, from 0.
+        world: how many there are.
+    """
+
+    rank = 0
+    world = 1
+    # Whether this rank's process is told to go, and what rank 0 does when another's is: by whoever runs the process.
+    told_to_go: Callable[[], bool] = staticmethod(lambda: False)
+    on_told_to_go: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process."""
+        return self.world == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone speaks to the study and writes files."""
+        return self.rank == 0
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Which of the rows [n] are this rank's; none where there are fewer rows than ranks."""
+        return rows if self.alone else rows[self.rank :: self.world]
+
+    def purpose(self) -> tuple[int | str, ...]:
+        """What the purpose of a seed has beside, where ranks draw apart: rank 0 draws as one process does."""
+        return ("rank", self.rank) if self.rank else ()
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        return values
+
+    def told(self, value: T) -> T:
+        """Rank 0's value."""
+        return value
+
+    def each(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        return [value]
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What rank 0's work comes to; the others do none, and what it raises ends them too."""
+        return work()
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank the tensors of rank 0, in place."""
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank the mean over ranks, in place."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """A region that all ranks leave together, where one of them fails by its reason.
+
+        Raises:
+            RankLostError: a rank is gone or does not answer.
+        """
+        return nullcontext()
+
+
+ALONE = Ranks()
+_HERE: dict[str, Ranks] = {}
+
+
+def current() -> Ranks:
+    """The ranks that this process is one of."""
+    return _HERE.get("ranks", ALONE)
+
+
+class Group(Ranks):
+    """One of several ranks.
+
+    Args:
+        store: where ranks meet; it outlives them.
+        rank: this process's number.
+        world: how many there are.
+        backend: of collectives over what is trained: "gloo", or "nccl" for GPUs.
+        timeout: seconds in which all have to come to one of these.
+    """
+
+    def __init__(self, store: distributed_c10d.Store, rank: int, world: int, *, backend: str, timeout: float) -> None:
+        self.rank, self.world = rank, world
+        self._store, self._backend, self._timeout = store, backend, timedelta(seconds=timeout)
+        self._number = 0
+        self._join()
+
+    def _join(self) -> None:
+        self._number += 1
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=distributed_c10d.PrefixStore(f"group/{self._number}", self._store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=self._timeout,
+            )
+            # What waits for rank 0 has a group of its own, on the CPU: it may take as long as rank 0 does.
+            self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENT)
+        except RuntimeError as error:
+            raise RankLostError(f"the ranks did not meet: {_line(error)}") from error
+        self._watched = threading.Event()
+        if self._backend != "gloo":
+            threading.Thread(target=self._watch, args=(self._number, self._watched), daemon=True).start()
+
+    def _leave(self) -> None:
+        """Closes this rank's connections, by which those that wait for it learn that it is gone."""
+        self._watched.set()
+        self._control = None
+        if self._backend != "gloo":
+            _abort()
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+    def _watch(self, number: int, over: threading.Event) -> None:
+        """Ends collectives that do not learn of a closed connection, as those of NCCL."""
+        while not over.wait(_LOOKED):
+            if self._store.check([_key(number)]):
+                if not over.is_set():
+                    _abort()
+                return
+
+    def close(self) -> None:
+        """Leaves the others."""
+        self._leave()
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(values)
+        return values
+
+    def told(self, value: T) -> T:
+        """Rank 0's value."""
+        held = [value]
+        dist.broadcast_object_list(held, src=0, group=self._control)
+        return held[0]
+
+    def each(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What rank 0's work comes to; the others do none, and what it raises ends them too."""
+        if not self.first:
+            answer: tuple[bool, Any] = self.told((False, None))
+            done, said = answer
+            if not done:
+                raise _LedError(said)
+            return said  # type: ignore[no-any-return]  # rank 0's value, of T
+        try:
+            value = work()
+        except BaseException as error:
+            self.told((False, _line(error)))
+            raise
+        self.told((True, value))
+        return value
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank the tensors of rank 0, in place."""
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank the mean over ranks, in place."""
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(self.total(tensor.double()).div_(self.world))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A region that all ranks leave together, where one of them fails by its reason.
+
+        Afterwards they have new connections, so that nothing of what was cut off is left in them.
+
+        Raises:
+            RankLostError: a rank is gone or does not answer.
+        """
+        try:
+            yield
+            self.each(None)  # nobody goes on while another may yet fail
+        except BaseException as error:
+            cause = self._cause(error)
+            self._leave()
+            if isinstance(cause, RankLostError):
+                raise cause from error
+            self._join()
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """What ended the ranks: the error, or that of the rank which failed first."""
+        if isinstance(error, RankLostError):
+            return error
+        try:
+            if not _follows(error):
+                own = _described(error, self.rank)
+                first = self._store.compare_set(_key(self._number), "", own).decode()
+                return error if first == own else _told(first, error)
+            self._store.wait([_key(self._number)], timedelta(seconds=_TELLING))
+            return _told(self._store.get(_key(self._number)).decode(), error)
+        except RuntimeError:  # nobody said anything, or there is no store
+            seconds = self._timeout.total_seconds()
+            return RankLostError(f"a rank is gone, or did not answer for {seconds:g} s: {_line(error)}")
+
+
+def _key(number: int) -> str:
+    return f"cause/{number}"
+
+
+def _abort() -> None:
+    """Ends the collectives that this process waits in."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        distributed_c10d._abort_process_group()
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether an error is only that another rank has left: also where somebody's code made one of its own of it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (_LedError, dist.DistError)):
+            return True
+        if isinstance(seen, RuntimeError) and "gloo" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _described(error: BaseException, rank: int) -> str:
+    """An error as JSON: what is needed to raise it on other ranks."""
+    kind = type(error)
+    plain = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, bool, type(None)))}
+    described = {"rank": rank, "module": kind.__module__, "name": kind.__qualname__, "text": str(error), "held": plain}
+    return json.dumps(described)
+
+
+def _told(described: str, own: BaseException) -> BaseException:
+    """The error of another rank; this rank's own where it is the same."""
+    said = json.loads(described)
+    if said["name"] == type(own).__qualname__ and said["text"] == str(own):
+        return own
+    text = f"{said['text']} (on rank {said['rank']})"
+    if not said["module"].startswith("objectives."):
+        return RankError(f"{said['name']}: {text}")
+    kind = getattr(importlib.import_module(said["module"]), said["name"], RankError)
+    error: BaseException = kind.__new__(kind)
+    error.args = (text,)
+    vars(error).update(said["held"])
+    return error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+@contextlib.contextmanager
+def joined(*, device: str = "cpu", timeout: float = TIMEOUT) -> Iterator[Ranks]:
+    """The ranks that torch's launcher made this process one of, by its variables; they are `current` meanwhile.
+
+    Args:
+        device: what they train on, "cpu" or "cuda".
+        timeout: seconds in which all have to come to a collective of the training.
+
+    Raises:
+        RankLostError: the others do not come.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    group = Group(distributed_c10d.PrefixStore("ranks", store), rank, world, backend=backend, timeout=timeout)
+    _HERE["ranks"] = group
+    try:
+        yield group
+    finally:
+        _HERE.clear()
+        group.close()

@@ -1,0 +1,15 @@
+"""The strategy of a run, by its name."""
+
+from __future__ import annotations
+
+from objectives.training.config import TrainConfig
+from objectives.training.ranks import Ranks
+from objectives.training.strategies.base import Strategy
+from objectives.training.strategies.ddp import Replicated
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated,)}
+
+
+def build_strategy(config: TrainConfig, ranks: Ranks) -> Strategy:
+    """What the configuration says, where there are several ranks."""
+    return Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)

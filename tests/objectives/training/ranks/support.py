@@ -1,0 +1,77 @@
+"""A function on several ranks: real processes that gloo joins, on one machine."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+
+import torch
+
+from objectives.training.data.child import ending_with_parent
+from objectives.training.ranks import joined
+
+WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy
+
+
+def on_ranks(world, function, *arguments, timeout=120.0):
+    """What the function, called with the ranks and the arguments, returns on each rank."""
+    bind = ending_with_parent()
+    context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_rank, args=(bind, rank, world, port, timeout, sent, function, arguments))
+        for rank, (_, sent) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for _, sent in pipes:
+        sent.close()
+    try:
+        found = [_received(received) for received, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+    wrong = [said for done, said in found if not done]
+    assert not wrong, "\n".join(wrong)
+    return [value for _, value in found]
+
+
+def _received(pipe):
+    if not pipe.poll(WAIT):
+        return False, "a rank did not end"
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, "a rank died"
+
+
+def _rank(bind, rank, world, port, timeout, sent, function, arguments):
+    bind()
+    torch.set_num_threads(1)
+    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        with joined(timeout=timeout) as ranks:
+            value = True, function(ranks, *arguments)
+    except BaseException:
+        value = False, f"rank {rank}: {traceback.format_exc()}"
+    sent.send_bytes(pickle.dumps(value))
+    sent.close()
+
+
+def outcome(result):
+    """What a run came to, as plain values: each epoch's numbers without times, and the best weights."""
+    times = ("epoch_seconds", "samples_per_second")
+    history = [{k: v for k, v in r.metrics.items() if k not in times} for r in result.history]
+    return history, {name: tensor.numpy() for name, tensor in result.model.state_dict().items()}
+
+
+def apart(found, expected):
+    """The largest differences between two outcomes: of their numbers, and of their weights."""
+    assert [list(a) for a in found[0]] == [list(b) for b in expected[0]]
+    numbers = max(abs(a[name] - b[name]) for a, b in zip(found[0], expected[0], strict=True) for name in b)
+    weights = max(abs(found[1][name] - weight).max() for name, weight in expected[1].items())
+    return numbers, weights

@@ -1,0 +1,151 @@
+"""Several ranks train what one process does: numbers within 1e-6, weights within 1e-5."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Dataset, Splits, Step, TrainConfig, Trainer
+from tests.objectives.training.ranks.support import apart, on_ranks, outcome
+
+
+class Sides(Objective):
+    """203 points on two sides of a line: neither samples nor batches can be divided evenly."""
+
+    metric = "accuracy"
+
+    def suggest(self, trial):
+        return TrainConfig()
+
+    def data(self, seed):
+        made = torch.Generator().manual_seed(seed)
+        x = torch.randn(203, 8, generator=made)
+        return Splits.make(x, (x[:, 0] + 0.5 * x[:, 1] > 0).long(), seed=seed)
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+class Ranked(Sides):
+    """Judged by what needs all scores at once."""
+
+    metric = "auroc"
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class Ignoring(Sides):
+    """Of some samples no label is known: a batch's mean is over the others, of which a rank may have more."""
+
+    def data(self, seed):
+        splits = super().data(seed)
+        train = dataclasses.replace(
+            splits.train, y=torch.where(torch.arange(len(splits.train)) % 3 == 0, -100, splits.train.y)
+        )
+        return dataclasses.replace(splits, train=train)
+
+    def loss(self, config, train):
+        return nn.CrossEntropyLoss()
+
+
+class Largest:
+    """A metric that knows of one process."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.found, self.count = 0.0, 0
+
+    def update(self, output, target):
+        self.found = max(self.found, float(output.detach().abs().max()))
+        self.count += len(target)
+
+    def compute(self):
+        return {"largest": self.found, "seen": float(self.count)}
+
+
+class OwnStep(Sides):
+    """A step that calls a method of the model, leaves out a layer, and measures a thing of its own."""
+
+    metric = "largest"
+    direction = "minimize"
+
+    def model(self, config, train):
+        return Encoder()
+
+    def step(self, model, batch, config):
+        codes = model.encode(batch.x)
+        loss = nn.functional.cross_entropy(model.head(codes), batch.y, reduction="none")
+        return Step(loss, outputs=codes, metrics={"spread": codes.std(dim=1).mean()})
+
+    def metrics(self, train):
+        return Largest()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(8, 16), nn.Linear(16, 2), nn.Linear(3, 3)
+
+    def encode(self, x):
+        return torch.tanh(self.body(x))
+
+
+class Loaded(Sides):
+    """Samples that a DataLoader reads."""
+
+    def data(self, seed):
+        splits = super().data(seed)
+        parts = [list(zip(part.x, part.y.tolist(), strict=True)) for _, part in splits.parts()]
+        return Splits(*(Dataset.of(part) for part in parts))
+
+    def metrics(self, train):
+        from objectives.training.evaluation.metrics import classification
+
+        return classification(2)
+
+
+UNEVEN = TrainConfig(batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+RUNS = {
+    "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9)),
+    "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),
+    "sam": (Sides, dataclasses.replace(UNEVEN, optimizer="sam")),
+    "batches smaller than the ranks": (Sides, dataclasses.replace(UNEVEN, batch_size=3, eval_batch_size=3)),
+    "auroc": (Ranked, UNEVEN),
+    "ignored labels": (Ignoring, UNEVEN),
+    "own step and metric": (OwnStep, UNEVEN),
+    "loader": (Loaded, dataclasses.replace(UNEVEN, num_workers=1)),
+}
+
+
+def train(name):
+    objective, config = RUNS[name]
+    return outcome(Trainer(objective(), config, epochs=3, seed=0).fit())
+
+
+def train_all(_ranks):
+    return {name: train(name) for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    torch.set_num_threads(1)
+    return {name: train(name) for name in RUNS}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranked(request):
+    return on_ranks(request.param, train_all)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_train_what_one_process_does(name, alone, ranked):
+    for found in ranked:
+        numbers, weights = apart(found[name], alone[name])
+        assert numbers < 1e-6, numbers
+        assert weights < 1e-5, weights
+    assert alone[name][0][0] != alone[name][0][-1]  # it learnt something
