@@ -85,7 +85,7 @@ class Trainer:
         if session is None and run_dir is not None:
             session = LocalSession(run_dir)
         self.session = session if self.ranks.alone else on_ranks(session, self.ranks)
-        self.files = RunDir(run_dir)
+        self.files = RunDir(run_dir, told=self.ranks.first)
         self.device = device_named(device)
         self.instruments = instruments
         instruments.check(run_dir)

@@ -80,6 +80,15 @@ Grace = Annotated[
         help="Seconds from SIGTERM to the kill: an epoch that does not end in time is saved in its midst.",
     ),
 ]
+CollectiveTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--collective-timeout",
+        envvar="HPSEARCH_COLLECTIVE_TIMEOUT",
+        show_envvar=True,
+        help="Seconds in which all devices of a trial have to come to a step  [default: half of --lease]",
+    ),
+]
 SaveEvery = Annotated[
     float | None,
     typer.Option(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from search.fleet.cores import thread_settings
+from search.fleet.devices import join_on_devices
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
 from search.worker.join import join_study
 from search.worker.options import WorkerOptions
@@ -103,7 +104,7 @@ class Fleet:
     def _spawn(self, slot: Slot) -> None:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[slot.index % len(self._gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(slot.index, self._gpus, self._options.devices))
         slot.process = self._forked(environment, slot.log) or _executed(self._command, environment, slot.log)
         slot.pids.append(slot.process.pid)
 
@@ -111,7 +112,8 @@ class Fleet:
         if self._forking:
             try:
                 load_ahead(self._workers)
-                work = functools.partial(join_study, self._study, self._options)
+                join = join_study if self._options.devices == 1 else join_on_devices
+                work = functools.partial(join, self._study, self._options)
                 return ForkedProcess(work, self._command, environment, log)
             except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
                 self._forking = False
@@ -180,6 +182,13 @@ def _executed(command: list[str], environment: dict[str, str], log: Path) -> sub
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def gpus_of(index: int, gpus: list[str], each: int) -> list[str]:
+    """Return the GPUs of the worker at `index`; where workers are more than sets of `each`, some share one."""
+    sets = max(1, len(gpus) // each)
+    first = index % sets * each
+    return gpus[first : first + each]
 
 
 def visible_gpus() -> list[str]:

@@ -12,14 +12,15 @@ import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from objectives import ObjectiveError
-from objectives.fit import fit
 from objectives.training import DeviceMemoryError, NonFiniteError
+from objectives.training.ranks import RankLostError, current
 from objectives.training.result import RunResult
 from search.sampling.seeds import training_seed
 from search.sampling.suggest import suggest
 from search.study.folders import open_attempt_dir, remove_earlier
 from search.tracking.trial_run import TrialTracking
 from search.worker.context import WorkerContext
+from search.worker.ranks import Job, fit_together
 from search.worker.session import TrialSession
 from storage.attributes import INFEASIBLE, PRUNING, REASON, TRACKING
 from storage.errors import CheckpointStoreError, ClaimLostError
@@ -54,6 +55,7 @@ class Attempt:
 
         Raises:
             CheckpointStoreError: the store is away; the trial was given back.
+            RankLostError: a process that trains with this one is gone; the trial was left to others.
             Exception: one of `SERVICE_ERRORS`: the database is away.
         """
         log.info("trial %d: attempt %d", self._claim.number, self._claim.attempt)
@@ -65,6 +67,10 @@ class Attempt:
         except ClaimLostError as lost:
             self._abandon(lost)
             return None
+        except RankLostError:  # as if this process had died: others go on, and it counts as an attempt
+            context.claims.expire(self._claim)
+            self._tracked.leave()
+            raise
         finally:
             context.pulse.rest()
 
@@ -80,7 +86,7 @@ class Attempt:
         except CheckpointStoreError:
             self._give_back(Outcome.RELEASED)
             raise
-        except (ClaimLostError, *SERVICE_ERRORS):
+        except (ClaimLostError, RankLostError, *SERVICE_ERRORS):
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             return self._fail(error)
@@ -97,15 +103,18 @@ class Attempt:
         config = suggest(context.objective, context.sampled, self._claim, spec)
         self._tracked.log_params()
         self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
-        return fit(
-            context.objective,
-            config,
+        job = Job(
+            trial=self._claim.number,
+            attempt=self._claim.attempt,
+            objective=spec.objective,
+            metric=spec.metric,
+            direction=spec.direction,
+            config=config,
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
-            session=self._session,
-            device=context.device,
         )
+        return fit_together(current(), context.objective, job, session=self._session, device=context.device)
 
     def _settle(self, result: RunResult) -> Ended:
         """Publish what was trained to its end, or pruned, and end the trial."""

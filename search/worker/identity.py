@@ -22,10 +22,17 @@ def worker_name(pid: int | None = None) -> str:
     return f"{socket.gethostname()}:{pid}-{mark}"
 
 
-def worker_identity(device: str | None) -> Identity:
-    """Return this process's, where it trains on `device`; a GPU where there is one, unless given."""
+def worker_identity(device: str | None, devices: int = 1) -> Identity:
+    """Return this process's, where it trains on `device`; a GPU where there is one, unless given.
+
+    Args:
+        device: of this process.
+        devices: such ones that train each trial together.
+    """
     engine, job = engine_of(os.environ)
     on = device or default_device()
+    if devices > 1:
+        on = f"{devices} x {on.partition(':')[0]}"
     return Identity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
 
 

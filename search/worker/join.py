@@ -11,6 +11,7 @@ from pathlib import Path
 import optuna
 
 from objectives import BaseObjective, load_objective
+from objectives.training.ranks import RankLostError, current
 from search.early import leave_when_told
 from search.entry import EXIT_AWAY, EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from search.publish.study import close_if_spent
@@ -31,6 +32,7 @@ from search.worker.loop import Worker
 from search.worker.options import WorkerOptions
 from search.worker.orphan import watch_fleet
 from search.worker.pulse import Pulse
+from search.worker.ranks import hear
 from search.worker.signals import stop_on_signals
 from storage.attributes import STOPPED
 from storage.errors import CheckpointStoreError
@@ -82,12 +84,14 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     joined = _join(name, options)
     study, tracker = joined.study, joined.tracker
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
-    fleet_gone = watch_fleet(int(fleet)) if fleet else None
-    register = Register(study.engine, study.study_id, worker_identity(options.device))
+    # A rank's parent is what started it: that one looks after the fleet.
+    fleet_gone = (watch_fleet(int(fleet)) if current().alone else lambda: False) if fleet else None
+    register = Register(study.engine, study.study_id, worker_identity(options.device, options.devices))
     code = EXIT_AWAY
     try:
         tracker.sender.start()
         leaving = Leaving(stop or stop_on_signals(), grace=options.grace, max_time=options.max_time)
+        hear(current(), told=lambda: False, leave=leaving.begin)
         worker = Worker(
             study,
             joined.objective,
@@ -112,7 +116,7 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
         code = EXIT_AWAY
-    except CheckpointStoreError as error:
+    except (CheckpointStoreError, RankLostError) as error:
         log.error("the trial is given back: %s", error)
         code = EXIT_AWAY
     finally:

@@ -9,6 +9,7 @@ from typing import TypedDict
 from search.errors import SearchError
 from storage.trials.claims import LEASE
 
+_MOST_DEVICES = 1024
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 
@@ -24,6 +25,8 @@ class Working(TypedDict, total=False):
     save_every: float | None
     stall: float | None
     system_metrics: bool
+    devices: int
+    collective_timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class WorkerOptions:
         max_time: seconds after which it leaves, as if it were told to.
         stall: it is restarted, and its trial given back, when there is no step for so many times the longest so far.
         heartbeat: a file that is touched while it gets on, for probes.
+        devices: that train each trial together, a process each.
+        collective_timeout: seconds in which all of these have to come to a step; half of the lease unless given.
 
     Raises:
         SearchError: a number is out of range.
@@ -66,13 +71,17 @@ class WorkerOptions:
     max_time: float | None = None
     stall: float | None = None
     heartbeat: str | None = None
+    devices: int = 1
+    collective_timeout: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("grace", 0), ("leave_when_idle", 0), ("max_trials", 1), ("max_time", 0)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise SearchError(f"{_flag(name)} {value}: must be a finite number from {least}")
-        for name, above in (("save_every", 0), ("stall", 1)):
+        if not 1 <= self.devices <= _MOST_DEVICES:
+            raise SearchError(f"--devices {self.devices}: must be from 1 to {_MOST_DEVICES}")
+        for name, above in (("save_every", 0), ("stall", 1), ("collective_timeout", 0)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > above):
                 raise SearchError(f"{_flag(name)} {value}: must be a finite number above {above}")
@@ -84,6 +93,6 @@ class WorkerOptions:
         found = {}
         for name in (field.name for field in fields(self) if field.name not in alone):
             value = getattr(self, name)
-            if value is not None and value is not False:
+            if value is not None and value is not False and (name, value) != ("devices", 1):
                 found[f"HPSEARCH_{name.upper()}"] = "1" if value is True else str(value)
         return found

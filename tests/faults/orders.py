@@ -34,6 +34,7 @@ class Order:
         epoch: in which epoch; None is any.
         when: `before` or `after` the point.
         nth: at which passing of the point, counted from 1 in each attempt.
+        rank: by which of the processes that train a trial together.
     """
 
     point: str
@@ -43,6 +44,7 @@ class Order:
     epoch: int | None = None
     when: str = "before"
     nth: int = 1
+    rank: int = 0
 
 
 class _Sending(threading.local):
@@ -62,6 +64,11 @@ class Here:
     attempt: int | None = None
     epoch: int | None = None
     passed: ClassVar[dict[int, int]] = {}
+
+
+def rank() -> int:
+    """Of this process among those that train a trial together."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def folder() -> Path | None:
@@ -95,7 +102,7 @@ def obey(point: str, when: str = "before") -> None:
     at = Sending if Sending.trial is not None else Here
     for index, order in enumerate(read()):
         number, attempt = (at.trial, at.attempt) if at.trial is not None else (OUTSIDE, at.attempt)
-        if (order.point, order.when) != (point, when):
+        if (order.point, order.when, order.rank) != (point, when, rank()):
             continue
         if order.trial != number or order.attempt not in {0, attempt}:
             continue
@@ -116,6 +123,7 @@ def note(event: str, **values: Any) -> None:
     if (where := folder()) is None:
         return
     line = {"event": event, "pid": os.getpid(), "at": time.monotonic(), "trial": Here.trial, "attempt": Here.attempt}
+    line["rank"] = rank()
     with (where / "log.jsonl").open("a") as file:
         file.write(json.dumps({**line, **values}) + "\n")
 

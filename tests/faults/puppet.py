@@ -64,6 +64,7 @@ def main(arguments: list[str]) -> int:
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
+    wrap("search.worker.ranks", "_next", follow_jobs)
     wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("objectives.training.loop.epoch", "train_step", follow_steps)
@@ -112,6 +113,15 @@ def follow_claims(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return claim
+
+
+def follow_jobs(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_job(*args: Any, **kwargs: Any) -> Any:
+        job = original(*args, **kwargs)
+        orders.arrive(getattr(job, "trial", None), getattr(job, "attempt", None))
+        return job
+
+    return next_job
 
 
 def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:

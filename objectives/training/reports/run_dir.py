@@ -35,11 +35,16 @@ class RunDir:
     """Writes a run's files; with no path, none.
 
     The files are those in `FILES`; checkpoints are the session's.
+
+    Args:
+        path: of the directory; None where a run keeps no files.
+        told: whether its log goes to whoever listens, too: of several ranks one tells.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, told: bool = True) -> None:
         self.path = path
-        self.log = logging.Logger("objectives.training.loop.run", logging.INFO)  # unregistered: one for each run
+        level = logging.INFO if told else logging.CRITICAL
+        self.log = logging.Logger("objectives.training.loop.run", level)  # unregistered: one for each run
         self.log.parent = logging.getLogger("objectives.training")
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,10 @@ def run(
         int,
         typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
+    devices_per_trial: Annotated[
+        int, typer.Option("--devices-per-trial", min=1, help="Devices that train each trial together.")
+    ] = 1,
+    collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
     save_every: o.SaveEvery = None,
     stall: o.Stall = None,
@@ -56,6 +60,7 @@ def run(
     ran = study.run_fleet(
         workers, tracking_required=tracking_required,
         lease=lease, grace=grace, save_every=save_every, stall=stall, system_metrics=system_metrics,
+        devices=devices_per_trial, collective_timeout=collective_timeout,
     )  # fmt: skip
     if ran.interrupted:
         return EXIT_INTERRUPTED

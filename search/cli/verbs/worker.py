@@ -23,6 +23,17 @@ def worker(
         str | None,
         typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
     ] = None,
+    devices: Annotated[
+        int,
+        typer.Option(
+            "--devices",
+            min=1,
+            envvar="HPSEARCH_DEVICES",
+            show_envvar=True,
+            help="Devices of this machine that train each trial together, a process each.",
+        ),
+    ] = 1,
+    collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
     save_every: o.SaveEvery = None,
     leave_when_idle: Annotated[
@@ -66,6 +77,7 @@ def worker(
     does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
     """
     with loading():
+        from search.fleet.devices import join_on_devices
         from search.worker.join import join_study
         from search.worker.options import WorkerOptions
 
@@ -73,9 +85,10 @@ def worker(
         storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
         device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
         grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
-        stall=stall, heartbeat=heartbeat,
+        stall=stall, heartbeat=heartbeat, devices=devices, collective_timeout=collective_timeout,
     )  # fmt: skip
+    join = join_study if devices == 1 else join_on_devices
     if final_exit_code is None:
-        return join_study(study, options)
-    code = telling_mistakes(lambda: join_study(study, options))
+        return join(study, options)
+    code = telling_mistakes(lambda: join(study, options))
     return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code

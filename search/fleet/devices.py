@@ -1,0 +1,158 @@
+"""One worker on several devices: torch's elastic launcher starts a process for each, and ends all where one dies."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+
+from objectives.training.data.child import ending_with_parent
+from search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
+from search.errors import SearchError
+from search.fleet.forking import can_fork
+from search.worker.identity import default_device
+from search.worker.options import WorkerOptions
+from search.worker.orphan import watch_fleet
+
+log = logging.getLogger(__name__)
+
+_ENDING = 10  # seconds that ranks have to end by themselves when one of them has died
+_LOOK = 0.2  # seconds between two looks whether this worker is told to go
+
+
+def join_on_devices(name: str, options: WorkerOptions) -> int:
+    """Be a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
+
+    Where a rank dies all are ended, the trial is left to others, and the exit code is that of a service that is away:
+    whoever started this worker may start it again.
+
+    Raises:
+        SearchError: there are not so many devices.
+    """
+    check_devices(options)
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells a dead rank at length
+    told = _passing_on_signals()
+    fork = can_fork()
+    with tempfile.TemporaryDirectory(prefix="hpsearch-ranks-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=options.devices,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # a free port
+            local_addr="127.0.0.1",
+            max_restarts=0,  # whoever started this worker starts it again, and counts how often
+            start_method="fork" if fork else "spawn",
+            signals_to_handle="SIGQUIT",  # the others are passed on, and ranks leave in their own time
+            shutdown_timeout=_ENDING,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options)
+        except ChildFailedError as error:
+            if told:
+                return EXIT_DRAINED
+            rank, failure = error.get_first_failure()
+            how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+            sys.stderr.write(f"rank {rank} of {options.devices} ended by {how}: all ranks were ended\n")
+            return EXIT_AWAY
+    return int(codes[0])
+
+
+def check_devices(options: WorkerOptions) -> None:
+    """Refuse what this machine has not.
+
+    Raises:
+        SearchError: one device is named, or there are fewer than that.
+    """
+    device, count = options.device or default_device(), options.devices
+    if ":" in device:
+        raise SearchError(f"--device {device} is one, and --devices is {count}: give --device cuda, or leave it out")
+    if device.startswith("cuda"):
+        import torch
+
+        if torch.cuda.device_count() < count:
+            raise SearchError(
+                f"--devices {count}: this machine has {torch.cuda.device_count()} CUDA devices; give fewer, or "
+                "--device cpu for as many processes"
+            )
+
+
+def _passing_on_signals() -> list[int]:
+    """Let SIGTERM and SIGINT reach the ranks as SIGTERM, and so the end of the fleet that started this worker.
+
+    Returns:
+        The signals that came so far; it grows.
+    """
+    told: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        told.append(number)
+        if told.count(signal.SIGINT) > 1:  # a person's second one; the ranks end with this process
+            os._exit(EXIT_INTERRUPTED)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+    fleet = os.environ.get("HPSEARCH_FLEET_PID")
+    gone = watch_fleet(int(fleet)) if fleet else lambda: False
+    threading.Thread(target=_pass_on, args=(told, gone), daemon=True).start()
+    return told
+
+
+def _pass_on(told: list[int], fleet_gone: Callable[[], bool]) -> None:
+    """Tell the ranks to go once this process is; again and again, since one may only be starting."""
+    while True:
+        time.sleep(_LOOK)  # a parent's end wakes nobody
+        if told or fleet_gone():
+            for rank in multiprocessing.active_children():
+                if rank.pid is not None:
+                    os.kill(rank.pid, signal.SIGTERM)
+
+
+def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions) -> int:
+    """Be one of the ranks; rank 0's exit code is the worker's."""
+    bind()
+    import torch
+
+    from objectives.training.ranks import RankLostError, joined
+    from search.worker.join import join_study
+    from search.worker.ranks import dismiss, follow, hear
+    from search.worker.signals import stop_on_signals
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))
+    device = options.device or default_device()
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    options = replace(options, device=device)
+    with joined(device=device, timeout=options.collective_timeout or options.lease / 2) as ranks:
+        if not ranks.first:
+            stop = stop_on_signals()
+            hear(ranks, told=stop.is_set, leave=lambda: None)
+            try:
+                follow(ranks, device=device)
+            except RankLostError:  # rank 0 may be stuck: the launcher ends it
+                sys.exit(EXIT_AWAY)
+            return 0
+        code = telling_mistakes(lambda: join_study(name, options))
+        if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
+            sys.exit(code)
+        dismiss(ranks)
+        return code

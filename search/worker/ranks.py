@@ -1,0 +1,109 @@
+"""A worker of several processes: rank 0 is the worker, the others train what it trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from objectives import BaseObjective, load_objective
+from objectives.fit import Where, fit
+from objectives.training.ranks import RankLostError, Ranks
+from objectives.training.result import RunResult
+from objectives.training.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank 0 tells the others to train with it: plain values, and the configuration.
+
+    Attributes:
+        trial, attempt: their numbers.
+        objective: as the study names it.
+        metric, direction: what it is judged by.
+        config: as the objective's `suggest` made it.
+        epochs, seed, split_seed: see `Trainer`.
+    """
+
+    trial: int
+    attempt: int
+    objective: str
+    metric: str
+    direction: Literal["maximize", "minimize"]
+    config: Any
+    epochs: int
+    seed: int
+    split_seed: int
+
+    def where(self, device: str | None) -> Where:
+        """How it is trained, on this rank's device."""
+        return {"epochs": self.epochs, "seed": self.seed, "split_seed": self.split_seed, "device": device}
+
+
+def fit_together(
+    ranks: Ranks, objective: BaseObjective, job: Job, *, session: Session, device: str | None
+) -> RunResult:
+    """Train on rank 0, and on all others; alone it is `fit`.
+
+    Args:
+        ranks: that this process is the first of.
+        objective: which the job names.
+        job: what is trained.
+        session: of the trial.
+        device: this rank's.
+
+    Raises:
+        RankLostError: a rank is gone or does not answer: this process has to end.
+        Exception: what `fit` raised, on this rank or another.
+    """
+    ranks.told(job)
+    with ranks.together():
+        where: Where = {**job.where(device), "session": session}
+        return fit(objective, job.config, **where)
+
+
+def follow(ranks: Ranks, *, device: str | None) -> None:
+    """Train what rank 0 says, job after job, until it says that it leaves.
+
+    Raises:
+        RankLostError: a rank is gone, or does not answer.
+    """
+    loaded: dict[str, BaseObjective] = {}
+    while (job := _next(ranks)) is not None:
+        try:
+            with ranks.together():
+                objective = loaded.get(job.objective) or load_objective(job.objective)
+                loaded[job.objective] = objective
+                objective.judge_by(job.metric, job.direction)
+                fit(objective, job.config, **job.where(device))
+        except RankLostError:
+            raise
+        except (Exception, SystemExit) as error:  # rank 0 has the same, and ends the trial by it
+            log.debug("rank %d: %s", ranks.rank, error)
+
+
+def _next(ranks: Ranks) -> Job | None:
+    try:
+        return ranks.told(None)
+    except RuntimeError as error:
+        raise RankLostError(f"rank 0 is gone: {error}") from error
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Tell the others, which wait for a job, that there is none."""
+    ranks.told(None)
+
+
+def hear(ranks: Ranks, *, told: Callable[[], bool], leave: Callable[[], None]) -> None:
+    """Let a rank that is told to go tell rank 0, at the next step at which the ranks agree.
+
+    Args:
+        ranks: of this process.
+        told: whether this rank's process is told to; rank 0 looks for itself.
+        leave: what rank 0 does where another is.
+    """
+    if not ranks.alone:
+        ranks.told_to_go, ranks.on_told_to_go = told, leave

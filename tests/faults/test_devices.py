@@ -1,0 +1,147 @@
+"""Trials of two processes each: one of them is killed, frozen, told to go or fails, and the trial ends as if not."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from tests.faults.harness import Arena, wait_for
+from tests.faults.invariants import assert_whole, read_trials
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+AWAY = 1  # the exit code of a worker one of whose processes is gone
+
+Values = list[list[float]]
+
+
+@pytest.fixture(scope="module")
+def together() -> dict[int, Values]:
+    """The values of trials that two processes trained undisturbed, once they are known."""
+    return {}
+
+
+def work(arena: Arena, slots: int = 1, *, codes: tuple[int, ...] = (AWAY, -signal.SIGKILL), **more: str) -> None:
+    arena.work(slots, codes=codes, HPSEARCH_DEVICES="2", **more)
+    assert_none_left(arena)
+
+
+def assert_none_left(arena: Arena) -> None:
+    """No process of a worker outlives it."""
+    seen = {event["pid"] for event in arena.events("training")} | {worker.pid for worker in arena.workers}
+    wait_for(lambda: not [pid for pid in seen if psutil.pid_exists(pid)], "the processes of the workers to be gone")
+
+
+def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int) -> Values:
+    """What two processes come to that nobody disturbs."""
+    if n_trials not in together:
+        quiet = Arena(
+            arena.zygote, f"{arena.name}-quiet", arena.folder / "quiet", arena.storage_url, arena.tracking_uri
+        )
+        quiet.folder.mkdir()
+        quiet.folder.chmod(0o755)
+        quiet.create(n_trials, [])
+        work(quiet)
+        found = read_trials(arena.storage_url, quiet.name)
+        assert [t.outcomes for t in found] == [["complete"]] * n_trials
+        together[n_trials] = [list(t.values.values()) for t in found]
+    return together[n_trials]
+
+
+KILLS = [
+    Order("training", "kill", trial=0, epoch=1, nth=2, rank=1),
+    Order("training", "kill", trial=1, epoch=2, nth=2),
+    Order("epoch", "kill", trial=2, nth=1, rank=1),
+    Order("epoch", "kill", trial=3, nth=3, when="after", rank=1),
+    Order("save", "kill", trial=4, nth=2),
+    Order("report", "kill", trial=5, nth=2, when="after"),
+]
+
+
+def test_any_process_is_killed_at_any_point(arena: Arena, together: dict[int, Values]) -> None:
+    arena.create(len(KILLS), KILLS)
+    work(arena)
+    assert all(arena.obeyed(number) for number in range(len(KILLS)))
+    expected = undisturbed(arena, together, len(KILLS))
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, len(KILLS))
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS)
+
+
+def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Arena, together: dict[int, Values]) -> None:
+    """And the worker goes on, with the same processes."""
+    orders = [
+        Order("training", "raise", trial=0, epoch=1, rank=1),
+        Order("training", "allocate", trial=1, epoch=1, rank=1),
+        Order("training", "exit", trial=2, epoch=1, rank=1),
+        Order("training", "raise", trial=3, epoch=2),
+    ]
+    arena.create(6, orders)
+    work(arena, codes=())
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 6)
+    assert [t.state for t in trials] == ["FAIL", "PRUNED", "FAIL", "FAIL", "COMPLETE", "COMPLETE"]
+    assert [len(t.attempts) for t in trials] == [1] * 6
+    assert len({event["pid"] for event in arena.events("training")}) == 2
+    log = arena.workers[1].log.read_text()
+    assert "no such layer" in next(line for line in log.splitlines() if "trial 0: FAIL" in line)
+    assert "(on rank 1)" in next(line for line in log.splitlines() if "trial 1: PRUNED" in line)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_answers_no_more_is_ended_with_the_others(
+    arena: Arena, together: dict[int, Values], rank: int
+) -> None:
+    arena.create(1, [Order("training", "freeze", trial=0, epoch=1, nth=2, rank=rank)])
+    work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="2")
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    assert trial.outcomes == ["lost", "complete"]
+
+
+def test_a_worker_that_lost_its_trial_lets_go_of_it_on_all_processes(arena: Arena, together: dict[int, Values]) -> None:
+    """Its rank 0 is frozen beyond its lease while the other waits for it."""
+    arena.create(1, [Order("report", "freeze", trial=0, nth=2)])
+    first = arena.start(HPSEARCH_DEVICES="2")
+    wait_for(lambda: arena.obeyed(0), "rank 0 to be frozen")
+    frozen = int((arena.orders / "obeyed-0").read_text())
+    second = arena.start(HPSEARCH_DEVICES="2")
+    wait_for(lambda: "goes on after epoch" in second.log.read_text(), "another worker to take the trial")
+    psutil.Process(frozen).send_signal(signal.SIGCONT)
+    wait_for(lambda: arena.reap() or (first.ended and second.ended), "both to end")
+    assert (first.exit_code, second.exit_code) == (0, 0), arena.tell("")
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    assert trial.outcomes == ["lost", "complete"]
+    assert_none_left(arena)
+
+
+@pytest.mark.parametrize("told", ["worker", "rank 0", "rank 1"])
+def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
+    arena: Arena, together: dict[int, Values], told: str
+) -> None:
+    arena.create(1, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
+    worker = arena.start(HPSEARCH_DEVICES="2")
+    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "both to be in mid-epoch")
+    pids = [int((arena.orders / f"obeyed-{rank}").read_text()) for rank in range(2)]
+    pid = worker.pid if told == "worker" else pids[int(told[-1])]
+    psutil.Process(pid).send_signal(signal.SIGTERM)
+    wait_for(lambda: "ending the epoch" in worker.log.read_text(), "it to be told")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 128 + 15, arena.tell("")
+    (given_back,) = read_trials(arena.storage_url, arena.name)
+    assert given_back.state == "WAITING"
+    epochs = {rank: [e["epoch"] for e in arena.events("training") if e["rank"] == rank] for rank in range(2)}
+    assert epochs[0] == epochs[1] == sorted(given_back.values)
+    work(arena)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
+    assert trial.outcomes == ["released", "complete"]
+
+
+def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> None:
+    arena.create(3, [], settings="--pruner threshold --pruner-option upper=0.0 --pruner-option n_warmup_steps=1")
+    work(arena)
+    trials = read_trials(arena.storage_url, arena.name)
+    assert [(t.state, sorted(t.values)) for t in trials] == [("PRUNED", [0, 1])] * 3
+    for rank in range(2):
+        assert [e["epoch"] for e in arena.events("training") if e["rank"] == rank] == [0, 1] * 3
