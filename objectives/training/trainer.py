@@ -133,6 +133,10 @@ class Trainer:
             "epoch_seconds": time.perf_counter() - started,
             "samples_per_second": trained.samples / training,
         }
+        if not run.ranks.alone:
+            metrics["samples_per_second_per_device"] = metrics["samples_per_second"] / run.ranks.world
+            if efficiency := run.strategy.efficiency():
+                metrics["scaling_efficiency"] = efficiency
         record = EpochRecord(epoch, time.time(), metrics)
         if memory := peak_memory(run.device):
             metrics["peak_memory_bytes"] = float(memory)

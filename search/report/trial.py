@@ -96,11 +96,12 @@ def _parameters(trial: FrozenTrial) -> Table:
 
 
 def _attempts(attempts: list[AttemptRecord]) -> Table:
-    table = _table("attempt", "worker", "start (UTC)", "end (UTC)", "outcome")
+    table = _table("attempt", "worker", "device", "start (UTC)", "end (UTC)", "outcome")
     for attempt in attempts:
         end = "" if attempt.ended_at is None else _time(attempt.ended_at)
         outcome = attempt.outcome or "running"
-        table.add_row(str(attempt.number), attempt.worker, _time(attempt.started_at), end, outcome)
+        device = attempt.device or ""
+        table.add_row(str(attempt.number), attempt.worker, device, _time(attempt.started_at), end, outcome)
     return table
 
 

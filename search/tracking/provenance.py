@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 
 from objectives import BaseObjective
+from objectives.training.ranks import current
 from objectives.training.reproducibility.environment import environment
 from objectives.training.trainer import device_named
 
@@ -23,6 +24,7 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
     tags = {
         "hpsearch.versions": ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
         "hpsearch.device": str(found["device_name"]),
+        "hpsearch.devices": str(current().world),  # that train a trial together
         "hpsearch.objective_sha256": str(found["source_sha256"] or ""),
     }
     if sha := found.get("git_sha"):

@@ -108,6 +108,8 @@ class TrialTracking:
             best["best_epoch"] = float(result.best_epoch)
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
+        if result.resume_note:
+            journal.append(journal_records.Tags({"hpsearch.resumed": result.resume_note}))
         # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
         whole = result.status == "completed" and self._spec.finalists_of is None
         if not self._keep(files, result.best_path if whole else None):

@@ -12,18 +12,23 @@ from storage.database.statements import Database
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt at a trial: who made it, when, and how it ended; both are None while it is live."""
+    """One attempt at a trial: who made it, when, and how it ended; both are None while it is live.
+
+    `device` is what its worker trained on, such as "2 x cuda"; None where the register does not know the worker.
+    """
 
     number: int
     worker: str
     started_at: datetime
     ended_at: datetime | None
     outcome: str | None
+    device: str | None = None
 
 
 _ATTEMPTS = sa.text("""
-    SELECT attempt AS number, worker, started_at, ended_at, outcome FROM hpsearch_attempts
-     WHERE trial_id = :trial ORDER BY attempt
+    SELECT attempt AS number, worker, started_at, ended_at, outcome,
+           (SELECT w.device FROM hpsearch_workers w WHERE w.name = a.worker ORDER BY w.seen_at DESC LIMIT 1) AS device
+      FROM hpsearch_attempts a WHERE trial_id = :trial ORDER BY attempt
 """)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Scripted(Objective):
         return Splits.make(x, y, seed=seed)
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
-        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+        dropout = nn.Dropout(float(os.environ.get("DROPOUT", "0.2")))
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 16), dropout, nn.Linear(16, 3))
 
     def loss(self, config: TrainConfig, train: Dataset) -> nn.Module:
         return Obedient()

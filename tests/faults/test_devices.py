@@ -35,14 +35,18 @@ def assert_none_left(arena: Arena) -> None:
     wait_for(lambda: not [pid for pid in seen if psutil.pid_exists(pid)], "the processes of the workers to be gone")
 
 
+def quiet_arena(arena: Arena) -> Arena:
+    """The same with a study that nobody disturbs."""
+    folder = arena.folder / "quiet"
+    folder.mkdir()
+    folder.chmod(0o755)
+    return Arena(arena.zygote, f"{arena.name}-quiet", folder, arena.storage_url, arena.tracking_uri)
+
+
 def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int) -> Values:
     """What two processes come to that nobody disturbs."""
     if n_trials not in together:
-        quiet = Arena(
-            arena.zygote, f"{arena.name}-quiet", arena.folder / "quiet", arena.storage_url, arena.tracking_uri
-        )
-        quiet.folder.mkdir()
-        quiet.folder.chmod(0o755)
+        quiet = quiet_arena(arena)
         quiet.create(n_trials, [])
         work(quiet)
         found = read_trials(arena.storage_url, quiet.name)
@@ -145,3 +149,29 @@ def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> N
     assert [(t.state, sorted(t.values)) for t in trials] == [("PRUNED", [0, 1])] * 3
     for rank in range(2):
         assert [e["epoch"] for e in arena.events("training") if e["rank"] == rank] == [0, 1] * 3
+
+
+def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena) -> None:
+    """Left in mid-epoch by two, killed on one, and ended by four: what one comes to, but for rounding."""
+    more = {"DROPOUT": "0"}  # it is drawn on each device apart
+    arena.create(1, [Order("training", "kill", trial=0, attempt=2, epoch=2)])
+    two = arena.start(HPSEARCH_DEVICES="2", STEP_PACE="0.5", HPSEARCH_GRACE="2", **more)
+    wait_for(lambda: any(e["step"] == 4 for e in arena.events("step")), "a step of the second epoch")
+    two.send(signal.SIGTERM)
+    wait_for(lambda: arena.reap() or two.ended, "two devices to leave")
+    assert "given back after epoch 1 and " in two.log.read_text(), arena.tell("")
+    one = arena.start(**more)
+    wait_for(lambda: arena.reap() or one.ended, "one device to be killed")
+    assert "goes on after epoch 1 and " in one.log.read_text()
+    four = arena.start(HPSEARCH_DEVICES="4", **more)
+    wait_for(lambda: arena.reap() or four.ended, "four devices to end the trial")
+    quiet = quiet_arena(arena)
+    quiet.create(1, [])
+    quiet.work(1, **more)
+    (trial,), (expected,) = (read_trials(a.storage_url, a.name) for a in (arena, quiet))
+    assert trial.outcomes == ["released", "lost", "complete"]
+    assert list(trial.values) == list(expected.values)
+    assert list(trial.values.values()) == pytest.approx(list(expected.values.values()), abs=1e-5)
+    assert_none_left(arena)
+    shown = arena.run("show", arena.name, "--trial", "0")
+    assert [kind for kind in ("2 x cpu", " cpu ", "4 x cpu") if kind in shown] == ["2 x cpu", " cpu ", "4 x cpu"]

@@ -60,6 +60,10 @@ class Strategy:
         """What this rank has of a state dict with whole tensors; `like` is this rank's state dict of today."""
         return state
 
+    def efficiency(self) -> float | None:
+        """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""
+        return None
+
     def norm(self, norm: Tensor) -> Tensor:
         """A gradient's norm over all ranks."""
         return norm

@@ -64,7 +64,7 @@ def _rank(bind, rank, world, port, timeout, sent, function, arguments):
 
 def outcome(result):
     """What a run came to, as plain values: each epoch's numbers without times, and the best weights."""
-    times = ("epoch_seconds", "samples_per_second")
+    times = ("epoch_seconds", "samples_per_second", "samples_per_second_per_device", "scaling_efficiency")
     history = [{k: v for k, v in r.metrics.items() if k not in times} for r in result.history]
     return history, {name: tensor.numpy() for name, tensor in result.model.state_dict().items()}
 
