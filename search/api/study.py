@@ -177,7 +177,8 @@ class Study:
 
         Args:
             workers: how many processes.
-            how: they run: `lease`, `grace`, `save_every`, `stall` and `system_metrics`, as the command's options.
+            how: they run: `lease`, `grace`, `save_every`, `stall`, `system_metrics`, as the command's options;
+                `devices` that train each trial together, and their `collective_timeout`.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
@@ -230,6 +231,8 @@ class Study:
         from search.worker.leaving import Stop
         from search.worker.options import WorkerOptions
 
+        if (devices := how.get("devices", 1)) != 1:
+            raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
         stop, told = Stop(), []
 
         def on_signal(number: int, _frame: object) -> None:

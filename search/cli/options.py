@@ -80,6 +80,15 @@ Grace = Annotated[
         help="Seconds from SIGTERM to the kill: an epoch that does not end in time is saved in its midst.",
     ),
 ]
+DevicesPerTrial = Annotated[
+    int,
+    typer.Option(
+        "--devices-per-trial",
+        min=1,
+        max=1024,
+        help="Devices of this machine that train each trial together, a process each.",
+    ),
+]
 CollectiveTimeout = Annotated[
     float | None,
     typer.Option(

@@ -80,15 +80,17 @@ def check_devices(options: WorkerOptions) -> None:
         SearchError: one device is named, or there are fewer than that.
     """
     device, count = options.device or default_device(), options.devices
+    if count == 1:
+        return
     if ":" in device:
-        raise SearchError(f"--device {device} is one, and --devices is {count}: give --device cuda, or leave it out")
+        raise SearchError(f"--device {device} is one device, and --devices says {count}: leave --device out")
     if device.startswith("cuda"):
         import torch
 
         if torch.cuda.device_count() < count:
             raise SearchError(
-                f"--devices {count}: this machine has {torch.cuda.device_count()} CUDA devices; give fewer, or "
-                "--device cpu for as many processes"
+                f"{count} devices for a trial: there are {torch.cuda.device_count()} CUDA devices here; give fewer, or "
+                "hide them by CUDA_VISIBLE_DEVICES= to train in as many processes"
             )
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from search.console import command
 from search.entry import handling
+from search.fleet.devices import check_devices
 from search.fleet.fleet import Fleet, visible_gpus
 from search.run.live import LiveView
 from search.run.supervisor import kept_up
@@ -72,6 +73,7 @@ def drive(
         tracking_uri=services.tracking_uri,
         home=str(services.home),
     )
+    check_devices(options)
     logs = services.home / "logs" / study.spec.name
     fleet = Fleet(study.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
     others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""

@@ -6,8 +6,9 @@ import signal
 
 import psutil
 import pytest
+import sqlalchemy as sa
 
-from tests.faults.harness import Arena, wait_for
+from tests.faults.harness import OBJECTIVE, Arena, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
 
@@ -33,6 +34,15 @@ def assert_none_left(arena: Arena) -> None:
     """No process of a worker outlives it."""
     seen = {event["pid"] for event in arena.events("training")} | {worker.pid for worker in arena.workers}
     wait_for(lambda: not [pid for pid in seen if psutil.pid_exists(pid)], "the processes of the workers to be gone")
+
+
+def leader(arena: Arena) -> int:
+    """The process id of rank 0 of some worker."""
+    engine = sa.create_engine(arena.storage_url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        return int(
+            connection.execute(sa.text("SELECT pid FROM hpsearch_workers WHERE left_at IS NULL")).scalars().first() or 0
+        )
 
 
 def quiet_arena(arena: Arena) -> Arena:
@@ -175,3 +185,24 @@ def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena) -> None:
     assert_none_left(arena)
     shown = arena.run("show", arena.name, "--trial", "0")
     assert [kind for kind in ("2 x cpu", " cpu ", "4 x cpu") if kind in shown] == ["2 x cpu", " cpu ", "4 x cpu"]
+
+
+def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: dict[int, Values]) -> None:
+    """As a person types it: two workers, one of which loses a process."""
+    arena.create(8, [])
+    how = ("--workers", "2", "--devices-per-trial", "2")
+    search = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "8", "--retries", "2",
+                         "--sampler", "random", "--pruner", "none", *how)  # fmt: skip
+    wait_for(lambda: [t for t in read_trials(arena.storage_url, arena.name) if t.state == "RUNNING"], "a trial to run")
+    (first, *_) = psutil.Process(leader(arena)).parent().children()[1:]
+    first.kill()
+    wait_for(lambda: arena.reap() or search.ended, "the search to end")
+    assert search.exit_code == 0, search.log.read_text()
+    expected = undisturbed(arena, together, 8)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, 8)
+    assert {t.state for t in trials} == {"COMPLETE"}
+    assert sorted(outcome for t in trials for outcome in t.outcomes) in (["complete"] * 8, ["complete"] * 8 + ["lost"])
+    arena.run("finalists", arena.name, "--top", "2", "--seeds", "2", *how)
+    held = read_trials(arena.storage_url, f"{arena.name}.finalists")
+    assert [t.state for t in held] == ["COMPLETE"] * 4
+    assert_none_left(arena)

@@ -71,7 +71,7 @@ class Replicated(Strategy):
         """
         if self._wrapped is None:
             return None
-        found = self._wrapped._get_ddp_logging_data()
+        found = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         compute = found.get("avg_forward_compute_time", 0) + found.get("avg_backward_compute_time", 0)
         exposed = found.get("avg_backward_comm_time", 0) - found.get("avg_backward_compute_comm_overlap_time", 0)
         return compute / (compute + max(exposed, 0)) if compute > 0 else None

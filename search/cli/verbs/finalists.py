@@ -38,6 +38,8 @@ def finalists(
             help="Choose anew, on other seeds; an earlier winner stands until these have one.",
         ),
     ] = False,
+    devices_per_trial: o.DevicesPerTrial = 1,
+    collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
     save_every: o.SaveEvery = None,
     stall: o.Stall = None,
@@ -75,8 +77,9 @@ def finalists(
             progress=tell,
         )
     ran = opened.train_finalists(
-        top, seeds, workers=workers, new_set=new_set, lease=lease, grace=grace, save_every=save_every, stall=stall
-    )
+        top, seeds, workers=workers, new_set=new_set, lease=lease, grace=grace, save_every=save_every, stall=stall,
+        devices=devices_per_trial, collective_timeout=collective_timeout,
+    )  # fmt: skip
     if ran.interrupted:
         return EXIT_INTERRUPTED
     decided = ran.table.winner is not None if workers or not ran.table.pending else True

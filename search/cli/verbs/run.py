@@ -24,9 +24,7 @@ def run(
         int,
         typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
-    devices_per_trial: Annotated[
-        int, typer.Option("--devices-per-trial", min=1, help="Devices that train each trial together.")
-    ] = 1,
+    devices_per_trial: o.DevicesPerTrial = 1,
     collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
     save_every: o.SaveEvery = None,

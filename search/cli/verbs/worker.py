@@ -28,6 +28,7 @@ def worker(
         typer.Option(
             "--devices",
             min=1,
+            max=1024,
             envvar="HPSEARCH_DEVICES",
             show_envvar=True,
             help="Devices of this machine that train each trial together, a process each.",
