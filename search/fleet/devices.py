@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
@@ -19,6 +18,7 @@ from objectives.training.data.child import ending_with_parent
 from search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
 from search.errors import SearchError
 from search.fleet.forking import can_fork
+from search.fleet.rendezvous import rendezvous
 from search.worker.identity import default_device
 from search.worker.options import WorkerOptions
 from search.worker.orphan import watch_fleet
@@ -32,13 +32,16 @@ _LOOK = 0.2  # seconds between two looks whether this worker is told to go
 def join_on_devices(name: str, options: WorkerOptions) -> int:
     """Be a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
 
+    With `options.nodes` it is called on each of so many machines.
+
     Where a rank dies all are ended, the trial is left to others, and the exit code is that of a service that is away:
     whoever started this worker may start it again.
 
     Raises:
-        SearchError: there are not so many devices.
+        SearchError: there are not so many devices, or nothing says where the machines meet.
     """
     check_devices(options)
+    place = rendezvous(options.nodes, os.environ)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -48,13 +51,13 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     fork = can_fork()
     with tempfile.TemporaryDirectory(prefix="hpsearch-ranks-") as folder:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=options.nodes,
+            max_nodes=options.nodes,
             nproc_per_node=options.devices,
-            run_id=uuid.uuid4().hex,
+            run_id=place.run_id,
             rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # a free port
-            local_addr="127.0.0.1",
+            rdzv_endpoint=place.endpoint,
+            local_addr=place.local_addr,
             max_restarts=0,  # whoever started this worker starts it again, and counts how often
             start_method="fork" if fork else "spawn",
             signals_to_handle="SIGQUIT",  # the others are passed on, and ranks leave in their own time
@@ -68,9 +71,9 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
                 return EXIT_DRAINED
             rank, failure = error.get_first_failure()
             how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            sys.stderr.write(f"rank {rank} of {options.devices} ended by {how}: all ranks were ended\n")
+            sys.stderr.write(f"rank {rank} of {options.world} ended by {how}: all ranks were ended\n")
             return EXIT_AWAY
-    return int(codes[0])
+    return int(next(iter(codes.values())))  # each has rank 0's
 
 
 def check_devices(options: WorkerOptions) -> None:
@@ -80,7 +83,7 @@ def check_devices(options: WorkerOptions) -> None:
         SearchError: one device is named, or there are fewer than that.
     """
     device, count = options.device or default_device(), options.devices
-    if count == 1:
+    if options.world == 1:
         return
     if ":" in device:
         raise SearchError(f"--device {device} is one device, and --devices says {count}: leave --device out")
@@ -149,12 +152,11 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions) -> int
             stop = stop_on_signals()
             hear(ranks, told=stop.is_set, leave=lambda: None)
             try:
-                follow(ranks, device=device)
+                return follow(ranks, device=device)
             except RankLostError:  # rank 0 may be stuck: the launcher ends it
                 sys.exit(EXIT_AWAY)
-            return 0
         code = telling_mistakes(lambda: join_study(name, options))
         if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
             sys.exit(code)
-        dismiss(ranks)
+        dismiss(ranks, code)
         return code

@@ -86,7 +86,7 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     # A rank's parent is what started it: that one looks after the fleet.
     fleet_gone = (watch_fleet(int(fleet)) if current().alone else lambda: False) if fleet else None
-    register = Register(study.engine, study.study_id, worker_identity(options.device, options.devices))
+    register = Register(study.engine, study.study_id, worker_identity(options.device, options.world))
     code = EXIT_AWAY
     try:
         tracker.sender.start()

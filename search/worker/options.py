@@ -49,7 +49,8 @@ class WorkerOptions:
         max_time: seconds after which it leaves, as if it were told to.
         stall: it is restarted, and its trial given back, when there is no step for so many times the longest so far.
         heartbeat: a file that is touched while it gets on, for probes.
-        devices: that train each trial together, a process each.
+        devices: of this machine that train each trial together, a process each.
+        nodes: machines with so many each.
         collective_timeout: seconds in which all of these have to come to a step; half of the lease unless given.
 
     Raises:
@@ -72,6 +73,7 @@ class WorkerOptions:
     stall: float | None = None
     heartbeat: str | None = None
     devices: int = 1
+    nodes: int = 1
     collective_timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -79,17 +81,23 @@ class WorkerOptions:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise SearchError(f"{_flag(name)} {value}: must be a finite number from {least}")
-        if not 1 <= self.devices <= _MOST_DEVICES:
-            raise SearchError(f"--devices {self.devices}: must be from 1 to {_MOST_DEVICES}")
+        for name in ("devices", "nodes"):
+            if not 1 <= (count := getattr(self, name)) <= _MOST_DEVICES:
+                raise SearchError(f"{_flag(name)} {count}: must be from 1 to {_MOST_DEVICES}")
         for name, above in (("save_every", 0), ("stall", 1), ("collective_timeout", 0)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > above):
                 raise SearchError(f"{_flag(name)} {value}: must be a finite number above {above}")
 
+    @property
+    def world(self) -> int:
+        """How many processes train a trial together."""
+        return self.devices * self.nodes
+
     def environment(self) -> dict[str, str]:
         """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
         # What holds for a single worker alone is not for those of a fleet.
-        alone = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat"}
+        alone = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat", "nodes"}
         found = {}
         for name in (field.name for field in fields(self) if field.name not in alone):
             value = getattr(self, name)

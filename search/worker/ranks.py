@@ -65,14 +65,14 @@ def fit_together(
         return fit(objective, job.config, **where)
 
 
-def follow(ranks: Ranks, *, device: str | None) -> None:
-    """Train what rank 0 says, job after job, until it says that it leaves.
+def follow(ranks: Ranks, *, device: str | None) -> int:
+    """Train what rank 0 says, job after job, until it says that it leaves; return its exit code.
 
     Raises:
         RankLostError: a rank is gone, or does not answer.
     """
     loaded: dict[str, BaseObjective] = {}
-    while (job := _next(ranks)) is not None:
+    while isinstance(job := _next(ranks), Job):
         try:
             with ranks.together():
                 objective = loaded.get(job.objective) or load_objective(job.objective)
@@ -83,18 +83,19 @@ def follow(ranks: Ranks, *, device: str | None) -> None:
             raise
         except (Exception, SystemExit) as error:  # rank 0 has the same, and ends the trial by it
             log.debug("rank %d: %s", ranks.rank, error)
+    return job
 
 
-def _next(ranks: Ranks) -> Job | None:
+def _next(ranks: Ranks) -> Job | int:
     try:
-        return ranks.told(None)
+        return ranks.told(0)
     except RuntimeError as error:
         raise RankLostError(f"rank 0 is gone: {error}") from error
 
 
-def dismiss(ranks: Ranks) -> None:
-    """Tell the others, which wait for a job, that there is none."""
-    ranks.told(None)
+def dismiss(ranks: Ranks, code: int) -> None:
+    """Tell the others, which wait for a job, that there is none, and with which exit code to leave."""
+    ranks.told(code)
 
 
 def hear(ranks: Ranks, *, told: Callable[[], bool], leave: Callable[[], None]) -> None:

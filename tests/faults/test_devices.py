@@ -8,6 +8,7 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
+from tests.deployment.machine import free_port
 from tests.faults.harness import OBJECTIVE, Arena, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
@@ -205,4 +206,18 @@ def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: 
     arena.run("finalists", arena.name, "--top", "2", "--seeds", "2", *how)
     held = read_trials(arena.storage_url, f"{arena.name}.finalists")
     assert [t.state for t in held] == ["COMPLETE"] * 4
+    assert_none_left(arena)
+
+
+def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) -> None:
+    """Each with a worker of one device; one of them is killed, and both are started again."""
+    arena.create(2, [Order("training", "kill", trial=1, epoch=1, nth=2, rank=1)])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = ("worker", "--study", arena.name, "--nodes", "2")
+    for codes in ([AWAY, AWAY], [0, 0]):
+        nodes = [arena.start(*both, **where) for _ in range(2)]
+        wait_for(lambda: arena.reap() or all(node.ended for node in nodes), "both to end")  # noqa: B023 at once
+        assert [node.exit_code for node in nodes] == codes, arena.tell("")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 2)
+    assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"]]
     assert_none_left(arena)

@@ -34,6 +34,16 @@ def worker(
             help="Devices of this machine that train each trial together, a process each.",
         ),
     ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=1024,
+            help="Machines that train each trial together, --devices each: start this on all of them, by srun, or with "
+            "MASTER_ADDR and MASTER_PORT set.",
+        ),
+    ] = 1,
     collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
     save_every: o.SaveEvery = None,
@@ -86,9 +96,9 @@ def worker(
         storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
         device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
         grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
-        stall=stall, heartbeat=heartbeat, devices=devices, collective_timeout=collective_timeout,
+        stall=stall, heartbeat=heartbeat, devices=devices, nodes=nodes, collective_timeout=collective_timeout,
     )  # fmt: skip
-    join = join_study if devices == 1 else join_on_devices
+    join = join_study if options.world == 1 else join_on_devices
     if final_exit_code is None:
         return join(study, options)
     code = telling_mistakes(lambda: join(study, options))
