@@ -28,6 +28,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 STRATEGIES = ("ddp",)
+LR_SCALINGS = ("none", "linear", "sqrt")
 
 NAMES = {
     "optimizer": OPTIMIZERS,
@@ -37,6 +38,7 @@ NAMES = {
     "precision": PRECISIONS,
     "matmul_precision": MATMUL_PRECISIONS,
     "strategy": STRATEGIES,
+    "lr_scaling": LR_SCALINGS,
 }
 
 
@@ -157,6 +159,9 @@ class TrainConfig:
         about("optimizer steps between two validations within an epoch, for large data; None is each epoch", ge=1),
     ] = None
     strategy: Annotated[str, one_of(STRATEGIES, "how several devices train one model; one device needs none")] = "ddp"
+    lr_scaling: Annotated[
+        str, one_of(LR_SCALINGS, "multiply `lr` by the number of devices, or its root; best with a warm-up")
+    ] = "none"
     model: Annotated[
         dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")
     ] = field(default_factory=dict)

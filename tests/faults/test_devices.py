@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import optuna
 import psutil
 import pytest
 import sqlalchemy as sa
@@ -220,4 +221,29 @@ def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) ->
         assert [node.exit_code for node in nodes] == codes, arena.tell("")
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 2)
     assert [t.outcomes for t in trials] == [["complete"], ["lost", "complete"]]
+    assert_none_left(arena)
+
+
+@pytest.mark.parametrize("how", ["failed in the dashboard", "study stopped"])
+def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, how: str) -> None:
+    arena.create(2, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
+    worker = arena.start(HPSEARCH_DEVICES="2")
+    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "both to be in mid-epoch")
+    if how == "study stopped":
+        arena.run("stop", arena.name)
+    else:  # as the dashboard does
+        storage = optuna.storages.RDBStorage(arena.storage_url)
+        study = optuna.load_study(study_name=arena.name, storage=storage)
+        storage.set_trial_state_values(study.trials[0]._trial_id, optuna.trial.TrialState.FAIL)
+        storage.engine.dispose()
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 0, arena.tell("")
+    trials = read_trials(arena.storage_url, arena.name)
+    epochs = [[e["epoch"] for e in arena.events("training") if (e["rank"], e["trial"]) == (n, 0)] for n in range(2)]
+    assert epochs == [[0, 1]] * 2
+    if how == "study stopped":
+        assert [(t.state, t.outcomes) for t in trials] == [("WAITING", ["released"])]
+    else:
+        assert [(t.state, t.outcomes) for t in trials] == [("FAIL", ["cancelled"]), ("COMPLETE", ["complete"])]
     assert_none_left(arena)

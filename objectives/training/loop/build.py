@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from objectives.objective import Objective
 
 _UNEVEN = 0.75  # share of one class from which accuracy tells little
+# What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
+_SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 _TRIED = 32  # validation samples that a loss is tried on
 
 
@@ -101,7 +105,10 @@ def build(
     layout(model, config)
     ranks.copy_first(model.state_dict().values())  # a model may draw from what no seed reaches
     strategy.place(model)
-    optimizer, sharpness = build_optimizer(model, config, device, _groups(objective, model, config)), None
+    groups = _groups(objective, model, config)
+    for group in groups:
+        group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world)
+    optimizer, sharpness = build_optimizer(model, config, device, groups), None
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
         optimizer = sharpness.base

@@ -1,0 +1,195 @@
+"""Ranks: what they agree on, how they fail together, and how they go on."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from objectives import ObjectiveError
+from objectives.training import LocalSession, NonFiniteError, Trainer
+from objectives.training.ranks import ALONE, RankLostError
+from tests.objectives.training.ranks.support import apart, on_ranks, outcome
+from tests.objectives.training.ranks.test_equal import UNEVEN, Sides
+
+
+def agree(ranks):
+    total = ranks.total(torch.tensor([1.0, float(ranks.rank)]))
+    tensors = [torch.full((2,), float(ranks.rank)), torch.tensor([ranks.rank])]
+    ranks.copy_first(tensors)
+    mean = [torch.tensor([float(ranks.rank)])]
+    ranks.average(mean)
+    share = ranks.share(torch.arange(5)).tolist()
+    return total.tolist(), ranks.told(ranks.rank), ranks.each(ranks.rank), [t.tolist() for t in tensors], mean, share
+
+
+def test_what_ranks_agree_on():
+    first, second = on_ranks(2, agree)
+    assert first == ([2.0, 1.0], 0, [0, 1], [[0.0, 0.0], [0]], [torch.tensor([0.5])], [0, 2, 4])
+    assert second[:-1] == first[:-1]
+    assert second[-1] == [1, 3]
+
+
+def test_a_process_alone_agrees_with_itself():
+    assert agree(ALONE)[:3] == ([1.0, 0.0], 0, [0])
+    with ALONE.together():
+        assert ALONE.led(lambda: 3) == 3
+
+
+def caught(ranks, fail, wait):
+    try:
+        with ranks.together():
+            fail(ranks)
+            wait(ranks)
+        return None
+    except Exception as error:
+        return type(error).__name__, str(error), vars(error)
+
+
+def failures(ranks):
+    def on_second(error):
+        def fail(ranks):
+            if ranks.rank == 1:
+                raise error
+
+        return fail
+
+    def led(ranks):
+        ranks.led(lambda: 1 / 0)
+
+    waits = {"sum": lambda r: r.total(torch.ones(3)), "tell": lambda r: r.told(None), "nothing": lambda _: None}
+    bad = NonFiniteError("loss is nan", epoch=2, step=7, lr=0.1, grad_norm=math.inf, batch=1)
+    found = {name: caught(ranks, on_second(ObjectiveError("no such layer")), wait) for name, wait in waits.items()}
+    found["own kind"] = caught(ranks, on_second(bad), waits["sum"])
+    found["foreign kind"] = caught(ranks, on_second(KeyError("x")), waits["sum"])
+    found["led"] = caught(ranks, led, waits["sum"])
+    found["same on all"] = caught(ranks, lambda _: 1 / 0, waits["sum"])
+    found["wrapped"] = caught(ranks, on_second(ObjectiveError("boo")), wrapped)
+    found["none"] = caught(ranks, lambda _: None, waits["sum"])
+    return found
+
+
+def wrapped(ranks):
+    """What somebody's code makes of a connection that broke."""
+    try:
+        ranks.total(torch.ones(3))
+    except RuntimeError as error:
+        raise ObjectiveError(f"my loop: {error}") from error
+
+
+def test_ranks_fail_by_the_reason_of_the_one_that_failed_and_go_on():
+    first, second = on_ranks(2, failures)
+    for wait in ("sum", "tell", "nothing"):
+        assert second[wait][:2] == ("ObjectiveError", "no such layer")
+        assert first[wait][:2] == ("ObjectiveError", "no such layer (on rank 1)")
+    assert first["own kind"][0] == "NonFiniteError"
+    point = {"epoch": 2, "step": 7, "batch": 1, "lr": 0.1, "grad_norm": math.inf}
+    assert [side["own kind"][2] for side in (first, second)] == [point, point]
+    assert first["foreign kind"][:2] == ("RankError", "KeyError: 'x' (on rank 1)")
+    assert first["led"][0] == "ZeroDivisionError"
+    assert second["led"][:2] == ("RankError", "ZeroDivisionError: division by zero (on rank 0)")
+    assert first["same on all"][:2] == second["same on all"][:2] == ("ZeroDivisionError", "division by zero")
+    assert first["wrapped"][:2] == ("ObjectiveError", "boo (on rank 1)")
+    assert first["none"] is second["none"] is None
+
+
+def lose(ranks):
+    try:
+        with ranks.together():
+            if ranks.rank == 1:
+                os._exit(0)
+            ranks.total(torch.ones(3))
+    except RankLostError as error:
+        return str(error)
+
+
+def test_a_rank_that_is_gone_ends_the_others():
+    with pytest.raises(AssertionError) as died:
+        on_ranks(2, lambda ranks: pytest.fail(lose(ranks)))
+    assert "a rank is gone" in str(died.value)
+
+
+class Diverging(Sides):
+    """The loss of one sample becomes infinite, which one rank alone has."""
+
+    def loss(self, config, train):
+        return Bad()
+
+
+class Bad(torch.nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        found = super().forward(output, target)
+        lowest = output[:, 0].min() < -1.0
+        return found / (0.0 if torch.is_grad_enabled() and lowest else 1.0)
+
+
+def diverge(ranks):
+    return caught(ranks, lambda _: Trainer(Diverging(), UNEVEN, epochs=30, seed=0).fit(), lambda _: None)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step():
+    first, second = on_ranks(2, diverge)
+    assert first[:2] == second[:2]
+    assert first[0] == "NonFiniteError"
+
+
+def keep(ranks, folder, epochs):
+    session = LocalSession(folder) if ranks.first else None
+    return outcome(Trainer(Sides(), UNEVEN, epochs=epochs, seed=0, session=session).fit())
+
+
+class Until(LocalSession):
+    """Stops a run after so many epochs."""
+
+    def __init__(self, folder, epochs):
+        super().__init__(folder)
+        self.epochs = epochs
+
+    def report(self, record):
+        from objectives.training import Verdict
+
+        return Verdict.STOP if record.epoch + 1 == self.epochs else Verdict.CONTINUE
+
+
+def stop_early(ranks, folder):
+    trainer = Trainer(Sides(), UNEVEN, epochs=4, seed=0, session=Until(folder, 2))
+    return trainer.fit().status
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_run_of_two_ranks_goes_on_on_another_number(tmp_path, world):
+    assert on_ranks(2, stop_early, tmp_path) == ["stopped", "stopped"]
+    found = keep(ALONE, tmp_path, 4) if world == 1 else on_ranks(world, keep, tmp_path, 4)[0]
+    numbers, weights = apart(found, keep(ALONE, tmp_path / "alone", 4))
+    assert numbers < 1e-6
+    assert weights < 1e-5
+
+
+def rates(ranks, scaling):
+    import dataclasses
+
+    config = dataclasses.replace(UNEVEN, lr_scaling=scaling, schedule="constant", warmup_fraction=0.0)
+    return Trainer(Sides(), config, epochs=1, seed=0).fit().history[0].metrics["lr"]
+
+
+def test_the_rate_grows_with_the_number_of_devices_where_it_is_told_to():
+    assert on_ranks(2, lambda ranks: [rates(ranks, s) for s in ("none", "linear", "sqrt")])[0] == pytest.approx(
+        [0.01, 0.02, 0.01 * math.sqrt(2)]
+    )
+    assert rates(ALONE, "linear") == pytest.approx(0.01)
+
+
+def other_data(ranks):
+    class Other(Sides):
+        def data(self, seed):
+            return super().data(seed + ranks.rank)
+
+    return caught(ranks, lambda _: Trainer(Other(), UNEVEN, epochs=1, seed=0).fit(), lambda _: None)
+
+
+def test_data_that_differ_between_ranks_are_refused():
+    (first, _) = on_ranks(2, other_data)
+    assert first[:2] == (
+        "ObjectiveError",
+        "Other.data gives rank 1 other data than rank 0: make it a function of the seed",
+    )
