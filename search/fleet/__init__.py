@@ -1,4 +1,4 @@
 """Fleets: worker processes of one machine, forked, restarted, told to stop.
 
-Imports: entry, worker.
+Imports: errors, entry, worker.
 """

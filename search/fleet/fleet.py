@@ -18,6 +18,7 @@ from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from search.fleet.cores import thread_settings
 from search.fleet.devices import join_on_devices
 from search.fleet.forking import ForkedProcess, can_fork, load_ahead
+from search.fleet.gpus import gpus_of
 from search.worker.join import join_study
 from search.worker.options import WorkerOptions
 
@@ -182,19 +183,3 @@ def _executed(command: list[str], environment: dict[str, str], log: Path) -> sub
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def gpus_of(index: int, gpus: list[str], each: int) -> list[str]:
-    """Return the GPUs of the worker at `index`; where workers are more than sets of `each`, some share one."""
-    sets = max(1, len(gpus) // each)
-    first = index % sets * each
-    return gpus[first : first + each]
-
-
-def visible_gpus() -> list[str]:
-    """Return the CUDA devices this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    import torch
-
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [part.strip() for part in given.split(",") if part.strip()]
-    return [str(i) for i in range(torch.cuda.device_count())]

@@ -16,7 +16,8 @@ from sqlalchemy.exc import DBAPIError
 from search.console import command
 from search.entry import handling
 from search.fleet.devices import check_devices
-from search.fleet.fleet import Fleet, visible_gpus
+from search.fleet.fleet import Fleet
+from search.fleet.gpus import visible_gpus
 from search.run.live import LiveView
 from search.run.supervisor import kept_up
 from search.services import Services

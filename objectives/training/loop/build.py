@@ -166,7 +166,8 @@ def oddities(run: Run) -> list[str]:
             "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
             "loss on eval_batch_size"
         )
-    if not run.ranks.alone and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in run.model.modules()):
+    norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not run.ranks.alone and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         found.append(
             f"batch norm takes its statistics from each device's share of a batch: {run.ranks.world} devices train "
             "otherwise than one"

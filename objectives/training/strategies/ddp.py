@@ -25,6 +25,11 @@ class Replicated(Strategy):
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
 
+    def place(self, model: nn.Module) -> None:
+        """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+
     def begin_epoch(self) -> None:
         """Wrap anew where other layers are trained than before: DDP takes note of them once."""
         trained = [parameter.requires_grad for parameter in self._model.parameters()]

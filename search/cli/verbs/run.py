@@ -24,6 +24,12 @@ def run(
         int,
         typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
     ] = 2,
+    workers_per_gpu: Annotated[
+        int | None,
+        typer.Option(
+            "--workers-per-gpu", min=1, max=64, help="In place of --workers: so many on each GPU, for small models."
+        ),
+    ] = None,
     devices_per_trial: o.DevicesPerTrial = 1,
     collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
@@ -39,12 +45,15 @@ def run(
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
     from search.fleet.forking import load_ahead
+    from search.fleet.gpus import visible_gpus, workers_on
     from search.services import check_pair
     from search.spec.check import check_settings
 
     check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded
 
+    if workers_per_gpu is not None:
+        workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=devices_per_trial)
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():

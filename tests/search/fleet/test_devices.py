@@ -1,0 +1,63 @@
+"""Which devices a worker has, where its processes meet, and what is refused before any of them is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from search.errors import SearchError
+from search.fleet.devices import check_devices
+from search.fleet.gpus import gpus_of, workers_on
+from search.fleet.rendezvous import rendezvous
+from search.worker.options import WorkerOptions
+
+
+def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
+    four = ["0", "1", "2", "3"]
+    assert [gpus_of(index, four, 2) for index in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
+    assert [gpus_of(index, four, 1) for index in range(5)] == [["0"], ["1"], ["2"], ["3"], ["0"]]
+    assert gpus_of(1, four[:3], 2) == ["0", "1"]
+    assert workers_on(four, sharing=1, each=2) == 2
+    assert workers_on(four, sharing=3, each=1) == 12
+
+
+def test_machines_meet_where_they_are_told() -> None:
+    alone = rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert (alone.endpoint, alone.local_addr) == ("127.0.0.1:0", "127.0.0.1")
+    assert alone.run_id != rendezvous(1, {}).run_id
+    told = rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert (told.endpoint, told.local_addr) == ("a:1", None)
+    assert told == rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, ["--nodes 2", "MASTER_ADDR", "srun"]),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, ["MASTER_PORT", "'x'"]),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes 2", "--nodes 3"]),
+    ],
+)
+def test_machines_that_do_not_know_where_to_meet_are_told(environment: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(SearchError) as told:
+        rendezvous(2, environment)
+    assert all(word in str(told.value) for word in words), told.value
+
+
+def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_devices(WorkerOptions(device="cpu", devices=8))
+    check_devices(WorkerOptions(device="cuda:1"))
+    with pytest.raises(SearchError, match="--device cuda:1 is one device"):
+        check_devices(WorkerOptions(device="cuda:1", devices=2))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SearchError, match="2 devices for a trial: there are 1 CUDA devices"):
+        check_devices(WorkerOptions(device="cuda", devices=2))
+    with pytest.raises(SearchError, match="--workers-per-gpu 1"):
+        workers_on(["0"], sharing=1, each=2)
+    with pytest.raises(SearchError, match="--nodes 0"):
+        WorkerOptions(nodes=0)
+
+
+def test_a_fleet_tells_its_workers_of_their_devices() -> None:
+    told = WorkerOptions(devices=2, collective_timeout=5.0, nodes=1).environment()
+    assert (told["HPSEARCH_DEVICES"], told["HPSEARCH_COLLECTIVE_TIMEOUT"]) == ("2", "5.0")
+    assert "HPSEARCH_DEVICES" not in WorkerOptions().environment()
