@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +26,7 @@ T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds in which all ranks have to come to a collective of the training itself
 _PATIENT = timedelta(days=7)  # for those that wait for rank 0, which may load data or store a model meanwhile
+_MEETING = timedelta(minutes=5)  # for ranks to come together
 _TELLING = 5.0  # seconds that a rank which failed has to say why
 _LOOKED = 1.0  # seconds between two looks whether one did, where connections do not break by themselves
 
@@ -128,7 +134,11 @@ class Group(Ranks):
 
     def _join(self) -> None:
         self._number += 1
+        here = [f"here/{self._number}/{rank}" for rank in range(self.world)]
         try:
+            # One may be busy with what it did alone: the time for a collective begins when all are there.
+            self._store.set(here[self.rank], "")
+            self._store.wait(here, max(self._timeout, _MEETING))
             dist.init_process_group(
                 self._backend,
                 store=distributed_c10d.PrefixStore(f"group/{self._number}", self._store),
@@ -224,6 +234,7 @@ class Group(Ranks):
             self.each(None)  # nobody goes on while another may yet fail
         except BaseException as error:
             cause = self._cause(error)
+            _let_go(error)
             self._leave()
             if isinstance(cause, RankLostError):
                 raise cause from error
@@ -246,6 +257,18 @@ class Group(Ranks):
         except RuntimeError:  # nobody said anything, or there is no store
             seconds = self._timeout.total_seconds()
             return RankLostError(f"a rank is gone, or did not answer for {seconds:g} s: {_line(error)}")
+
+
+def _let_go(error: BaseException) -> None:
+    """Forgets what the code that failed held: a connection that something refers to is not closed.
+
+    Gloo's are closed with the last reference alone, and the others wait for that.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    gc.collect()
 
 
 def _key(number: int) -> str:
@@ -298,17 +321,25 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def joined(*, device: str = "cpu", timeout: float = TIMEOUT) -> Iterator[Ranks]:
+def joined(*, device: str = "cpu", timeout: float = TIMEOUT, place: Path | None = None) -> Iterator[Ranks]:
     """The ranks that torch's launcher made this process one of, by its variables; they are `current` meanwhile.
 
     Args:
         device: what they train on, "cpu" or "cuda".
         timeout: seconds in which all have to come to a collective of the training.
+        place: a file by which ranks of one machine meet, in a folder of the user's; unless given by `MASTER_ADDR` and
+            `MASTER_PORT`, where anybody who reaches that port could speak to them.
 
     Raises:
         RankLostError: the others do not come.
     """
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
+    store: distributed_c10d.Store
+    if place is None:
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, TIMEOUT))))
+    else:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(str(place), world)  # type: ignore[attr-defined]  # torch declares no export
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
     group = Group(distributed_c10d.PrefixStore("ranks", store), rank, world, backend=backend, timeout=timeout)
     _HERE["ranks"] = group

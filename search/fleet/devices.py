@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 from objectives.training.data.child import ending_with_parent
@@ -41,7 +42,6 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
         SearchError: there are not so many devices, or nothing says where the machines meet.
     """
     check_devices(options)
-    place = rendezvous(options.nodes, os.environ)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -50,6 +50,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     told = _passing_on_signals()
     fork = can_fork()
     with tempfile.TemporaryDirectory(prefix="hpsearch-ranks-") as folder:
+        place = rendezvous(options.nodes, os.environ, Path(folder))
         config = LaunchConfig(
             min_nodes=options.nodes,
             max_nodes=options.nodes,
@@ -57,6 +58,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             run_id=place.run_id,
             rdzv_backend="c10d",
             rdzv_endpoint=place.endpoint,
+            rdzv_configs=place.options,
             local_addr=place.local_addr,
             max_restarts=0,  # whoever started this worker starts it again, and counts how often
             start_method="fork" if fork else "spawn",
@@ -65,7 +67,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options)
+            codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
         except ChildFailedError as error:
             if told:
                 return EXIT_DRAINED
@@ -129,7 +131,7 @@ def _pass_on(told: list[int], fleet_gone: Callable[[], bool]) -> None:
                     os.kill(rank.pid, signal.SIGTERM)
 
 
-def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions) -> int:
+def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
     """Be one of the ranks; rank 0's exit code is the worker's."""
     bind()
     import torch
@@ -147,7 +149,7 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions) -> int
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     options = replace(options, device=device)
-    with joined(device=device, timeout=options.collective_timeout or options.lease / 2) as ranks:
+    with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
         if not ranks.first:
             stop = stop_on_signals()
             hear(ranks, told=stop.is_set, leave=lambda: None)

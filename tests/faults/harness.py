@@ -228,6 +228,7 @@ class Arena:
         where = {"HPSEARCH_HOME": str(self.home), "ORDERS": str(self.orders)}
         # An epoch is ended, however slow the machine is, unless a test is about what happens where it is not.
         times = {"HPSEARCH_LEASE": str(LEASE), "HPSEARCH_GRACE": str(PATIENCE)}
+        times["HPSEARCH_COLLECTIVE_TIMEOUT"] = str(PATIENCE)
         return {**urls, **models, **where, **times, **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:

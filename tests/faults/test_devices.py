@@ -110,7 +110,7 @@ def test_a_process_that_answers_no_more_is_ended_with_the_others(
     arena: Arena, together: dict[int, Values], rank: int
 ) -> None:
     arena.create(1, [Order("training", "freeze", trial=0, epoch=1, nth=2, rank=rank)])
-    work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="2")
+    work(arena, HPSEARCH_COLLECTIVE_TIMEOUT="8")
     (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(arena, together, 6), 1)
     assert trial.outcomes == ["lost", "complete"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from search.errors import SearchError
@@ -20,13 +22,12 @@ def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
     assert workers_on(four, sharing=3, each=1) == 12
 
 
-def test_machines_meet_where_they_are_told() -> None:
-    alone = rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert (alone.endpoint, alone.local_addr) == ("127.0.0.1:0", "127.0.0.1")
-    assert alone.run_id != rendezvous(1, {}).run_id
-    told = rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert (told.endpoint, told.local_addr) == ("a:1", None)
-    assert told == rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
+    alone = rendezvous(1, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
+    assert (alone.endpoint, alone.file) == (str(tmp_path / "launcher"), tmp_path / "ranks")
+    told = rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path)
+    assert (told.endpoint, told.local_addr, told.file) == ("a:1", None, None)
+    assert told == rendezvous(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, tmp_path / "another")
 
 
 @pytest.mark.parametrize(
@@ -37,9 +38,11 @@ def test_machines_meet_where_they_are_told() -> None:
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes 2", "--nodes 3"]),
     ],
 )
-def test_machines_that_do_not_know_where_to_meet_are_told(environment: dict[str, str], words: list[str]) -> None:
+def test_machines_that_do_not_know_where_to_meet_are_told(
+    environment: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(SearchError) as told:
-        rendezvous(2, environment)
+        rendezvous(2, environment, tmp_path)
     assert all(word in str(told.value) for word in words), told.value
 
 

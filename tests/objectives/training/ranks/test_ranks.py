@@ -193,3 +193,28 @@ def test_data_that_differ_between_ranks_are_refused():
         "ObjectiveError",
         "Other.data gives rank 1 other data than rank 0: make it a function of the seed",
     )
+
+
+class Failing(Sides):
+    """A step fails on one rank while the other waits for its gradient."""
+
+    def loss(self, config, train):
+        return Second()
+
+
+class Second(torch.nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        if torch.is_grad_enabled() and os.environ["RANK"] == "1":
+            raise KeyError("no such layer")
+        return super().forward(output, target)
+
+
+def fail_in_step(ranks):
+    return caught(ranks, lambda _: Trainer(Failing(), UNEVEN, epochs=2, seed=0).fit(), lambda _: None)
+
+
+def test_a_rank_that_fails_in_its_step_keeps_no_other_waiting():
+    """Whatever the failed step held of its connections: they are closed long before a collective's time is up."""
+    first, second = on_ranks(2, fail_in_step, timeout=3600.0)
+    assert first[:2] == ("RankError", "KeyError: 'no such layer' (on rank 1)")
+    assert second[:2] == ("KeyError", "'no such layer'")
