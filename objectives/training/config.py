@@ -231,6 +231,8 @@ class TrainConfig:
                 f"optimizer={self.optimizer!r} needs whole weights, and strategy='fsdp' spreads them: use 'adamw', "
                 "'muon' or another, or strategy='ddp'"
             )
+        if self.channels_last:
+            raise ObjectiveError("channels_last=True does not go with strategy='fsdp': set it to False")
         if self.precision == "fp16":
             raise ObjectiveError("precision='fp16' does not go with strategy='fsdp': use 'bf16', or strategy='ddp'")
 

@@ -106,7 +106,7 @@ class Sharded(Strategy):
         if isinstance(value, DTensor):
             part: Any = value.detach().to(self._device)
             whole = part.full_tensor()
-            return whole.cpu() if self._ranks.first else torch.empty(0)
+            return whole.to("cpu", copy=True) if self._ranks.first else torch.empty(0)  # without its padding
         if isinstance(value, Mapping):
             return {key: self._gathered(inner) for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
@@ -152,7 +152,7 @@ class Sharded(Strategy):
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Scales the gradient down to a norm of `limit`; its norm before that."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = self.norms(gradients).norm()
+        norm: Tensor = self.norms(gradients).norm()
         if limit < float("inf"):
             parts = [_part(gradient) for gradient in gradients]
             torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device))
