@@ -110,21 +110,18 @@ class Reaching(Sides):
         return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
 
 
-UNEVEN = TrainConfig(strategy="fsdp", batch_size=19, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+UNEVEN = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
 RUNS = {
-    "adamw": (Sides, UNEVEN),
     "sgd": (Sides, dataclasses.replace(UNEVEN, optimizer="sgd", lr=0.1)),
-    "muon": (Sides, dataclasses.replace(UNEVEN, optimizer="muon")),
-    "value clipping": (Sides, dataclasses.replace(UNEVEN, clip_grad_norm=None, clip_grad_value=0.01)),
-    "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9)),
+    "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9, activation_checkpointing=True)),
     "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),
-    "activation checkpointing": (Sides, dataclasses.replace(UNEVEN, activation_checkpointing=True)),
-    "offload": (Sides, dataclasses.replace(UNEVEN, cpu_offload=True)),
+    "offload": (Sides, dataclasses.replace(UNEVEN, cpu_offload=True, clip_grad_norm=None, clip_grad_value=0.01)),
     "tied": (Tied, UNEVEN),
     "thawing": (Thawing, UNEVEN),
     "own step": (Encoded, UNEVEN),
 }
-ON_FOUR = ("adamw", "sgd", "ema", "activation checkpointing")
+MUON = dataclasses.replace(UNEVEN, optimizer="muon")
+ON_FOUR = ("sgd", "ema")
 AVERAGED = RUNS["ema"][1]
 RESUMED = [("two", "after"), ("two", "within"), ("one", "after")]
 REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
@@ -140,7 +137,7 @@ class Kept:
 
     def due(self, left):
         self.asked += 1
-        return Due.LEAVE if self.leave == "within" and self.asked == 2 else Due.NOTHING
+        return Due.LEAVE if self.leave == "within" and self.asked == 1 else Due.NOTHING
 
     def report(self, record):
         return Verdict.STOP if self.leave == "after" else Verdict.CONTINUE
@@ -197,10 +194,11 @@ def noted():
 
 
 def on_two(ranks, folder):
-    trained("sgd")
+    refused(Scalar)
     with contextlib.suppress(ObjectiveError), ranks.together():  # what follows has new connections
         raise ObjectiveError("both fail")
     found = {name: trained(name) for name in RUNS}
+    found["muon"] = [served(fit(Sides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
     leave(folder)
     found["refused"] = {name: refused(objective) for name, objective in REFUSED.items()}
     found["noted"], run = noted()
@@ -255,6 +253,13 @@ def test_ranks_with_a_part_each_train_what_one_process_does(name, world, alone, 
     assert expected[0][0] != expected[0][-1]  # it learnt something
 
 
+def test_muon_makes_of_parts_what_it_makes_of_whole_gradients(two):
+    """Its bfloat16 enlarges how a sum over ranks is rounded: what it comes to is compared on as many of them."""
+    numbers, weights = apart(*two[1][0]["muon"])
+    assert numbers < 1e-6, numbers
+    assert weights < 1e-5, weights
+
+
 def test_a_rank_holds_its_part(two):
     total = sum(parameter.numel() for parameter in Sides().model(None, None).parameters())
     held = [found["held"] for found in two[1]]
@@ -270,7 +275,7 @@ def test_compiled_it_trains_the_same_or_says_that_it_is_not(alone, two):
 
 def test_norms_of_layers_are_those_of_whole_gradients(alone, two):
     found, expected = two[1][0]["noted"], alone[1]["noted"]
-    assert len(found) == len(expected) > 3
+    assert len(found) == len(expected) > 1
     for one, other in zip(found, expected, strict=True):
         assert list(one["layers"]) == list(other["layers"])
         assert one["layers"] == pytest.approx(other["layers"], rel=1e-4, abs=1e-6)
