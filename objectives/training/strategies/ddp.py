@@ -25,7 +25,7 @@ class Replicated(Strategy):
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
 
-    def place(self, model: nn.Module) -> None:
+    def place(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 judged, and never trained
         """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

@@ -159,7 +159,12 @@ def served(result):
     kinds = {type(module).__name__ for module in result.model.modules()}
     assert not any(kind.startswith("FSDP") for kind in kinds), kinds
     assert not any(isinstance(tensor, DTensor) for tensor in result.model.state_dict().values())
-    return *outcome(result), getattr(result.model, "told", None), result.best_value, len(list(result.model.parameters()))
+    return (
+        *outcome(result),
+        getattr(result.model, "told", None),
+        result.best_value,
+        len(list(result.model.parameters())),
+    )
 
 
 def leave(folder):
@@ -296,7 +301,9 @@ def test_a_checkpoint_of_ranks_has_the_form_of_one_process(alone, two):
         assert form(found[part]) == form(expected[part]), part
 
 
-@pytest.mark.parametrize(("of", "where", "world"), [("two", "after", 1), ("two", "within", 1), *((*r, 4) for r in RESUMED)])
+@pytest.mark.parametrize(
+    ("of", "where", "world"), [("two", "after", 1), ("two", "within", 1), *((*r, 4) for r in RESUMED)]
+)
 def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, two, four, tmp_path):
     found = resume(copied(two[0] / where, tmp_path / where)) if world == 1 else four[0][of, where]
     expected = alone[1]["ema"]
@@ -308,7 +315,7 @@ def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, t
 
 
 def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
-    numbers, weights, _, best, _ = two[1][0]["ema"]
+    _, weights, _, best, _ = two[1][0]["ema"]
     fresh = Sides().model(None, None)
     fresh.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     val = Sides().data(0).val
