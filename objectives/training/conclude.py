@@ -21,7 +21,7 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     status = _status(run, verdict)
     reported = run.ranks.told(files.path is not None) and status != "stopped"
     train_scores = run.judge_train() if reported else None
-    model = plain(run.judged.cpu()).eval()
+    model = plain(run.strategy.plain(run.judged)).eval()
     return FitResult(
         status=status,
         best_epoch=best.get("epoch", -1),

@@ -27,8 +27,9 @@ SCHEDULES = (
 PRECISIONS = ("fp32", "bf16", "fp16")
 WARMUPS = ("linear", "cosine")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-STRATEGIES = ("ddp",)
 LR_SCALINGS = ("none", "linear", "sqrt")
+STRATEGIES = ("ddp", "fsdp")
+_WHOLE = ("lamb", "lars", "ranger", "lookahead", "sam")  # their kernels need weights that are whole
 
 NAMES = {
     "optimizer": OPTIMIZERS,
@@ -162,6 +163,9 @@ class TrainConfig:
     lr_scaling: Annotated[
         str, one_of(LR_SCALINGS, "multiply `lr` by the number of devices, or its root; best with a warm-up")
     ] = "none"
+    cpu_offload: Annotated[
+        bool, about('of "fsdp": keep weights, gradients and the optimizer\'s state in the memory of the CPU')
+    ] = False
     model: Annotated[
         dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")
     ] = field(default_factory=dict)
@@ -214,7 +218,23 @@ class TrainConfig:
             raise ObjectiveError("clip_grad_value needs clip_grad_norm=None: a gradient is clipped one way")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction exclude each other: set one of them to None")
+        self._fitting_strategy()
         return self
+
+    def _fitting_strategy(self) -> None:
+        if self.strategy != "fsdp":
+            if self.cpu_offload:
+                raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
+            return
+        if self.optimizer in _WHOLE:
+            raise ObjectiveError(
+                f"optimizer={self.optimizer!r} needs whole weights, and strategy='fsdp' spreads them: use 'adamw', "
+                "'muon' or another, or strategy='ddp'"
+            )
+        if self.channels_last:
+            raise ObjectiveError("channels_last=True does not go with strategy='fsdp': set it to False")
+        if self.precision == "fp16":
+            raise ObjectiveError("precision='fp16' does not go with strategy='fsdp': use 'bf16', or strategy='ddp'")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""

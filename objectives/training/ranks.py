@@ -57,6 +57,9 @@ class Ranks:
     told_to_go: Callable[[], bool] = staticmethod(lambda: False)
     on_told_to_go: Callable[[], None] = staticmethod(lambda: None)
 
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
+
     @property
     def alone(self) -> bool:
         """Whether there is one process."""

@@ -80,7 +80,8 @@ class FitResult(RunResult):
     """What a run of the training loop came to.
 
     Attributes:
-        model: with the weights of the best epoch, in evaluation mode, on the CPU.
+        model: with the weights of the best epoch, in evaluation mode, on the CPU; on ranks other than the first it may
+            be without them.
         example: four validation inputs, raw, as the model takes them, on the CPU; to export the model with.
         call: how the model is called with them.
         split_hash: SHA-256 of the data as it was split.

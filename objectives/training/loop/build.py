@@ -104,7 +104,8 @@ def build(
     maximize = objective.direction == "maximize"
     layout(model, config)
     ranks.copy_first(model.state_dict().values())  # a model may draw from what no seed reaches
-    strategy.place(model)
+    average, steplog = build_average(model, config, epochs), StepLog(model, config.log_every, strategy.norms)
+    strategy.place(model, *average.models)
     groups = _groups(objective, model, config)
     for group in groups:
         group["lr"] *= _SCALINGS[config.lr_scaling](ranks.world)
@@ -139,15 +140,16 @@ def build(
         sharpness=sharpness,
         schedule=build_schedule(optimizer, config, epochs * epoch_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
-        average=build_average(model, config, epochs),
+        average=average,
         guard=FiniteGuard(device),
-        steplog=StepLog(model, config.log_every),
+        steplog=steplog,
         progress=Progress(f"val_{objective.metric}", maximize=maximize),
         ranks=ranks,
         strategy=strategy,
     )
     strategy.begin(model, stepping)
-    scores = _rehearse(objective, run)
+    with strategy.explained():
+        scores = _rehearse(objective, run)
     if config.compile:
         why = compiled(run.model, run.judged, lambda: _trial_step(run))
         run.environment["compiled"] = why is None

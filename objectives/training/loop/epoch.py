@@ -18,6 +18,7 @@ from objectives.training.evaluation.evaluate import as_floats
 from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.loop.guards import Point
 from objectives.training.loop.run import Run
+from objectives.training.strategies.base import Strategy
 
 
 def nothing(_: object) -> None:
@@ -178,7 +179,7 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
             _gradient(run, batches, counts, size, None)
     run.precision.unscale(run.optimizer)
     run.steplog.note(point, loss)
-    norm = run.strategy.norm(clip(run.optimizer, run.config))
+    norm = clip(run.strategy, run.optimizer, run.config)
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)
     stepped = run.precision.step(run.optimizer)
     if stepped:
@@ -237,11 +238,11 @@ def _gradient(
     return loss * scale, total
 
 
-def clip(optimizer: Optimizer, config: TrainConfig) -> Tensor:
+def clip(strategy: Strategy, optimizer: Optimizer, config: TrainConfig) -> Tensor:
     """Clips the gradient as configured; its norm before that, a scalar on the device."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     limit = float("inf") if config.clip_grad_norm is None else config.clip_grad_norm
-    norm = nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
+    norm = strategy.clip(parameters, limit)
     if config.clip_grad_value is not None:
         nn.utils.clip_grad_value_(parameters, config.clip_grad_value)
     return norm

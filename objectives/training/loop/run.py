@@ -103,8 +103,9 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the judged weights and buffers."""
-        whole = self.strategy.whole(self.judged.state_dict())
-        return {name: tensor.detach().clone() for name, tensor in whole.items()}
+        own = self.judged.state_dict()
+        whole = self.strategy.whole(own)
+        return {name: tensor.detach().clone() if tensor is own[name] else tensor for name, tensor in whole.items()}
 
     def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
         """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
@@ -139,7 +140,7 @@ class Run:
             "optimizer": self.strategy.whole(self.optimizer.state_dict()),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.state_dict(),
-            "average": self.average.state_dict(),
+            "average": None if (average := self.average.state_dict()) is None else self.strategy.whole(average),
             "step": self.step,
             "skipped": self.guard.skipped,
             "skipped_in_all": self.guard.skipped_in_all,
@@ -159,10 +160,12 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` or `state_within` gave, but for identity and environment."""
         self.model.load_state_dict(self.strategy.own(state["model"], self.model.state_dict()))
-        self.optimizer.load_state_dict(self.strategy.own(state["optimizer"], self.model.state_dict()))
+        parameters = dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
+        self.optimizer.load_state_dict(self.strategy.own(state["optimizer"], parameters))
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
-        self.average.load_state_dict(state["average"])
+        if (average := self.average.state_dict()) is not None:
+            self.average.load_state_dict(self.strategy.own(state["average"], average))
         self.step = state["step"]
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +13,24 @@ from objectives.training.loop.guards import Point
 
 DENSE = 20  # steps noted each, where a bad start shows; few enough that a short trial costs no more
 
+Norms = Callable[[Sequence[Tensor]], Tensor]
+
 
 class StepLog:
     """Notes the first steps, then each `every`-th; the numbers stay on the device until `drain` reads them at once.
 
     Each record has `epoch`, `step`, `lr`, `loss` (the mean of its samples), `grad_norm` and `layers`: the norm of the
     gradient of each module's own parameters, before clipping, by the module's name in the model.
+
+    Args:
+        model: as the objective gave it: on several ranks its layers change their classes, and its parameters places.
+        every: None notes nothing.
+        norms: the norm of each of some gradients [n].
     """
 
-    def __init__(self, model: nn.Module, every: int | None) -> None:
-        self._every = every
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, every: int | None, norms: Norms) -> None:
+        self._model, self._every, self._norms = model, every, norms
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._layers = {name: _called(name, module) for name, module in model.named_modules()}
         self._pending: list[tuple[Point, Tensor, list[str], Tensor]] = []
         self._scores: list[dict[str, Any]] = []
@@ -31,8 +39,9 @@ class StepLog:
         """Notes a step whose gradients are unscaled and not clipped, where it is one of those to note."""
         if self._every is None or (point.step >= DENSE and point.step % self._every):
             return
-        with_grad = [(name, p.grad) for name, p in self._parameters if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm([grad for _, grad in with_grad])).float()
+        named = [(name, p.grad) for name, p in self._model.named_parameters() if name in self._trained]
+        with_grad = [(name, grad) for name, grad in named if grad is not None]
+        norms = self._norms([grad for _, grad in with_grad])
         self._pending.append((point, loss.detach(), [name for name, _ in with_grad], norms))
 
     def add_scores(self, epoch: int, step: int, scores: dict[str, float]) -> None:

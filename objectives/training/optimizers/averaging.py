@@ -23,6 +23,11 @@ class Average:
         """The model whose weights are judged and kept."""
         return self._model
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models beside the one that is trained."""
+        return []
+
     def after_step(self) -> None:
         """After an optimizer step that ran."""
 
@@ -45,6 +50,10 @@ class Average:
 
 class _Kept(Average):
     average: AveragedModel
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [self.average.module]
 
     @property
     def judged(self) -> nn.Module:

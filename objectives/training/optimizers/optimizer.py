@@ -62,7 +62,8 @@ def _betas(config: TrainConfig) -> tuple[float, float]:
 
 def _sgd(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
     # Where loss scaling skips the very first step, torch 2.13's fused SGD keeps a momentum that was never written.
-    kernel = {"foreach": True} if config.precision == "fp16" else _fused(device)
+    # And it has no kernel for weights that are spread over ranks.
+    kernel = {"foreach": True} if config.precision == "fp16" or config.strategy == "fsdp" else _fused(device)
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
 

@@ -1,4 +1,4 @@
 """How one model trains on several devices, a module for each way.
 
-Imports: ranks, reproducibility, config, data, evaluation.
+Imports: errors, ranks, reproducibility, config, optimizers, data, evaluation.
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from objectives.training.config import TrainConfig
@@ -29,8 +31,8 @@ class Strategy:
     def __init__(self, ranks: Ranks, config: TrainConfig) -> None:
         self._ranks, self._config = ranks, config
 
-    def place(self, model: nn.Module) -> None:
-        """Before the optimizer is made: gives each rank its part of a model that is the same on all."""
+    def place(self, model: nn.Module, *averages: nn.Module) -> None:
+        """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights."""
 
     def begin(self, model: nn.Module, stepping: Stepping) -> None:
         """Before the first step, and after all that changes the model's parameters."""
@@ -49,21 +51,42 @@ class Strategy:
         """
         return self._stepping(self._model, batch, autocast)
 
+    def explained(self) -> AbstractContextManager[None]:
+        """Around code of the objective's that uses the model: says what it may not do with one on several ranks."""
+        return nullcontext()
+
     def agree(self, *models: nn.Module) -> None:
-        """After an epoch: gives models the same buffers on all ranks."""
+        """After an epoch: running statistics of norms become the mean of all ranks; other buffers those of rank 0."""
+        if self._ranks.alone:
+            return
+        for module in (module for model in models for module in model.modules()):
+            statistics = ("running_mean", "running_var") if hasattr(module, "running_mean") else ()
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in statistics:
+                    self._ranks.average([buffer])
+                elif buffer is not None:
+                    self._ranks.copy_first([buffer])
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict whose tensors are whole, on every rank together; of use on rank 0."""
         return state
 
-    def own(self, state: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
-        """What this rank has of a state dict with whole tensors; `like` is this rank's state dict of today."""
+    def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
+        """What this rank has of a state dict with whole tensors; `like` has this rank's weights by the keys in it."""
         return state
 
     def efficiency(self) -> float | None:
         """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""
         return None
 
-    def norm(self, norm: Tensor) -> Tensor:
-        """A gradient's norm over all ranks."""
-        return norm
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of each gradient [n], over all ranks."""
+        return torch.stack(torch._foreach_norm(list(gradients))).float()
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """Scales the gradient down to a norm of `limit`; its norm before that."""
+        return nn.utils.clip_grad_norm_(parameters, limit, error_if_nonfinite=False)
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """The model with whole weights on the CPU, of use on rank 0."""
+        return model.cpu()

@@ -6,8 +6,9 @@ from objectives.training.config import TrainConfig
 from objectives.training.ranks import Ranks
 from objectives.training.strategies.base import Strategy
 from objectives.training.strategies.ddp import Replicated
+from objectives.training.strategies.fsdp import Sharded
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated,)}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
 
 
 def build_strategy(config: TrainConfig, ranks: Ranks) -> Strategy:

@@ -25,7 +25,7 @@ class Replicated(Strategy):
     _wrapped: DistributedDataParallel | None = None
     _trained: list[bool]
 
-    def place(self, model: nn.Module) -> None:
+    def place(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 judged, and never trained
         """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -80,16 +80,6 @@ class Replicated(Strategy):
         compute = found.get("avg_forward_compute_time", 0) + found.get("avg_backward_compute_time", 0)
         exposed = found.get("avg_backward_comm_time", 0) - found.get("avg_backward_compute_comm_overlap_time", 0)
         return compute / (compute + max(exposed, 0)) if compute > 0 else None
-
-    def agree(self, *models: nn.Module) -> None:
-        """Running statistics of norms become the mean of those of all ranks; other buffers those of rank 0."""
-        for module in (module for model in models for module in model.modules()):
-            statistics = ("running_mean", "running_var") if hasattr(module, "running_mean") else ()
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name in statistics:
-                    self._ranks.average([buffer])
-                elif buffer is not None:
-                    self._ranks.copy_first([buffer])
 
 
 class _Stepped(nn.Module):

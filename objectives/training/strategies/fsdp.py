@@ -1,0 +1,236 @@
+"""Each rank has a part of every weight, gradient and optimizer state; a layer is whole while it computes (FSDP2)."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from objectives.errors import ObjectiveError
+from objectives.training.data.dataset import Batch
+from objectives.training.evaluation.step import Step
+from objectives.training.optimizers.layers import layers
+from objectives.training.strategies.base import Strategy
+
+
+class Sharded(Strategy):
+    """Torch's fully_shard (Zhao et al. 2023) of each layer, and of what is in none.
+
+    Every micro-batch sums its gradients over ranks: added up whole they would take the memory that sharding saves.
+    """
+
+    name = "fsdp"
+    _device: torch.device
+    _unsharded: nn.Module
+
+    def place(self, model: nn.Module, *averages: nn.Module) -> None:
+        """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights.
+
+        Raises:
+            ObjectiveError: the model cannot be sharded.
+        """
+        self._device = next(model.parameters()).device
+        self._unsharded = _without_weights(model)
+        for each in (model, *averages):
+            try:
+                self._shard(each)
+            except (ValueError, NotImplementedError, AssertionError) as error:
+                detail = str(error).strip().splitlines()[0]
+                raise ObjectiveError(f"strategy 'fsdp' cannot shard the model: {detail}; 'ddp' can train it") from error
+
+    def _shard(self, model: nn.Module) -> None:
+        offload = self._config.cpu_offload
+        # Autocast casts each operation in training, and evaluation is in fp32, as of one process: weights that were
+        # gathered in bf16 would be judged so, and raw inputs be cast before the model has scaled them.
+        policy = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32 if self._config.precision == "bf16" else None, cast_forward_inputs=False
+        )
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh(self._device.type, (self._ranks.world,)),
+            "reshard_after_forward": True,  # the root too: averages and checkpoints look at it between two steps
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy(self._device.type == "cuda") if offload else OffloadPolicy(),
+        }
+        for layer in layers(model):
+            if layer is not model and _apart(layer, model):
+                fully_shard(layer, **settings)
+        fully_shard(model, **settings)
+        # The model is the root also where an own step calls its layers first. And weights that are whole for the first
+        # time in an evaluation, in inference mode, could not be trained afterwards.
+        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # torch has no public word for it
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
+
+    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:
+        """The step of a micro-batch in training."""
+        with self.explained():
+            return super().step(batch, autocast, more=more)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around code of the objective's: says what it may not do with a model that is spread over ranks.
+
+        Raises:
+            ObjectiveError: it used a weight where that is not whole.
+        """
+        try:
+            yield
+        except (ObjectiveError, RuntimeError) as error:
+            if "DTensor" not in str(error):
+                raise
+            where = str(error).partition(" RuntimeError:")[0] if isinstance(error, ObjectiveError) else "the step:"
+            raise ObjectiveError(
+                f"{where} a weight is used outside its layer's call, where strategy 'fsdp' has only a part of it: call "
+                "the model, or the layer, and no method that uses weights; or set strategy='ddp'"
+            ) from error
+
+    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others.
+
+        All of it is in rank 0's memory and in one file: from what size on shards pay is to be decided here.
+        """
+        found: dict[str, Any] = self._gathered(state)
+        return found
+
+    def _gathered(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            part: Any = value.detach().to(self._device)
+            whole = part.full_tensor()
+            return whole.to("cpu", copy=True) if self._ranks.first else torch.empty(0)  # without its padding
+        if isinstance(value, Mapping):
+            return {key: self._gathered(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._gathered, value))
+        return value
+
+    def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
+        """What this rank has of rank 0's state dict with whole tensors, one dealt out after the other."""
+        outline = self._ranks.told(_outline(state) if self._ranks.first else None)
+        found: dict[str, Any] = self._dealt(state, outline, like)
+        return found
+
+    def _dealt(self, value: Any, outline: Any, like: Any) -> Any:
+        """This rank's part of a value that rank 0 has.
+
+        Args:
+            value: rank 0's; any on other ranks.
+            outline: of it, on all.
+            like: the tensor that its tensors are sharded as where they have its shape, or those by the keys within.
+        """
+        if isinstance(outline, _Outline):
+            given = value.to(self._device) if self._ranks.first else outline.empty(self._device)
+            if isinstance(like, DTensor) and like.shape == outline.shape:
+                return distribute_tensor(given, like.device_mesh, like.placements).to(like.device)
+            self._ranks.copy_first([given])
+            return given.cpu()
+        if isinstance(outline, dict):
+            found = {}
+            for key, inner in outline.items():
+                below = like[key] if isinstance(like, Mapping) and key in like else like
+                found[key] = self._dealt(value[key] if self._ranks.first else None, inner, below)
+            return found
+        if isinstance(outline, list):
+            values = value if self._ranks.first else [None] * len(outline)
+            return [self._dealt(one, inner, like) for one, inner in zip(values, outline, strict=True)]
+        return outline
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of each gradient [n], over all ranks."""
+        own = torch.stack(torch._foreach_norm([_part(gradient) for gradient in gradients])).float()
+        return self._ranks.total(own.to(self._device).square_()).sqrt_()
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """Scales the gradient down to a norm of `limit`; its norm before that."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm: Tensor = self.norms(gradients).norm()
+        if limit < float("inf"):
+            parts = [_part(gradient) for gradient in gradients]
+            torch._foreach_mul_(parts, (limit / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device))
+        return norm
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """The model with whole weights on the CPU, as if it had never been sharded; on rank 0, without on others."""
+        state, made = self.whole(model.state_dict()), self._unsharded
+        if not self._ranks.first:
+            return made
+        held: dict[int, nn.Parameter] = {}
+        for (name, module), live in zip(made.named_modules(), model.modules(), strict=True):
+            for key, parameter in module._parameters.items():
+                if parameter is not None:  # one that several modules share stays one
+                    weight = state[f"{name}.{key}" if name else key]
+                    module._parameters[key] = held.setdefault(
+                        id(parameter), nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                    )
+            module._buffers.update(live._buffers)
+            # What the objective switched as epochs went.
+            vars(module).update({k: v for k, v in vars(live).items() if k in vars(module) and isinstance(v, _SWITCHES)})
+        return made.cpu()
+
+
+_SWITCHES = (bool, int, float, str)
+
+
+class _Outline(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Outline(value.shape, value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _outline(inner) for key, inner in value.items()}
+    return [_outline(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def _apart(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a layer can be sharded by itself: it is called, and shares no weight with the rest of the model."""
+    if type(layer).forward is nn.Module.forward:
+        return False
+    anywhere, within = _held(model), _held(layer)
+    return all(anywhere[key] == count for key, count in within.items())
+
+
+def _held(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters take no memory.
+
+    Raises:
+        ObjectiveError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the parts of somebody's model raise
+        detail = (str(error).strip().splitlines() or ["no detail"])[0]
+        raise ObjectiveError(
+            f"strategy 'fsdp' needs a model that copy.deepcopy copies: {type(error).__name__}: {detail}"
+        ) from error

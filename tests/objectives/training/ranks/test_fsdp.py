@@ -1,0 +1,353 @@
+"""A model of which each rank has a part trains, resumes and is served as that of one process."""
+
+import contextlib
+import dataclasses
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from objectives import Objective
+from objectives.errors import ObjectiveError
+from objectives.training import Splits, Step, TrainConfig, Trainer
+from objectives.training.loop.epoch import train_epoch
+from objectives.training.ranks import current
+from objectives.training.reproducibility import checkpoint
+from objectives.training.session import Due, LocalSession, Verdict
+from tests.objectives.training.ranks.support import apart, on_ranks, outcome
+
+EPOCHS = 2
+
+
+class Sides(Objective):
+    """203 points on two sides of a line: neither samples, batches nor weights can be divided evenly."""
+
+    metric = "accuracy"
+
+    def suggest(self, trial):
+        return TrainConfig()
+
+    def data(self, seed):
+        made = torch.Generator().manual_seed(seed)
+        x = torch.randn(203, 8, generator=made)
+        return Splits.make(x, (x[:, 0] + 0.5 * x[:, 1] > 0).long(), seed=seed)
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))
+
+
+class Tied(Sides):
+    """Two layers share a weight, and one parameter is in no layer."""
+
+    def model(self, config, train):
+        return TiedLayers(torch.ones(1))
+
+
+class TiedLayers(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.second.weight, self.scale = self.first.weight, nn.Parameter(scale)
+
+    def encode(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x):
+        return self.head(self.encode(x) * self.scale)
+
+
+class Thawing(Sides):
+    """The first layer learns from the second epoch on, and the model is told which it is."""
+
+    def model(self, config, train):
+        made = super().model(config, train)
+        made[0].requires_grad_(False)
+        made.told = -1
+        return made
+
+    def on_epoch(self, model, epoch, config):
+        model.told = epoch
+        model[0].requires_grad_(epoch > 0)
+
+
+class Encoded(Sides):
+    """A step that calls the model's layers, by a method and by themselves, and never the model."""
+
+    def model(self, config, train):
+        return Halves()
+
+    def step(self, model, batch, config):
+        outputs = model.head(model.encode(batch.x))
+        return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 15), nn.Linear(15, 2)
+
+    def encode(self, x):
+        return torch.tanh(self.body(x))
+
+
+class Scalar(Sides):
+    def model(self, config, train):
+        return TiedLayers(torch.tensor(1.0))
+
+
+class Reaching(Sides):
+    """A step that calls a method which uses a weight."""
+
+    def model(self, config, train):
+        return TiedLayers(torch.ones(1))
+
+    def step(self, model, batch, config):
+        outputs = nn.functional.linear(batch.x, model.head.weight)
+        return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
+
+
+UNEVEN = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+RUNS = {
+    "sgd": (Sides, dataclasses.replace(UNEVEN, optimizer="sgd", lr=0.1)),
+    "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9, activation_checkpointing=True)),
+    "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),
+    "offload": (Sides, dataclasses.replace(UNEVEN, cpu_offload=True, clip_grad_norm=None, clip_grad_value=0.01)),
+    "tied": (Tied, UNEVEN),
+    "thawing": (Thawing, UNEVEN),
+    "own step": (Encoded, UNEVEN),
+}
+MUON = dataclasses.replace(UNEVEN, optimizer="muon")
+ON_FOUR = ("sgd", "ema")
+AVERAGED = RUNS["ema"][1]
+RESUMED = [("two", "after"), ("two", "within"), ("one", "after")]
+REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
+
+
+class Kept:
+    """A session whose files are checkpoints alone; it leaves the run after its first epoch, or in the midst of it."""
+
+    def __init__(self, run_dir, leave=None):
+        local = LocalSession(run_dir, synced=False)
+        self.restore, self.save, self.save_within, self.log = local.restore, local.save, local.save_within, local.log
+        self.leave, self.asked = leave, 0
+
+    def due(self, left):
+        self.asked += 1
+        return Due.LEAVE if self.leave == "within" and self.asked == 1 else Due.NOTHING
+
+    def report(self, record):
+        return Verdict.STOP if self.leave == "after" else Verdict.CONTINUE
+
+
+def fit(objective, config, session=None):
+    return Trainer(objective, config, epochs=EPOCHS, seed=0, session=session).fit()
+
+
+def trained(name):
+    objective, config = RUNS[name]
+    return served(fit(objective(), config))
+
+
+def served(result):
+    """What a run came to on rank 0; None on others, whose model has no weights."""
+    if any(parameter.is_meta for parameter in result.model.parameters()):
+        return None
+    kinds = {type(module).__name__ for module in result.model.modules()}
+    assert not any(kind.startswith("FSDP") for kind in kinds), kinds
+    assert not any(isinstance(tensor, DTensor) for tensor in result.model.state_dict().values())
+    return (
+        *outcome(result),
+        getattr(result.model, "told", None),
+        result.best_value,
+        len(list(result.model.parameters())),
+    )
+
+
+def leave(folder):
+    for where in ("after", "within"):
+        session = Kept(folder / where, where)
+        assert fit(Sides(), AVERAGED, session).status == "stopped"
+        assert session.asked or where == "after" or not current().first
+
+
+def resume(folder):
+    """The run that was left."""
+    return served(fit(Sides(), AVERAGED, Kept(folder)))
+
+
+def copied(source, target):
+    shutil.copytree(source, target)
+    return target
+
+
+def refused(objective):
+    try:
+        fit(objective(), UNEVEN)
+    except ObjectiveError as error:
+        return str(error)
+
+
+def noted():
+    """What is noted of the steps of an epoch, and the run."""
+    run = Trainer(Sides(), UNEVEN, epochs=1, seed=0)._build()
+    train_epoch(run, 0)
+    return run.steplog.drain(), run
+
+
+def on_two(ranks, folder):
+    refused(Scalar)
+    with contextlib.suppress(ObjectiveError), ranks.together():  # what follows has new connections
+        raise ObjectiveError("both fail")
+    found = {name: trained(name) for name in RUNS}
+    found["muon"] = [served(fit(Sides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
+    leave(folder)
+    found["refused"] = {name: refused(objective) for name, objective in REFUSED.items()}
+    found["noted"], run = noted()
+    found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
+    result = fit(Sides(), dataclasses.replace(AVERAGED, compile=True))
+    found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
+    if ranks.first:
+        module, inputs, _ = result.exported()
+        torch.export.save(torch.export.export(module, tuple(x for _, x in inputs)), folder / "model.pt2")
+        torch.save((result.val.x[:4], module(result.val.x[:4]).detach()), folder / "expected.pt")
+    return found
+
+
+def on_four(_ranks, folder):
+    return {
+        **{name: trained(name) for name in ON_FOUR},
+        **{(of, where): resume(folder / of / where) for of, where in RESUMED},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("alone")
+    leave(folder)
+    return folder, {**{name: trained(name) for name in RUNS}, "noted": noted()[0]}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, alone):
+    folder = tmp_path_factory.mktemp("two")
+    return folder, on_ranks(2, on_two, folder)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, alone, two):
+    folder = tmp_path_factory.mktemp("four")
+    copied(two[0], folder / "two")
+    copied(alone[0], folder / "one")
+    return on_ranks(4, on_four, folder)
+
+
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in RUNS), *((4, name) for name in ON_FOUR)])
+def test_ranks_with_a_part_each_train_what_one_process_does(name, world, alone, two, four):
+    first, *others = two[1] if world == 2 else four
+    expected = alone[1][name]
+    numbers, weights = apart(first[name], expected)
+    assert numbers < 1e-6, numbers
+    assert weights < 1e-5, weights
+    assert first[name][2:] == pytest.approx(expected[2:])  # what was switched, the best value, how many weights
+    assert all(other[name] is None for other in others)
+    assert expected[0][0] != expected[0][-1]  # it learnt something
+
+
+def test_muon_makes_of_parts_what_it_makes_of_whole_gradients(two):
+    """Its bfloat16 enlarges how a sum over ranks is rounded: what it comes to is compared on as many of them."""
+    numbers, weights = apart(*two[1][0]["muon"])
+    assert numbers < 1e-6, numbers
+    assert weights < 1e-5, weights
+
+
+def test_a_rank_holds_its_part(two):
+    total = sum(parameter.numel() for parameter in Sides().model(None, None).parameters())
+    held = [found["held"] for found in two[1]]
+    assert sum(held) == total
+    assert max(held) < 0.6 * total
+
+
+def test_compiled_it_trains_the_same_or_says_that_it_is_not(alone, two):
+    note, losses = two[1][0]["compiled"]
+    assert note is None or note.startswith("not compiled: ")
+    assert losses == pytest.approx([epoch["val_loss"] for epoch in alone[1]["ema"][0]], abs=1e-5)
+
+
+def test_norms_of_layers_are_those_of_whole_gradients(alone, two):
+    found, expected = two[1][0]["noted"], alone[1]["noted"]
+    assert len(found) == len(expected) > 1
+    for one, other in zip(found, expected, strict=True):
+        assert list(one["layers"]) == list(other["layers"])
+        assert one["layers"] == pytest.approx(other["layers"], rel=1e-4, abs=1e-6)
+
+
+def form(value):
+    """What a state is made of, without its values."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, type(value), value.untyped_storage().nbytes()
+    if isinstance(value, dict):
+        return {key: form(inner) for key, inner in value.items()}
+    return [form(inner) for inner in value] if isinstance(value, list) else type(value)
+
+
+def test_a_checkpoint_of_ranks_has_the_form_of_one_process(alone, two):
+    found, expected = (checkpoint.read(folder / "after" / "last.pt") for folder in (two[0], alone[0]))
+    for part in ("model", "optimizer", "average"):
+        assert form(found[part]) == form(expected[part]), part
+    assert form(found["best"]["model"]) == form(expected["best"]["model"])
+
+
+@pytest.mark.parametrize(
+    ("of", "where", "world"), [("two", "after", 1), ("two", "within", 1), *((*r, 4) for r in RESUMED)]
+)
+def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, two, four, tmp_path):
+    found = resume(copied(two[0] / where, tmp_path / where)) if world == 1 else four[0][of, where]
+    expected = alone[1]["ema"]
+    for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
+        partly = where == "within" and epoch == 0  # its metrics of training are of the steps after the resume
+        for key in (key for key in other if not (partly and key.startswith("train_") and key != "train_loss")):
+            assert one[key] == pytest.approx(other[key], abs=1e-6), (epoch, key)
+    assert max(abs(found[1][key] - weight).max() for key, weight in expected[1].items()) < 1e-5
+
+
+def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
+    _, weights, _, best, _ = two[1][0]["ema"]
+    fresh = Sides().model(None, None)
+    fresh.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    val = Sides().data(0).val
+    assert (fresh(val.x).argmax(1) == val.y).double().mean().item() == pytest.approx(best)
+    load = (
+        "import sys, torch; x, expected = torch.load(sys.argv[2]); found = torch.export.load(sys.argv[1]).module()(x);"
+        "assert torch.allclose(found, expected, atol=1e-6), found; assert 'objectives' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", load, two[0] / "model.pt2", two[0] / "expected.pt"], check=True)
+
+
+def test_what_cannot_be_sharded_is_refused_in_a_line(two):
+    for found in two[1]:
+        said = found["refused"]
+        assert "Change scale to a 1D tensor" in said["scalar"]
+        assert "strategy='ddp'" in said["a weight outside its layer"]
+        assert "Reaching.step" in said["a weight outside its layer"]
+        assert "test_fsdp.py" in said["a weight outside its layer"]
+        assert not any("\n" in line for line in said.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(({"optimizer": name}, f"optimizer='{name}'") for name in ("lamb", "lars", "ranger", "lookahead", "sam")),
+        ({"precision": "fp16"}, "use 'bf16'"),
+        ({"channels_last": True}, "channels_last=True"),
+        ({"strategy": "ddp", "cpu_offload": True}, "cpu_offload=True needs strategy='fsdp'"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_in_a_line(settings, said):
+    with pytest.raises(ObjectiveError, match=said) as refusal:
+        TrainConfig(**{"strategy": "fsdp", **settings})
+    assert "\n" not in str(refusal.value)
