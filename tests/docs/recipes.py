@@ -6,17 +6,17 @@ import re
 
 from docs.rooms import ROOT
 
-_SECTIONS = (ROOT / "docs" / "how-to" / "recipes.md").read_text().split("\n## ")[1:]
+
+def blocks(page: str, language: str) -> dict[str, str]:
+    """What is written in a language on a how-to page, by the titles of its sections."""
+    sections = (ROOT / "docs" / "how-to" / f"{page}.md").read_text().split("\n## ")[1:]
+    found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in sections}
+    return {title: "\n".join(parts) for title, parts in found.items() if parts or language == "python"}
 
 
-def _blocks(language: str) -> dict[str, str]:
-    found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in _SECTIONS}
-    return {title: "\n".join(blocks) for title, blocks in found.items() if blocks}
-
-
-RECIPES = _blocks("python")
-DIFFS = _blocks("diff")  # what it took to make one of a script
-assert len(RECIPES) == len(_SECTIONS)
+RECIPES = blocks("recipes", "python")
+DIFFS = blocks("recipes", "diff")  # what it took to make one of a script
+assert all(RECIPES.values())
 
 
 def name_in(recipe: str) -> str:

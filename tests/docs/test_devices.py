@@ -1,0 +1,52 @@
+"""Loops of one's own on two ranks: a trial that is stopped and resumed is the undisturbed one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.devices import CHANGES, EXAMPLES
+from tests.objectives.own_loop.support import EPOCHS, whole_and_resumed
+
+_NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+_WITH_DEEPSPEED = pytest.mark.skipif(_NO_DEEPSPEED, reason="deepspeed is not installed: the extra of this name has it")
+_STAGE = '"stage": 2'
+CASES = {title: text for title, text in EXAMPLES.items() if title != "DeepSpeed"}
+ZERO = {f"DeepSpeed ZeRO {stage}": EXAMPLES["DeepSpeed"].replace(_STAGE, f'"stage": {stage}') for stage in (1, 2, 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "text"),
+    [*CASES.items(), *(pytest.param(*case, marks=_WITH_DEEPSPEED) for case in ZERO.items())],
+    ids=[*CASES, *ZERO],
+)
+def test_on_two_ranks_it_is_resumed(title: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(text)
+    whole, resumed = whole_and_resumed(f"{path}:main", tmp_path)
+    assert whole[0] == whole[1]
+    assert resumed[0] == resumed[1]
+    (status, expected), (_, found) = whole[0], resumed[0]
+    assert (status, len(expected), len(found)) == ("completed", EPOCHS, EPOCHS)
+    for (_, numbers), (_, others) in zip(expected, found, strict=True):
+        assert others == pytest.approx(numbers, abs=1e-6), title
+    losses = [numbers["val_loss"] for _, numbers in expected]
+    assert losses[-1] < losses[0], "it learnt something"
+    assert not (tmp_path / "parts" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("title", CHANGES)
+def test_a_script_becomes_a_trial_by_few_lines(title: str) -> None:
+    lines = CHANGES[title].splitlines()
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
+    assert len(lines) <= 15
+    assert not [line for line in added if line not in re.split(r"\n\s*", EXAMPLES[title])]
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example_is_short(title: str) -> None:
+    assert 0 < len(EXAMPLES[title].splitlines()) < 80
