@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -18,7 +19,15 @@ CASES = {title: text for title, text in EXAMPLES.items() if title != "DeepSpeed"
 ZERO = {f"DeepSpeed ZeRO {stage}": EXAMPLES["DeepSpeed"].replace(_STAGE, f'"stage": {stage}') for stage in (1, 2, 3)}
 
 
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """What takes seconds to import is there before processes are forked, and not in each of them."""
+    for name in ("accelerate", "torch.distributed.checkpoint", "torch.distributed.pipelining", "sklearn.datasets"):
+        importlib.import_module(name)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("title", "text"),
     [*CASES.items(), *(pytest.param(*case, marks=_WITH_DEEPSPEED) for case in ZERO.items())],
