@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
     if decided := [name for name in _OF_THE_TRIAL if name in settings]:
         raise ObjectiveError(f"training_arguments(): {decided[0]} is decided by the trial: leave it out")
     seed = derive_seed(trial.seed, "transformers") % 2**31
-    defaults = {"report_to": "none", "output_dir": trial.folder or tempfile.mkdtemp(), "disable_tqdm": True}
+    defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(
         **{**defaults, **settings},
         num_train_epochs=trial.total_epochs,

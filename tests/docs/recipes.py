@@ -9,14 +9,18 @@ from docs.rooms import ROOT
 
 def blocks(page: str, language: str) -> dict[str, str]:
     """What is written in a language on a how-to page, by the titles of its sections."""
-    sections = (ROOT / "docs" / "how-to" / f"{page}.md").read_text().split("\n## ")[1:]
+    sections = _sections(page)
     found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in sections}
-    return {title: "\n".join(parts) for title, parts in found.items() if parts or language == "python"}
+    return {title: "\n".join(parts) for title, parts in found.items() if parts}
+
+
+def _sections(page: str) -> list[str]:
+    return (ROOT / "docs" / "how-to" / f"{page}.md").read_text().split("\n## ")[1:]
 
 
 RECIPES = blocks("recipes", "python")
 DIFFS = blocks("recipes", "diff")  # what it took to make one of a script
-assert all(RECIPES.values())
+assert len(RECIPES) == len(_sections("recipes"))
 
 
 def name_in(recipe: str) -> str:

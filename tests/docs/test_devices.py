@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from objectives import ObjectiveError
 from tests.docs.devices import CHANGES, EXAMPLES
-from tests.objectives.own_loop.support import EPOCHS, whole_and_resumed
+from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
+from tests.objectives.training.ranks.support import on_ranks
 
 _NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
 _WITH_DEEPSPEED = pytest.mark.skipif(_NO_DEEPSPEED, reason="deepspeed is not installed: the extra of this name has it")
@@ -22,7 +24,13 @@ ZERO = {f"DeepSpeed ZeRO {stage}": EXAMPLES["DeepSpeed"].replace(_STAGE, f'"stag
 @pytest.fixture(scope="module")
 def imported() -> None:
     """What takes seconds to import is there before processes are forked, and not in each of them."""
-    for name in ("accelerate", "torch.distributed.checkpoint", "torch.distributed.pipelining", "sklearn.datasets"):
+    for name in (
+        "accelerate",
+        "matplotlib.pyplot",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
+        "sklearn.datasets",
+    ):
         importlib.import_module(name)
 
 
@@ -46,6 +54,26 @@ def test_on_two_ranks_it_is_resumed(title: str, text: str, tmp_path: Path) -> No
     losses = [numbers["val_loss"] for _, numbers in expected]
     assert losses[-1] < losses[0], "it learnt something"
     assert not (tmp_path / "parts" / "checkpoint").exists()
+
+
+def _after_a_failure(ranks, failing, whole, folder):
+    try:
+        trained(ranks, failing, folder / "failing")
+    except ObjectiveError as error:
+        return str(error), trained(ranks, whole, folder / "whole")[0]
+
+
+@pytest.mark.slow
+@_WITH_DEEPSPEED
+def test_deepspeed_trains_in_a_process_whose_ranks_have_met_anew(tmp_path: Path) -> None:
+    whole, failing = tmp_path / "whole.py", tmp_path / "failing.py"
+    whole.write_text(EXAMPLES["DeepSpeed"])
+    failing.write_text(
+        EXAMPLES["DeepSpeed"].replace("        engine.eval()\n", "        engine.eval(1 / trial.rank)\n")
+    )
+    for said, status in on_ranks(2, _after_a_failure, f"{failing}:main", f"{whole}:main", tmp_path):
+        assert "ZeroDivisionError" in said
+        assert status == "completed"
 
 
 @pytest.mark.parametrize("title", CHANGES)

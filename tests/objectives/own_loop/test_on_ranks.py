@@ -76,7 +76,7 @@ def test_the_state_of_rank_0_reaches_all(tmp_path):
 
 def _pruned(ranks):
     session = Memory({1: Verdict.PRUNE})
-    result = fit(Drawn(), {"lr": 0.1}, epochs=EPOCHS, seed=7, session=session if ranks.first else None, device="cpu")
+    result = fit(Drawn(), {"lr": 0.1}, epochs=EPOCHS, seed=7, session=session, device="cpu")
     return result.status, len(result.history), result.best_epoch, [str(path) for path in session.logged]
 
 
@@ -222,7 +222,9 @@ def _saves(folder, killed):
                 total += float(torch.rand(1))
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(repr(total))
+                assert not (trial.checkpoint / "stray").exists()
                 if killed and epoch == 1:
+                    (trial.checkpoint / "stray").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 trial.report({"drawn": total}, folder=trial.checkpoint)
 
