@@ -16,9 +16,14 @@ from tests.objectives.training.ranks.support import on_ranks
 
 _NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
 _WITH_DEEPSPEED = pytest.mark.skipif(_NO_DEEPSPEED, reason="deepspeed is not installed: the extra of this name has it")
-_STAGE = '"stage": 2'
+_STAGE = '"stage": 2, "offload_optimizer": {"device": "cpu"}'
 CASES = {title: text for title, text in EXAMPLES.items() if title != "DeepSpeed"}
-ZERO = {f"DeepSpeed ZeRO {stage}": EXAMPLES["DeepSpeed"].replace(_STAGE, f'"stage": {stage}') for stage in (1, 2, 3)}
+_STAGES = {stage: EXAMPLES["DeepSpeed"].replace(_STAGE, f'"stage": {stage}') for stage in (1, 2, 3)}
+ZERO = {
+    "DeepSpeed ZeRO 2, offloaded": EXAMPLES["DeepSpeed"],
+    **{f"DeepSpeed ZeRO {stage}": text for stage, text in _STAGES.items()},
+}
+assert _STAGE in EXAMPLES["DeepSpeed"]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +73,7 @@ def _after_a_failure(ranks, failing, whole, folder):
 def test_deepspeed_trains_in_a_process_whose_ranks_have_met_anew(tmp_path: Path) -> None:
     whole, failing = tmp_path / "whole.py", tmp_path / "failing.py"
     whole.write_text(EXAMPLES["DeepSpeed"])
-    failing.write_text(
-        EXAMPLES["DeepSpeed"].replace("        engine.eval()\n", "        engine.eval(1 / trial.rank)\n")
-    )
+    failing.write_text(EXAMPLES["DeepSpeed"].replace("        engine.eval()\n", "        1 / 0\n"))
     for said, status in on_ranks(2, _after_a_failure, f"{failing}:main", f"{whole}:main", tmp_path):
         assert "ZeroDivisionError" in said
         assert status == "completed"
@@ -78,10 +81,12 @@ def test_deepspeed_trains_in_a_process_whose_ranks_have_met_anew(tmp_path: Path)
 
 @pytest.mark.parametrize("title", CHANGES)
 def test_a_script_becomes_a_trial_by_few_lines(title: str) -> None:
-    lines = CHANGES[title].splitlines()
-    added = [line[1:].strip() for line in lines if line.startswith("+")]
-    assert len(lines) <= 15
-    assert not [line for line in added if line not in re.split(r"\n\s*", EXAMPLES[title])]
+    lines, kept = CHANGES[title].splitlines(), re.split(r"\n\s*", EXAMPLES[title])
+    added, removed = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "+-")
+    assert len(added) <= 15
+    assert len(removed) <= 15
+    assert not [line for line in added if line not in kept]
+    assert not [line for line in removed if line in kept]
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
