@@ -114,7 +114,7 @@ class LoopRun:
             session = run_dir = None
         self._kept = LocalSession(run_dir) if session is None and run_dir is not None else session
         self._session = self._kept if self._ranks.alone else on_ranks(self._kept, self._ranks)
-        self._files = RunDir(run_dir)
+        self._files = RunDir(run_dir, told=self._ranks.first)
         self._folder, self._checkpoint = self._ranks.told((run_dir and run_dir.resolve(), place(run_dir)))
         self._device = device_named(device)
         self._notes: list[str] = []
