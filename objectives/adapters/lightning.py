@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from torch.utils.data import DistributedSampler
 
 from objectives.adapters.names import bare_names
 from objectives.errors import ObjectiveError
@@ -31,7 +32,15 @@ _QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
-_OF_THE_TRIAL = ("max_epochs", "max_steps", "check_val_every_n_epoch", "accelerator", "devices", "default_root_dir")
+_OF_THE_TRIAL = (
+    "max_epochs",
+    "max_steps",
+    "check_val_every_n_epoch",
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "default_root_dir",
+)
 
 
 def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) -> None:
@@ -56,13 +65,15 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
     memory = _Memory(trial.state)
     settings = {
         **_QUIET,
+        **({} if trial.world == 1 else {"strategy": "ddp"}),
         **trainer,
         **_device(trial.device),
+        "num_nodes": trial.world,  # to Lightning each rank is a machine with a device
         "max_epochs": trial.total_epochs,
         "default_root_dir": trial.folder,
         "callbacks": [*_listed(trainer.get("callbacks")), _Reports(trial, memory)],
         # Nobody else's environment: within Slurm Lightning would requeue the job by itself.
-        "plugins": [*_listed(trainer.get("plugins")), LightningEnvironment(), memory],
+        "plugins": [*_listed(trainer.get("plugins")), _environment(trial), memory],
     }
     resumed = None if trial.state is None else _Memory.PATH
     with _quiet():
@@ -85,6 +96,31 @@ def test(module: LightningModule, best: Mapping[str, Any], data: Any, **trainer:
     with _quiet():
         found = Trainer(**settings, plugins=environment).test(module, **where, verbose=False)
     return bare_names({name: float(value) for part in found for name, value in part.items()}, "test")
+
+
+class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not looked into
+    """The ranks of a trial, which are there already and have met."""
+
+    creates_processes_externally = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def node_rank(self) -> int:
+        """This rank's number."""
+        return self._rank
+
+    def local_rank(self) -> int:
+        """One device each."""
+        return 0
+
+    def teardown(self) -> None:
+        """Lightning would take a variable of the launcher's out of the environment."""
+
+
+def _environment(trial: LoopTrial) -> LightningEnvironment:
+    return LightningEnvironment() if trial.world == 1 else _Ranks(trial.rank)
 
 
 class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked into
@@ -142,6 +178,8 @@ class _Reports(Checkpoint):  # type: ignore[misc]  # a checkpoint callback is ca
                 if holder is not None and hasattr(holder, "generator"):
                     seed = derive_seed(self._trial.seed, "shuffle", epoch, number)
                     holder.generator = torch.Generator().manual_seed(seed)
+                if isinstance(holder, DistributedSampler):
+                    holder.seed = derive_seed(self._trial.seed, "shuffle", number)  # it knows its epoch
         if self._first:  # these loaders were begun before they were seeded; later ones begin after this
             iter(trainer.fit_loop._data_fetcher)
             self._first = False

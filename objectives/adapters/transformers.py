@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -39,7 +36,7 @@ def training_arguments(trial: LoopTrial, **settings: Any) -> TrainingArguments:
     if decided := [name for name in _OF_THE_TRIAL if name in settings]:
         raise ObjectiveError(f"training_arguments(): {decided[0]} is decided by the trial: leave it out")
     seed = derive_seed(trial.seed, "transformers") % 2**31
-    defaults = {"report_to": "none", "output_dir": trial.folder or tempfile.mkdtemp(), "disable_tqdm": True}
+    defaults = {"report_to": "none", "output_dir": trial.folder or trial.checkpoint / "trainer", "disable_tqdm": True}
     arguments = TrainingArguments(
         **{**defaults, **settings},
         num_train_epochs=trial.total_epochs,
@@ -78,12 +75,8 @@ def train(trial: LoopTrial, trainer: Trainer) -> None:
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(_Reports(trial, trainer.model))
-    resumed = None
-    if trial.state is not None:
-        resumed = Path(arguments.output_dir) / "resumed"
-        _unpack(trial.state["folder"], resumed)
     with _quiet():
-        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        trainer.train(resume_from_checkpoint=str(trial.checkpoint) if trial.resumed else None)
 
 
 class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
@@ -112,10 +105,10 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
         rates = [line["learning_rate"] for line in state.log_history if "learning_rate" in line]
         if rates:
             metrics["lr"] = rates[-1]
-        packed = _pack(folder)
-        shutil.rmtree(folder)
+        for path in folder.glob("rng_state*"):  # each epoch is seeded
+            path.unlink(missing_ok=True)
         self._metrics = {}
-        self._trial.report(metrics, state={"folder": packed}, best=self._model.state_dict())
+        self._trial.report(metrics, folder=folder, best=self._model.state_dict())
         if self._trial.ended:
             control.should_training_stop = True
 
@@ -130,18 +123,3 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _pack(folder: Path) -> dict[str, torch.Tensor]:
-    """The files of a checkpoint, as bytes; the generators' states are left out, for each epoch is seeded."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("rng_state")]
-    return {path.relative_to(folder).as_posix(): torch.from_numpy(np.fromfile(path, np.uint8)) for path in files}
-
-
-def _unpack(files: Mapping[str, torch.Tensor], folder: Path) -> None:
-    for name, content in files.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ObjectiveError(f"the state names a file outside of its folder: {name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.numpy().tobytes())

@@ -14,27 +14,32 @@ import torch
 from torch import Tensor
 
 from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.own_loop.folder import listed, packed, remove
 from objectives.training.data.tree import map_tensors
 from objectives.training.loop.guards import NonFiniteError
 from objectives.training.loop.progress import Progress
+from objectives.training.ranks import Ranks
 from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import set_seed
 from objectives.training.session import Verdict
 
-Report = Callable[[EpochRecord, Any, bool], Verdict]
+Report = Callable[[EpochRecord, dict[str, Any], bool], Verdict]
 
 
 class LoopTrial:
-    """What an own loop is given.
+    """What an own loop is given, on each of its ranks: the processes that train the trial together.
 
     Attributes:
         config: what `suggest` returned.
         seed: of the trial; finalists have fresh ones.
         split_seed: of the study's data: divide them by it, the same for every trial.
-        device: to train on.
+        device: to train on, of this rank.
+        rank: this process's number, from 0.
+        world: how many ranks there are.
         total_epochs: of a full trial, for schedules.
+        resumed: whether epochs of it were trained before.
         state: what was reported as `state` with the last epoch, on the CPU, where the trial is resumed; else None.
-        folder: of the trial, for files; None where a run keeps none.
+        folder: of the trial, for files, the same on all ranks; None where a run keeps none.
     """
 
     def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
@@ -47,6 +52,8 @@ class LoopTrial:
         total_epochs: int,
         state: Any,
         folder: Path | None,
+        checkpoint: Path,
+        ranks: Ranks,
         metric: str,
         progress: Progress,
         report: Report,
@@ -54,6 +61,8 @@ class LoopTrial:
     ) -> None:
         self.config, self.seed, self.split_seed, self.device = config, seed, split_seed, device
         self.total_epochs, self.state, self.folder = total_epochs, state, folder
+        self.rank, self.world, self.resumed = ranks.rank, ranks.world, bool(progress.history)
+        self._checkpoint, self._ranks = checkpoint, ranks
         self._metric, self._progress, self._report, self._log = metric, progress, report, log_artifact
         self._verdict = Verdict.CONTINUE
         self._epoch: int | None = None  # that runs, until it is reported
@@ -61,6 +70,15 @@ class LoopTrial:
         self._within = False  # the body of the loop over epochs
         self._checked = False
         self.failure: BaseException | None = None  # of a report, which ends the trial whatever the loop makes of it
+
+    @property
+    def checkpoint(self) -> Path:
+        """A folder for what a library saves on all ranks together, the same on all ranks of a machine.
+
+        It is empty at first, and after each report that keeps it; in a trial that is resumed it is as it was kept.
+        """
+        self._checkpoint.mkdir(parents=True, exist_ok=True)
+        return self._checkpoint
 
     @property
     def verdict(self) -> Verdict:
@@ -80,31 +98,59 @@ class LoopTrial:
         """
         while not self.ended:
             epoch = self._progress.next_epoch
-            set_seed(self.seed, "epoch", epoch)
+            set_seed(self.seed, "epoch", epoch, *self._ranks.purpose())
             self._epoch, self._started, self._within = epoch, time.perf_counter(), True
             yield epoch
             self._within = False
             if self._epoch is not None:
                 raise ObjectiveError(f"epoch {epoch + 1} was not reported: call trial.report once in each epoch")
 
-    def report(self, metrics: Mapping[str, float], *, state: Any = None, best: Any = None) -> bool:
-        """Reports the epoch that runs, once.
+    def report(
+        self, metrics: Mapping[str, float], *, state: Any = None, best: Any = None, folder: Path | str | None = None
+    ) -> bool:
+        """Reports the epoch that runs, once, on every rank: what rank 0 gives counts.
 
         Args:
             metrics: numbers by name, the study's metric among them. They are logged as `val_NAME`; those that begin
                 with `train_`, and `lr`, as they are.
             state: plain values and tensors, nested: what the next epoch goes on from, here or on another machine.
-                Without it a resumed trial begins anew.
+                Without it, or a folder, a resumed trial begins anew.
             best: likewise: what `test` and `export` take, kept of the best epoch; `state` unless given.
+            folder: whose files are kept in the trial's checkpoint, and removed here; `checkpoint` has them when the
+                trial is resumed. All ranks may have written into it; they all have to see it.
 
         Returns:
             Whether the epoch is the best so far.
 
         Raises:
-            ObjectiveError: no epoch runs, the metric is missing, or the state is not plain.
+            ObjectiveError: no epoch runs, the metric is missing, the state is not plain, or the ranks report different
+                epochs.
             NonFiniteError: the metric is NaN or infinite: the configuration diverges.
         """
         epoch = self._require_epoch()
+        saved = None if folder is None else Path(folder)
+        try:
+            self.meet(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
+            files = {} if saved is None else self._packed(saved)
+            record = self._ranks.led(lambda: self._recorded(epoch, metrics, state, best))
+            tested = state if best is None else best
+            kept = self._progress.add(record, lambda: _copied(None if self.rank else tested))
+        except BaseException as error:
+            if self.world > 1:  # the other ranks do not go on either
+                self.failure = error
+            raise
+        self._epoch = None
+        try:
+            self._verdict = self._report(record, {"state": state, **files}, kept)
+            if saved is not None:
+                self._ranks.led(lambda: remove(saved))
+        except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
+            self.failure = error
+            raise
+        return kept
+
+    def _recorded(self, epoch: int, metrics: Any, state: Any, best: Any) -> EpochRecord:
+        """The epoch's record, of what was found to be right."""
         numbers = _numbers(metrics)
         if self._metric not in numbers:
             near = nearest(self._metric, list(numbers))
@@ -116,15 +162,36 @@ class LoopTrial:
             check_plain(best, "best")
             self._checked = True
         numbers = {_named(name): number for name, number in numbers.items()}
-        record = EpochRecord(epoch, time.time(), {**numbers, "epoch_seconds": time.perf_counter() - self._started})
-        kept = self._progress.add(record, lambda: _copied(state if best is None else best))
-        self._epoch = None
-        try:
-            self._verdict = self._report(record, state, kept)
-        except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
-            self.failure = error
-            raise
-        return kept
+        return EpochRecord(epoch, time.time(), {**numbers, "epoch_seconds": time.perf_counter() - self._started})
+
+    def _packed(self, folder: Path) -> dict[str, Any]:
+        """The files of a folder that all ranks see, on rank 0."""
+        found = self._ranks.each(listed(folder))
+        if not found[0]:
+            raise ObjectiveError(f"trial.report: no file is in folder {folder}: save into it before the report")
+        if others := [rank for rank, files in enumerate(found) if files != found[0]]:
+            raise ObjectiveError(
+                f"trial.report: rank {others[0]} sees other files in folder {folder} than rank 0: "
+                "let all ranks give the same folder, on several machines one that they share"
+            )
+        return {} if self.rank else {"folder": packed(folder)}
+
+    def meet(self, doing: str) -> None:
+        """Waits for the other ranks, who have to be at the same place of their loops.
+
+        Raises:
+            ObjectiveError: one of them is elsewhere.
+        """
+        if self.world == 1:
+            return
+        found = self._ranks.each((doing, self._ranks.told_to_go()))
+        if not self.rank and any(told for _, told in found):
+            self._ranks.on_told_to_go()
+        if others := [rank for rank, (did, _) in enumerate(found) if did != found[0][0]]:
+            raise ObjectiveError(
+                f"the ranks' loops went apart: rank 0 {found[0][0]}, rank {others[0]} {found[others[0]][0]}: "
+                "let every rank call trial.report once in each epoch, alike"
+            )
 
     def _require_epoch(self) -> int:
         if self._epoch is not None:

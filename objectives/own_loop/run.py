@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
+from objectives.own_loop.folder import place, remove, unpack
+from objectives.own_loop.libraries import forget
 from objectives.own_loop.loop_objective import LoopObjective, plain_config
 from objectives.own_loop.loop_trial import LoopTrial
 from objectives.own_loop.report import drawn, write_loop_report
@@ -19,6 +21,8 @@ from objectives.training.exportable import exportable
 from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.resume import require_same
+from objectives.training.ranked_session import on_ranks
+from objectives.training.ranks import current
 from objectives.training.reports.run_dir import RunDir
 from objectives.training.reproducibility.environment import differences, environment, uncommitted
 from objectives.training.reproducibility.metrics_file import EpochRecord
@@ -105,8 +109,13 @@ class LoopRun:
             run_dir = session.run_dir
         self._objective, self._config, self._epochs, self._seed = objective, config, epochs, seed
         self._split_seed = seed if split_seed is None else split_seed
-        self._session = LocalSession(run_dir) if session is None and run_dir is not None else session
-        self._files = RunDir(run_dir)
+        self._ranks = current()
+        if not self._ranks.first:  # it speaks to nobody and writes nothing
+            session = run_dir = None
+        self._kept = LocalSession(run_dir) if session is None and run_dir is not None else session
+        self._session = self._kept if self._ranks.alone else on_ranks(self._kept, self._ranks)
+        self._files = RunDir(run_dir, told=self._ranks.first)
+        self._folder, self._checkpoint = self._ranks.told((run_dir and run_dir.resolve(), place(run_dir)))
         self._device = device_named(device)
         self._notes: list[str] = []
         self._progress = Progress(f"val_{objective.metric}", maximize=objective.direction == "maximize")
@@ -120,20 +129,31 @@ class LoopRun:
             NonFiniteError: its metric is NaN or infinite.
         """
         who = type(self._objective).__name__
+        forget()
         with reproducible(deterministic=False), self._files.logging():
-            state, verdict = self._start()
-            trial = self._trial(state)
-            if verdict is Verdict.CONTINUE and self._progress.next_epoch < self._epochs:
-                set_seed(self._seed, "init")
-                self._run(trial)
-                verdict = trial.verdict
+            try:
+                verdict = self._train()
+            finally:
+                if self._ranks.first:
+                    remove(self._checkpoint)
             if not self._progress.history:
                 raise ObjectiveError(f"{who}.run ended without a report: call trial.report in each of trial.epochs()")
             return self._finish(verdict)
 
+    def _train(self) -> Verdict:
+        state, verdict = self._start()
+        if verdict is not Verdict.CONTINUE or self._progress.next_epoch >= self._epochs:
+            return verdict
+        trial = self._trial(state)
+        set_seed(self._seed, "init")
+        self._run(trial)
+        return trial.verdict
+
     def _run(self, trial: LoopTrial) -> None:
         try:
             self._objective.run(trial)
+            if trial.failure is None:
+                trial.meet(f"ends after epoch {self._progress.next_epoch}")
         except Exception as error:  # whatever the user's code raises
             if trial.failure is None:
                 self._raise(error)
@@ -163,22 +183,39 @@ class LoopRun:
 
     def _start(self) -> tuple[Any, Verdict]:
         """Restore the last checkpoint, if there is one, and report its epochs again."""
-        restored = None if self._session is None else self._session.restore()
+        restored = self._restore()
         source = inspect.getsourcefile(type(self._objective))
-        self._environment = environment(self._device, Path(source) if source and Path(source).exists() else None)
+        known = Path(source) if source and Path(source).exists() else None
+        self._environment = environment(self._device, known, self._ranks.world)
         if restored is not None:
             require_same({key: restored.get(key) for key in self._identity}, self._identity)
             self._progress.load_state_dict(restored)
             if changed := differences(restored["environment"], self._environment):
                 self._notes.append(f"not exact after epoch {self._progress.next_epoch}: {changed}")
             self._files.log.info("%s", "; ".join([f"resumed after epoch {self._progress.next_epoch}", *self._notes]))
-        changes = uncommitted(Path(source).resolve().parent if source and Path(source).exists() else Path.cwd())
+        changes = uncommitted(known.resolve().parent if known else Path.cwd()) if self._ranks.first else ""
         resolved = {**self._identity, "environment": self._environment}
         self._files.start(resolved, changes, resumed_at=0 if restored else None)
         for record in self._progress.history:
             if (verdict := self._tell(record)) is not Verdict.CONTINUE:
                 return None, verdict
         return None if restored is None else restored["state"], Verdict.CONTINUE
+
+    def _restore(self) -> dict[str, Any] | None:
+        """The last checkpoint, which rank 0 reads; what only it needs of that is not told to the others."""
+        read: list[dict[str, Any] | None] = []
+
+        def reads() -> dict[str, Any] | None:
+            remove(self._checkpoint)
+            state = None if self._kept is None else self._kept.restore()
+            read.append(state)
+            if state is None:
+                return None
+            unpack(state.pop("folder", {}), self._checkpoint)
+            return {**state, "best": {**state["best"], "model": None}}
+
+        told = self._ranks.led(reads)
+        return read[0] if read else told
 
     def _trial(self, state: Any) -> LoopTrial:
         return LoopTrial(
@@ -188,21 +225,23 @@ class LoopRun:
             device=self._device,
             total_epochs=self._epochs,
             state=state,
-            folder=self._files.path,
+            folder=self._folder,
+            checkpoint=self._checkpoint,
+            ranks=self._ranks,
             metric=self._objective.metric,
             progress=self._progress,
             report=self._report,
             log_artifact=self._logged.append,
         )
 
-    def _report(self, record: EpochRecord, state: Any, best: bool) -> Verdict:
+    def _report(self, record: EpochRecord, state: dict[str, Any], best: bool) -> Verdict:
         """Keep, then report, so that a death in between loses no reported epoch."""
         if self._session is not None:
             whole = {
                 **self._identity,
                 "environment": self._environment,
                 "notes": self._notes,
-                "state": state,
+                **state,
                 **self._progress.state_dict(),
             }
             self._session.save(whole, best=best)

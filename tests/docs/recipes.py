@@ -6,17 +6,21 @@ import re
 
 from docs.rooms import ROOT
 
-_SECTIONS = (ROOT / "docs" / "how-to" / "recipes.md").read_text().split("\n## ")[1:]
+
+def blocks(page: str, language: str) -> dict[str, str]:
+    """What is written in a language on a how-to page, by the titles of its sections."""
+    sections = _sections(page)
+    found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in sections}
+    return {title: "\n".join(parts) for title, parts in found.items() if parts}
 
 
-def _blocks(language: str) -> dict[str, str]:
-    found = {section.splitlines()[0]: re.findall(rf"```{language}\n(.*?)```", section, re.S) for section in _SECTIONS}
-    return {title: "\n".join(blocks) for title, blocks in found.items() if blocks}
+def _sections(page: str) -> list[str]:
+    return (ROOT / "docs" / "how-to" / f"{page}.md").read_text().split("\n## ")[1:]
 
 
-RECIPES = _blocks("python")
-DIFFS = _blocks("diff")  # what it took to make one of a script
-assert len(RECIPES) == len(_SECTIONS)
+RECIPES = blocks("recipes", "python")
+DIFFS = blocks("recipes", "diff")  # what it took to make one of a script
+assert len(RECIPES) == len(_sections("recipes"))
 
 
 def name_in(recipe: str) -> str:

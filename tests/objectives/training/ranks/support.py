@@ -51,7 +51,8 @@ def _received(pipe):
 def _rank(bind, rank, world, port, timeout, sent, function, arguments):
     bind()
     torch.set_num_threads(1)
-    variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    here = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"RANK": rank, "WORLD_SIZE": world, **here}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         with joined(timeout=timeout) as ranks:

@@ -1,0 +1,44 @@
+"""An own loop on ranks, stopped after an epoch and gone on with in new processes."""
+
+from objectives import load_objective
+from objectives.fit import fit
+from objectives.training import LocalSession, Verdict
+from tests.objectives.training.ranks.support import on_ranks
+from tests.objectives.training.support import exact
+
+EPOCHS = 3
+
+
+class Stopped(LocalSession):
+    """Ends a run after an epoch."""
+
+    def __init__(self, folder, after):
+        super().__init__(folder)
+        self._after = after
+
+    def report(self, record):
+        return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE
+
+
+def trained(ranks, objective, folder, after=None):
+    """How a run ended on this rank, with its numbers."""
+    objective = load_objective(objective) if isinstance(objective, str) else objective
+    with ranks.together():
+        session = Stopped(folder, after) if ranks.first else None
+        config = objective.default_config()
+        result = fit(objective, config, epochs=EPOCHS, seed=7, session=session, device="cpu")
+    return result.status, exact(result.history)
+
+
+def _whole_and_stopped(ranks, objective, folder):
+    return trained(ranks, objective, folder / "whole"), trained(ranks, objective, folder / "parts", 0)
+
+
+def whole_and_resumed(objective, folder, world=2):
+    """What an undisturbed run came to on each rank, and one that was stopped after its first epoch.
+
+    The one that is stopped has the process of another trial, the one that goes on has new ones.
+    """
+    begun = on_ranks(world, _whole_and_stopped, objective, folder)
+    assert [(status, len(history)) for _, (status, history) in begun] == [("stopped", 1)] * world
+    return [whole for whole, _ in begun], on_ranks(world, trained, objective, folder / "parts")
