@@ -2,5 +2,5 @@
 
 from tests.docs.recipes import blocks
 
-EXAMPLES = blocks("devices", "python")
-CHANGES = blocks("devices", "diff")
+EXAMPLES = blocks("loops-on-devices", "python")
+CHANGES = blocks("loops-on-devices", "diff")
