@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,8 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
             path.unlink(missing_ok=True)
         self._metrics = {}
         self._trial.report(metrics, folder=folder, best=self._model.state_dict())
+        if not self._trial.rank:
+            shutil.rmtree(folder)  # the trial's checkpoint has it
         if self._trial.ended:
             control.should_training_stop = True
 

@@ -116,8 +116,8 @@ class LoopTrial:
             state: plain values and tensors, nested: what the next epoch goes on from, here or on another machine.
                 Without it, or a folder, a resumed trial begins anew.
             best: likewise: what `test` and `export` take, kept of the best epoch; `state` unless given.
-            folder: whose files are kept in the trial's checkpoint, and removed here; `checkpoint` has them when the
-                trial is resumed. All ranks may have written into it; they all have to see it.
+            folder: whose files are kept in the trial's checkpoint; `checkpoint` has them when the trial is resumed.
+                All ranks may have written into it; they all have to see it. Where it is `checkpoint` it is emptied.
 
         Returns:
             Whether the epoch is the best so far.
@@ -142,7 +142,7 @@ class LoopTrial:
         self._epoch = None
         try:
             self._verdict = self._report(record, {"state": state, **files}, kept)
-            if saved is not None:
+            if saved is not None and saved.resolve() == self._checkpoint.resolve():  # another is not ours to remove
                 self._ranks.led(lambda: remove(saved))
         except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
             self.failure = error

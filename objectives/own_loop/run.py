@@ -133,6 +133,9 @@ class LoopRun:
         with reproducible(deterministic=False), self._files.logging():
             try:
                 verdict = self._train()
+            except BaseException:
+                forget()  # a library that refers to a connection keeps it open, and the other ranks waiting
+                raise
             finally:
                 if self._ranks.first:
                     remove(self._checkpoint)

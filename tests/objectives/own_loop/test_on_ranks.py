@@ -240,6 +240,22 @@ def test_a_folder_of_one_process_that_was_killed_is_as_it_was_kept(tmp_path):
     assert _saves(tmp_path / "killed", False) == _saves(tmp_path / "whole", False)
 
 
+def test_a_folder_of_the_users_own_is_kept_and_stays(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "weights").write_text("1.0")
+
+    class Own(Drawn):
+        def run(self, trial):
+            assert not trial.resumed or (trial.checkpoint / "weights").read_text() == "1.0"
+            for _ in trial.epochs():
+                trial.report({"drawn": 1.0}, folder=mine)
+
+    trained(ALONE, Own(), tmp_path / "run")
+    assert (mine / "weights").exists()
+    assert checkpoint.read(tmp_path / "run" / "last.pt")["folder"].keys() == {"weights"}
+
+
 def test_a_state_that_names_a_file_elsewhere_is_refused(tmp_path):
     _saves(tmp_path, False)
     last = checkpoint.read(tmp_path / "last.pt")
