@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.deployment.machine import free_port
+from tests.docs.devices import EXAMPLES
 from tests.faults.harness import OBJECTIVE, Arena, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
@@ -105,7 +106,7 @@ def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Aren
     assert "(on rank 1)" in next(line for line in log.splitlines() if "trial 1: PRUNED" in line)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_process_that_answers_no_more_is_ended_with_the_others(
     arena: Arena, together: dict[int, Values], rank: int
 ) -> None:
@@ -131,7 +132,9 @@ def test_a_worker_that_lost_its_trial_lets_go_of_it_on_all_processes(arena: Aren
     assert_none_left(arena)
 
 
-@pytest.mark.parametrize("told", ["worker", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "told", [pytest.param("worker", marks=pytest.mark.soak), pytest.param("rank 0", marks=pytest.mark.soak), "rank 1"]
+)
 def test_all_processes_leave_after_the_same_epoch_when_one_is_told(
     arena: Arena, together: dict[int, Values], told: str
 ) -> None:
@@ -189,6 +192,7 @@ def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena) -> None:
     assert [kind for kind in ("2 x cpu", " cpu ", "4 x cpu") if kind in shown] == ["2 x cpu", " cpu ", "4 x cpu"]
 
 
+@pytest.mark.soak
 def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: dict[int, Values]) -> None:
     """As a person types it: two workers, one of which loses a process."""
     arena.create(8, [])
@@ -210,6 +214,7 @@ def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: 
     assert_none_left(arena)
 
 
+@pytest.mark.soak
 def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) -> None:
     """Each with a worker of one device; one of them is killed, and both are started again."""
     arena.create(2, [Order("training", "kill", trial=1, epoch=1, nth=2, rank=1)])
@@ -224,7 +229,7 @@ def test_a_trial_over_two_machines(arena: Arena, together: dict[int, Values]) ->
     assert_none_left(arena)
 
 
-@pytest.mark.parametrize("how", ["failed in the dashboard", "study stopped"])
+@pytest.mark.parametrize("how", ["failed in the dashboard", pytest.param("study stopped", marks=pytest.mark.soak)])
 def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, how: str) -> None:
     arena.create(2, [Order("training", "hang", trial=0, epoch=1, rank=rank) for rank in range(2)])
     worker = arena.start(HPSEARCH_DEVICES="2")
@@ -246,4 +251,26 @@ def test_all_processes_leave_a_trial_that_is_ended_from_outside(arena: Arena, ho
         assert [(t.state, t.outcomes) for t in trials] == [("WAITING", ["released"])]
     else:
         assert [(t.state, t.outcomes) for t in trials] == [("FAIL", ["cancelled"]), ("COMPLETE", ["complete"])]
+    assert_none_left(arena)
+
+
+@pytest.mark.parametrize(
+    "title", [title if title == "Accelerate" else pytest.param(title, marks=pytest.mark.soak) for title in EXAMPLES]
+)
+def test_a_loop_of_anybodys_is_killed_on_two_devices(arena: Arena, title: str) -> None:
+    """And goes on from what its library saved: a search of two trials comes to what it does undisturbed."""
+    if title == "DeepSpeed":
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed: the extra of this name has it")
+    path = arena.folder / "loop.py"
+    path.write_text(EXAMPLES[title])
+    quiet = quiet_arena(arena)
+    for one, orders in ((arena, [Order("report", "kill", trial=1, nth=2)]), (quiet, [])):
+        one.create(2, orders, settings="--epochs 3", objective=f"{path}:main")
+        one.work(1, codes=(AWAY,), HPSEARCH_DEVICES="2")
+    found, expected = (read_trials(a.storage_url, a.name) for a in (arena, quiet))
+    assert [t.outcomes for t in found] == [["complete"], ["lost", "complete"]], arena.tell("")
+    assert [t.state for t in expected] == ["COMPLETE"] * 2
+    for trial, undisturbed_one in zip(found, expected, strict=True):
+        assert list(trial.values) == [0, 1, 2]
+        assert trial.values == pytest.approx(undisturbed_one.values, abs=1e-6)
     assert_none_left(arena)
