@@ -81,7 +81,7 @@ class Trainer:
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
         self.ranks = current()
         if not self.ranks.first:  # it speaks to nobody and writes nothing
-            session = run_dir = None
+            session, run_dir, instruments = None, None, NONE
         if session is None and run_dir is not None:
             session = LocalSession(run_dir)
         self.session = session if self.ranks.alone else on_ranks(session, self.ranks)

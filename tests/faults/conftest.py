@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +18,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def arena(zygote: Zygote, database_url: str, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
     """A study to be, on a database of its own and the MLflow of all tests."""
-    made = Arena(zygote, f"faults-{next(_numbers)}", open_folder, database_url, stack.tracking_uri)
+    made = Arena(zygote, f"faults-{os.getpid()}-{next(_numbers)}", open_folder, database_url, stack.tracking_uri)
     yield made
     made.close()
 
@@ -32,7 +33,7 @@ def breakable(guarded_homes: Callable[[], AbstractContextManager[Path]]) -> Iter
 @pytest.fixture
 def broken_arena(zygote: Zygote, breakable: Breakable, stack: StackInfo, open_folder: Path) -> Iterator[Arena]:
     """A study to be, on a Postgres that the test may break."""
-    made = Arena(zygote, f"faults-{next(_numbers)}", open_folder, breakable.url, stack.tracking_uri)
+    made = Arena(zygote, f"faults-{os.getpid()}-{next(_numbers)}", open_folder, breakable.url, stack.tracking_uri)
     yield made
     made.close()
 

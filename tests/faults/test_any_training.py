@@ -18,7 +18,7 @@ from tests.docs.recipes import RECIPES, name_in
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("trainings")]
 
 NAME, TRIALS, EPOCHS = "any", 6, 4
 

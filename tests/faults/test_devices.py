@@ -15,7 +15,7 @@ from tests.faults.harness import OBJECTIVE, Arena, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("devices")]
 
 AWAY = 1  # the exit code of a worker one of whose processes is gone
 

@@ -10,7 +10,7 @@ from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, wire
 from tests.faults.soak import soak
 
-pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("trainings")]
 
 
 def test_a_fleet_in_a_storm_loses_nothing(

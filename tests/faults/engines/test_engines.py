@@ -18,7 +18,7 @@ from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wait_for, wire
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import OUTSIDE, Order, write
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 LOADING = str(Path(__file__).with_name("loading.py"))
 

@@ -11,7 +11,7 @@ from tests.faults.harness import Arena, wait_for
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 Undisturbed = Callable[[int], list[list[float]]]
 

@@ -13,7 +13,7 @@ from storage.attributes import RELEASE
 from tests.faults.harness import Arena, Worker, wait_for
 from tests.faults.orders import Order
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 
 def standing(arena: Arena) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
 
-pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 Undisturbed = Callable[[int], list[list[float]]]
 STEPS = 12  # of a trial, three in an epoch
