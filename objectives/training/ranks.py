@@ -7,6 +7,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
+
+from objectives.errors import ObjectiveError
 
 T = TypeVar("T")
 
@@ -163,7 +166,7 @@ class Group(Ranks):
         self._control = None
         if self._backend != "gloo":
             _abort()
-        with contextlib.suppress(RuntimeError, ValueError):
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # somebody's loop may have done so
             dist.destroy_process_group()
 
     def _watch(self, number: int, over: threading.Event) -> None:
@@ -186,12 +189,14 @@ class Group(Ranks):
     def told(self, value: T) -> T:
         """Rank 0's value."""
         held = [value]
+        _require_connections()
         dist.broadcast_object_list(held, src=0, group=self._control)
         return held[0]
 
     def each(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
         found: list[Any] = [None] * self.world
+        _require_connections()
         dist.all_gather_object(found, value, group=self._control)
         return found
 
@@ -259,7 +264,14 @@ class Group(Ranks):
             return _told(self._store.get(_key(self._number)).decode(), error)
         except RuntimeError:  # nobody said anything, or there is no store
             seconds = self._timeout.total_seconds()
-            return RankLostError(f"a rank is gone, or did not answer for {seconds:g} s: {_line(error)}")
+            return RankLostError(f"another rank is gone, or does not answer ({seconds:g} s at most): {_line(error)}")
+
+
+def _require_connections() -> None:
+    if not dist.is_initialized():
+        raise ObjectiveError(
+            "the connections of the ranks are closed: leave out destroy_process_group(), the next trial needs them"
+        )
 
 
 def _let_go(error: BaseException) -> None:
@@ -320,7 +332,9 @@ def _told(described: str, own: BaseException) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    """What an error says, in a line, without the place in gloo's source."""
+    said = re.sub(r"\[/\S*gloo/\S+\] ", "", str(error))
+    return " ".join(f"{type(error).__name__}: {said}".split())[:500]
 
 
 @contextlib.contextmanager

@@ -86,6 +86,8 @@ DevicesPerTrial = Annotated[
         "--devices-per-trial",
         min=1,
         max=1024,
+        envvar="HPSEARCH_DEVICES",
+        show_envvar=True,
         help="Devices of this machine that train each trial together, a process each.",
     ),
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -46,11 +49,14 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it tells a dead rank at length
-    told = _passing_on_signals()
+    for torchs in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they tell a dead rank at length
+        logging.getLogger(torchs).setLevel(logging.CRITICAL)
     fork = can_fork()
     with tempfile.TemporaryDirectory(prefix="hpsearch-ranks-") as folder:
+        told = _passing_on_signals(folder)
         place = rendezvous(options.nodes, os.environ, Path(folder))
+        if place.file is not None:  # else the launcher opens a port, on all of this machine's addresses
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
             min_nodes=options.nodes,
             max_nodes=options.nodes,
@@ -99,8 +105,11 @@ def check_devices(options: WorkerOptions) -> None:
             )
 
 
-def _passing_on_signals() -> list[int]:
+def _passing_on_signals(folder: str) -> list[int]:
     """Let SIGTERM and SIGINT reach the ranks as SIGTERM, and so the end of the fleet that started this worker.
+
+    Args:
+        folder: to be removed where this process ends at once.
 
     Returns:
         The signals that came so far; it grows.
@@ -110,6 +119,7 @@ def _passing_on_signals() -> list[int]:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         told.append(number)
         if told.count(signal.SIGINT) > 1:  # a person's second one; the ranks end with this process
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_INTERRUPTED)
 
     if threading.current_thread() is threading.main_thread():
@@ -117,18 +127,26 @@ def _passing_on_signals() -> list[int]:
             signal.signal(number, on_signal)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     gone = watch_fleet(int(fleet)) if fleet else lambda: False
-    threading.Thread(target=_pass_on, args=(told, gone), daemon=True).start()
+    threading.Thread(target=_look_after, args=(told, gone, folder), daemon=True).start()
     return told
 
 
-def _pass_on(told: list[int], fleet_gone: Callable[[], bool]) -> None:
-    """Tell the ranks to go once this process is; again and again, since one may only be starting."""
+def _look_after(told: list[int], fleet_gone: Callable[[], bool], folder: str) -> None:
+    """Tell the ranks to go once this process is, and end those that do not end after one of them has died."""
+    ranks: dict[int, BaseProcess] = {}
+    died = math.inf
     while True:
         time.sleep(_LOOK)  # a parent's end wakes nobody
-        if told or fleet_gone():
-            for rank in multiprocessing.active_children():
-                if rank.pid is not None:
-                    os.kill(rank.pid, signal.SIGTERM)
+        ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
+        go = bool(told) or fleet_gone()
+        if go and not ranks:  # it waits for the ranks of other machines, and holds nothing
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(EXIT_DRAINED)
+        if any(rank.exitcode for rank in ranks.values()):
+            died = min(died, time.monotonic())
+        for pid, rank in ranks.items():
+            if rank.is_alive() and (go or time.monotonic() > died + _ENDING):  # again: one may only be starting
+                os.kill(pid, signal.SIGKILL if time.monotonic() > died + _ENDING else signal.SIGTERM)
 
 
 def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:

@@ -31,6 +31,6 @@ def workers_on(gpus: list[str], *, sharing: int, each: int) -> int:
     """
     if len(gpus) < each:
         raise SearchError(
-            f"--workers-per-gpu {sharing}: {each} a trial are more than the {len(gpus)} GPUs here: use --workers"
+            f"--workers-per-gpu {sharing}: there are {len(gpus)} GPUs here, and a trial needs {each}: use --workers"
         )
     return sharing * (len(gpus) // each)

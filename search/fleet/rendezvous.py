@@ -10,6 +10,7 @@ from pathlib import Path
 
 from search.errors import SearchError
 
+_LAST_PORT = 65_535
 _FIRST_PORT, _PORTS = 20_000, 10_000  # of a Slurm job, by its number: two jobs of a node seldom have the same
 
 
@@ -52,8 +53,8 @@ def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rend
         return Rendezvous(str(folder / "launcher"), "worker", "127.0.0.1", folder / "ranks")
     given = environment.get
     if (host := given("MASTER_ADDR")) and (port := given("MASTER_PORT")):
-        if not port.isdigit():
-            raise SearchError(f"MASTER_PORT is {port!r}: it must be a number")
+        if not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
+            raise SearchError(f"MASTER_PORT is {port!r}: it must be a port, from 1 to {_LAST_PORT}")
         return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
     if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
         if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):

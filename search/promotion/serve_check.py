@@ -214,6 +214,14 @@ class _Replay(nn.Module):
         super().__init__()
         self._left, self._batches, self._name = iter(predictions), batches, name
 
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(nn.Module()) or name.startswith("_"):
+            return super().__getattr__(name)
+        raise ObjectiveError(
+            f"serve-check cannot judge {self._name}: its step uses model.{name}, and what is served can only be "
+            "called: let the step call the model once a batch"
+        )
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = [part.shape for _, part in tensors([*inputs, *named.values()])]
         wanted = [part.shape for _, part in tensors(next(self._batches, ()))]

@@ -116,7 +116,10 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
         code = EXIT_AWAY
-    except (CheckpointStoreError, RankLostError) as error:
+    except RankLostError as error:
+        log.error("the trial is left to other workers: %s", error)
+        code = EXIT_AWAY
+    except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
         code = EXIT_AWAY
     finally:

@@ -89,7 +89,7 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
 def _next(ranks: Ranks) -> Job | int:
     try:
         return ranks.told(0)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise RankLostError(f"rank 0 is gone: {error}") from error
 
 

@@ -35,6 +35,8 @@ def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
     [
         ({}, ["--nodes 2", "MASTER_ADDR", "srun"]),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, ["MASTER_PORT", "'x'"]),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "0"}, ["MASTER_PORT", "65535"]),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "99999"}, ["MASTER_PORT", "65535"]),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "3"}, ["--nodes 2", "--nodes 3"]),
     ],
 )

@@ -218,3 +218,18 @@ def test_a_rank_that_fails_in_its_step_keeps_no_other_waiting():
     first, second = on_ranks(2, fail_in_step, timeout=3600.0)
     assert first[:2] == ("RankError", "KeyError: 'no such layer' (on rank 1)")
     assert second[:2] == ("KeyError", "'no such layer'")
+
+
+def close_connections(ranks):
+    def close(ranks):
+        torch.distributed.destroy_process_group()
+        ranks.each(None)
+
+    return caught(ranks, close, lambda _: None), ranks.each(ranks.rank)
+
+
+def test_a_loop_that_closes_the_connections_is_told_and_the_next_has_new_ones():
+    for closed, after in on_ranks(2, close_connections):
+        assert closed[0] == "ObjectiveError"
+        assert "destroy_process_group()" in closed[1]
+        assert after == [0, 1]
