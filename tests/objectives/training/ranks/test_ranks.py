@@ -106,7 +106,7 @@ def lose(ranks):
 def test_a_rank_that_is_gone_ends_the_others():
     with pytest.raises(AssertionError) as died:
         on_ranks(2, lambda ranks: pytest.fail(lose(ranks)))
-    assert "a rank is gone" in str(died.value)
+    assert "another rank is gone" in str(died.value)
 
 
 class Diverging(Sides):
