@@ -63,9 +63,27 @@ class Slot:
 
 
 class Fleet:
-    """Worker processes of one study on this machine."""
+    """Worker processes of one study on this machine.
 
-    def __init__(self, study: str, options: WorkerOptions, *, workers: int, log_dir: Path, gpus: list[str]) -> None:
+    Args:
+        study: its name.
+        options: of the workers.
+        workers: how many.
+        log_dir: of their logs.
+        gpus: that they divide.
+        failed_before: how many trials have failed so far.
+    """
+
+    def __init__(
+        self,
+        study: str,
+        options: WorkerOptions,
+        *,
+        workers: int,
+        log_dir: Path,
+        gpus: list[str],
+        failed_before: int = 0,
+    ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._locks = ExitStack()
         logs = ((index, log_dir / f"worker-{index}.log") for index in itertools.count())
@@ -76,6 +94,8 @@ class Fleet:
         self._forking = can_fork()
         self._environment = {**os.environ, **options.environment(), **thread_settings(workers)}
         self._gpus = gpus
+        # One that begins late is not to try again what has failed all others.
+        self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_before)
         self._stopping = False
         self._settled = 0
         self._away_until = 0.0

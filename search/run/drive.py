@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import FrameType
 
 from mlflow.exceptions import MlflowException
+from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
@@ -76,7 +77,9 @@ def drive(
     )
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
-    fleet = Fleet(study.spec.name, options, workers=workers, log_dir=logs, gpus=visible_gpus())
+    failed = len(study.trials(TrialState.FAIL))
+    name, gpus = study.spec.name, visible_gpus()
+    fleet = Fleet(name, options, workers=workers, log_dir=logs, gpus=gpus, failed_before=failed)
     others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine

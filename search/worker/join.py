@@ -83,7 +83,7 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     """
     joined = _join(name, options)
     study, tracker = joined.study, joined.tracker
-    fleet = os.environ.get("HPSEARCH_FLEET_PID")
+    fleet, failed = os.environ.get("HPSEARCH_FLEET_PID"), os.environ.get("HPSEARCH_FLEET_FAILED")
     # A rank's parent is what started it: that one looks after the fleet.
     fleet_gone = (watch_fleet(int(fleet)) if current().alone else lambda: False) if fleet else None
     register = Register(study.engine, study.study_id, worker_identity(options.device, options.world))
@@ -104,6 +104,7 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
             save_every=None if options.save_every is None else 60 * options.save_every,
             leave_when_idle=options.leave_when_idle,
             max_trials=options.max_trials,
+            failed_before=int(failed) if fleet and failed else None,
             fleet_gone=fleet_gone or (lambda: False),
             device=options.device,
             lease=options.lease,

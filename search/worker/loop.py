@@ -30,7 +30,7 @@ from storage.trials.register import Register
 log = logging.getLogger(__name__)
 
 # A bug in an objective fails every trial: without an end to it, a night's budget is gone in a minute.
-ENOUGH_FAILURES = 3  # of the whole fleet since this worker began
+ENOUGH_FAILURES = 3  # of the whole fleet since it began
 
 
 class Worker:
@@ -50,6 +50,7 @@ class Worker:
         save_every: float | None = None,
         leave_when_idle: float | None = None,
         max_trials: int | None = None,
+        failed_before: int | None = None,
         fleet_gone: Callable[[], bool] = lambda: False,
         device: str | None = None,
         lease: float = LEASE,
@@ -77,7 +78,7 @@ class Worker:
         self._left = max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
-        self._failed_before = 0  # trials, when this worker began
+        self._failed_before = failed_before  # trials, when this worker or its fleet began
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -85,7 +86,8 @@ class Worker:
         Returns:
             The process's exit code: ``EXIT_DONE``, ``EXIT_DRAINED`` or ``EXIT_GAVE_UP``.
         """
-        self._failed_before = len(self._failed())
+        if self._failed_before is None:
+            self._failed_before = len(self._failed())
         with self._context.lease:
             while not self._stopping() and self._left != 0:
                 self._pulse.beat()
@@ -125,7 +127,7 @@ class Worker:
 
     def _hopeless(self, last: Ended) -> bool:
         """Whether trials only fail, whichever worker runs them: another would as well."""
-        failed = len(self._failed()) - self._failed_before
+        failed = len(self._failed()) - (self._failed_before or 0)
         if failed < ENOUGH_FAILURES or self._any_finished():
             return False
         log.error("giving up: %d trials failed and none has finished; the last: %s", failed, last.reason)
