@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 TIMEOUT = 30.0  # seconds in which all ranks have to come to a collective of the training itself
 _PATIENT = timedelta(days=7)  # for those that wait for rank 0, which may load data or store a model meanwhile
-_MEETING = timedelta(minutes=5)  # for ranks to come together
+_MEETING = timedelta(minutes=30)  # for ranks to come together: one may load data yet
 _TELLING = 5.0  # seconds that a rank which failed has to say why
 _LOOKED = 1.0  # seconds between two looks whether one did, where connections do not break by themselves
 

@@ -66,7 +66,8 @@ def worker_command(launch: Launch) -> list[str]:
     """Return the one command that a worker is."""
     # -P: a search.py in the user's folder must not take the place of this package.
     start = launch.command or (sys.executable, "-P", "-m", "search")
-    return [*start, "worker", "--study", launch.study, "--grace", str(launch.worker_grace)]
+    several = ["--devices", str(int(launch.gpus))] if launch.gpus > 1 else []
+    return [*start, "worker", "--study", launch.study, "--grace", str(launch.worker_grace), *several]
 
 
 def user() -> str:

@@ -105,6 +105,7 @@ def test_the_options() -> None:
 def test_gpus_and_what_shares_them(gpus: float, workers: int, found: dict[str, str]) -> None:
     script = text(gpus=gpus, workers=workers)
     assert {name: options(script)[name] for name in found} == found
+    assert (" --devices 2 &" in script) == (gpus == 2), "a trial trains on all that its worker has"
     assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm says which"
 
 
