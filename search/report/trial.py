@@ -96,12 +96,13 @@ def _parameters(trial: FrozenTrial) -> Table:
 
 
 def _attempts(attempts: list[AttemptRecord]) -> Table:
-    table = _table("attempt", "worker", "device", "start (UTC)", "end (UTC)", "outcome")
+    several = any(" x " in (attempt.device or "") for attempt in attempts)  # else a line of 80 columns has no room
+    table = _table("attempt", "worker", *(["device"] if several else []), "start (UTC)", "end (UTC)", "outcome")
     for attempt in attempts:
         end = "" if attempt.ended_at is None else _time(attempt.ended_at)
         outcome = attempt.outcome or "running"
-        device = attempt.device or ""
-        table.add_row(str(attempt.number), attempt.worker, device, _time(attempt.started_at), end, outcome)
+        device = [attempt.device or ""] if several else []
+        table.add_row(str(attempt.number), attempt.worker, *device, _time(attempt.started_at), end, outcome)
     return table
 
 
