@@ -292,7 +292,7 @@ def _key(number: int) -> str:
 
 def _abort() -> None:
     """Ends the collectives that this process waits in."""
-    with contextlib.suppress(RuntimeError, ValueError):
+    with contextlib.suppress(RuntimeError, ValueError):  # there may be nothing left to end
         distributed_c10d._abort_process_group()
 
 

@@ -41,7 +41,7 @@ class Strategy:
     def begin_epoch(self) -> None:
         """Before an epoch: the objective may have frozen layers, or thawed some."""
 
-    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002
+    def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 of several
         """The step of a micro-batch in training.
 
         Args:

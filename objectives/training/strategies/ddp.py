@@ -28,7 +28,7 @@ class Replicated(Strategy):
     def place(self, model: nn.Module, *averages: nn.Module) -> None:  # noqa: ARG002 judged, and never trained
         """Let batch norm take its statistics from all ranks' shares, where torch can: on GPUs."""
         if any(parameter.is_cuda for parameter in model.parameters()):
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch names no types
 
     def begin_epoch(self) -> None:
         """Wrap anew where other layers are trained than before: DDP takes note of them once."""
@@ -60,7 +60,7 @@ class Replicated(Strategy):
         """Whether a step uses only some of the parameters, on any rank: tried, without a trace, on the first batch."""
         model, device = self._model, next(self._model.parameters()).device
         kept, drawn = {name: buffer.clone() for name, buffer in model.named_buffers()}, generators(device)
-        self._stepping(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]
+        self._stepping(model, batch, autocast).loss.backward()  # type: ignore[no-untyped-call]  # as above
         unused = [p.requires_grad and p.grad is None for p in model.parameters()]
         model.zero_grad(set_to_none=True)
         restore_generators(drawn, device)
@@ -76,7 +76,7 @@ class Replicated(Strategy):
         """
         if self._wrapped is None:
             return None
-        found = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        found = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # as above
         compute = found.get("avg_forward_compute_time", 0) + found.get("avg_backward_compute_time", 0)
         exposed = found.get("avg_backward_comm_time", 0) - found.get("avg_backward_compute_comm_overlap_time", 0)
         return compute / (compute + max(exposed, 0)) if compute > 0 else None

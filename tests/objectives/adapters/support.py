@@ -3,19 +3,8 @@
 import torch
 
 from objectives.fit import fit
-from objectives.training import LocalSession, Verdict
-from tests.objectives.training.support import exact
-
-
-class Stopped(LocalSession):
-    """Ends a run after an epoch; the epochs before it were reported in earlier runs."""
-
-    def __init__(self, folder, after):
-        super().__init__(folder)
-        self._after = after
-
-    def report(self, record):
-        return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE
+from objectives.training import LocalSession
+from tests.objectives.training.support import Stopped, exact
 
 
 def trained(objective, session, *, epochs=5):

@@ -2,22 +2,10 @@
 
 from objectives import load_objective
 from objectives.fit import fit
-from objectives.training import LocalSession, Verdict
 from tests.objectives.training.ranks.support import on_ranks
-from tests.objectives.training.support import exact
+from tests.objectives.training.support import Stopped, exact
 
 EPOCHS = 3
-
-
-class Stopped(LocalSession):
-    """Ends a run after an epoch."""
-
-    def __init__(self, folder, after):
-        super().__init__(folder)
-        self._after = after
-
-    def report(self, record):
-        return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE
 
 
 def trained(ranks, objective, folder, after=None):

@@ -5,7 +5,7 @@ from sklearn.datasets import load_wine
 from torch import nn
 
 from objectives import Objective
-from objectives.training import Splits, Standardize, TrainConfig, Trainer, Verdict
+from objectives.training import LocalSession, Splits, Standardize, TrainConfig, Trainer, Verdict
 from objectives.training.evaluation.running import RunningMetrics
 from objectives.training.loop.build import build
 from objectives.training.loop.epoch import train_step
@@ -107,3 +107,14 @@ class Memory:
 def fit(objective, config=None, **settings):
     config = config or TrainConfig(lr=0.02, batch_size=32)
     return Trainer(objective, config, **{"epochs": 5, "seed": 0, **settings}).fit()
+
+
+class Stopped(LocalSession):
+    """Ends a run after an epoch; the epochs before it were reported in earlier runs."""
+
+    def __init__(self, folder, after):
+        super().__init__(folder)
+        self._after = after
+
+    def report(self, record):
+        return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE

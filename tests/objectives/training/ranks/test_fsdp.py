@@ -11,30 +11,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from objectives import Objective
 from objectives.errors import ObjectiveError
-from objectives.training import Splits, Step, TrainConfig, Trainer
+from objectives.training import Step, TrainConfig, Trainer
 from objectives.training.loop.epoch import train_epoch
 from objectives.training.ranks import current
 from objectives.training.reproducibility import checkpoint
 from objectives.training.session import Due, LocalSession, Verdict
 from tests.objectives.training.ranks.support import apart, on_ranks, outcome
+from tests.objectives.training.ranks.test_equal import Sides as Points
 
 EPOCHS = 2
 
 
-class Sides(Objective):
-    """203 points on two sides of a line: neither samples, batches nor weights can be divided evenly."""
-
-    metric = "accuracy"
-
-    def suggest(self, trial):
-        return TrainConfig()
-
-    def data(self, seed):
-        made = torch.Generator().manual_seed(seed)
-        x = torch.randn(203, 8, generator=made)
-        return Splits.make(x, (x[:, 0] + 0.5 * x[:, 1] > 0).long(), seed=seed)
+class Sides(Points):
+    """With weights that cannot be divided evenly either."""
 
     def model(self, config, train):
         return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))

@@ -11,6 +11,7 @@ from objectives.training import LocalSession, NonFiniteError, Trainer
 from objectives.training.ranks import ALONE, RankLostError
 from tests.objectives.training.ranks.support import apart, on_ranks, outcome
 from tests.objectives.training.ranks.test_equal import UNEVEN, Sides
+from tests.objectives.training.support import Stopped
 
 
 def agree(ranks):
@@ -138,21 +139,8 @@ def keep(ranks, folder, epochs):
     return outcome(Trainer(Sides(), UNEVEN, epochs=epochs, seed=0, session=session).fit())
 
 
-class Until(LocalSession):
-    """Stops a run after so many epochs."""
-
-    def __init__(self, folder, epochs):
-        super().__init__(folder)
-        self.epochs = epochs
-
-    def report(self, record):
-        from objectives.training import Verdict
-
-        return Verdict.STOP if record.epoch + 1 == self.epochs else Verdict.CONTINUE
-
-
 def stop_early(ranks, folder):
-    trainer = Trainer(Sides(), UNEVEN, epochs=4, seed=0, session=Until(folder, 2))
+    trainer = Trainer(Sides(), UNEVEN, epochs=4, seed=0, session=Stopped(folder, 1))
     return trainer.fit().status
 
 
