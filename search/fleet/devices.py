@@ -178,5 +178,8 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
         code = telling_mistakes(lambda: join_study(name, options))
         if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
             sys.exit(code)
-        dismiss(ranks, code)
+        try:
+            dismiss(ranks, code)
+        except RankLostError:
+            sys.exit(EXIT_AWAY)
         return code

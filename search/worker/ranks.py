@@ -59,7 +59,7 @@ def fit_together(
         RankLostError: a rank is gone or does not answer: this process has to end.
         Exception: what `fit` raised, on this rank or another.
     """
-    ranks.told(job)
+    _tell(ranks, job)
     with ranks.together():
         where: Where = {**job.where(device), "session": session}
         return fit(objective, job.config, **where)
@@ -87,15 +87,25 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
 
 
 def _next(ranks: Ranks) -> Job | int:
+    """What rank 0 says, on the others."""
+    return _tell(ranks, 0)
+
+
+def _tell(ranks: Ranks, said: Job | int) -> Job | int:
+    """What rank 0 says between two trials, where no error can be but that a rank is gone."""
     try:
-        return ranks.told(0)
+        return ranks.told(said)
     except (RuntimeError, ValueError) as error:
-        raise RankLostError(f"rank 0 is gone: {error}") from error
+        raise RankLostError(f"a rank is gone: {error}") from error
 
 
 def dismiss(ranks: Ranks, code: int) -> None:
-    """Tell the others, which wait for a job, that there is none, and with which exit code to leave."""
-    ranks.told(code)
+    """Tell the others, which wait for a job, that there is none, and with which exit code to leave.
+
+    Raises:
+        RankLostError: a rank is gone.
+    """
+    _tell(ranks, code)
 
 
 def hear(ranks: Ranks, *, told: Callable[[], bool], leave: Callable[[], None]) -> None:

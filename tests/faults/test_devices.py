@@ -87,6 +87,23 @@ def test_any_process_is_killed_at_any_point(arena: Arena, together: dict[int, Va
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS)
 
 
+def test_a_process_dies_while_rank_0_has_not_yet_said_what_is_trained(
+    arena: Arena, together: dict[int, Values]
+) -> None:
+    arena.create(1, [Order("suggest", "hang", trial=0)])
+    worker = arena.start(HPSEARCH_DEVICES="2")
+    wait_for(lambda: arena.obeyed(0), "rank 0 to suggest")
+    (other,) = [p for p in psutil.Process(leader(arena)).parent().children() if p.pid != leader(arena)][-1:]
+    other.kill()
+    wait_for(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE, "rank 1 to be gone")
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    work(arena)
+    expected = undisturbed(arena, together, 6)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, expected, 1)
+    assert (trial.state, trial.outcomes[-1]) == ("COMPLETE", "complete"), arena.tell("")
+
+
 def test_what_one_process_raises_ends_the_trial_on_all_by_its_reason(arena: Arena, together: dict[int, Values]) -> None:
     """And the worker goes on, with the same processes."""
     orders = [
