@@ -22,6 +22,8 @@ with private_folder() as folder:
     (folder / "ranks").touch()
     if not os.fork():  # a rank
         print(folder, flush=True)
+        sys.stdin.read()
+        os._exit(0)
     sys.stdin.read()
 """
 
