@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 
 from search.console import counted
 from search.study.study import StoredStudy
@@ -66,7 +67,7 @@ def devices_line(devices: Devices) -> str:
     parts += [] if devices.rate is None else [f"{_rate(devices.rate)} samples per second and device"]
     parts += [] if devices.efficiency is None else [f"scaling efficiency {devices.efficiency:.2f}"]
     parts += [
-        f"trial {number} was resumed on another number ({', then '.join(changed)})"
+        f"trial {number} was resumed on another number ({', then '.join(kind for kind, _ in groupby(changed))})"
         for number, changed in list(devices.changed.items())[:_NAMED]
     ]
     parts += [f"and {more} more were"] if (more := len(devices.changed) - _NAMED) > 0 else []

@@ -58,7 +58,7 @@ def test_a_trial_that_was_resumed_on_another_number_is_named(
     train(two)
     for page in pages(say, stored, tmp_path):
         assert "cuda (1 trial), 2 x cpu (1 trial); trial 0 was resumed on another number (2 x cpu" in page
-        assert "then cuda)" in page
+        assert "(2 x cpu, then cuda)" in page
         assert "trial 1 was" not in page
         assert "samples per second" not in page
         assert "efficiency" not in page
