@@ -166,6 +166,14 @@ class TrainConfig:
     cpu_offload: Annotated[
         bool, about('of "fsdp": keep weights, gradients and the optimizer\'s state in the memory of the CPU')
     ] = False
+    shard_above: Annotated[
+        float,
+        about(
+            'of "fsdp": GiB of weights, averages and the optimizer\'s state above which each device writes its own part '
+            "of the checkpoint that a trial is resumed from; 0 is always",
+            ge=0,
+        ),
+    ] = 4.0
     model: Annotated[
         dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")
     ] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 
 from objectives.training.ranks import Ranks
 from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.session import Due, Session, Verdict
+from objectives.training.session import Due, LocalSession, Session, Verdict
 
 _ASKED = 0.25  # seconds between two steps at which the ranks agree on what is due
 
@@ -24,13 +24,24 @@ class RankedSession:
 
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = session, ranks
+        # Where ranks may write their parts of a large state: a session that names a folder for them takes manifests.
+        self.shards = ranks.told(session.shards if isinstance(session, LocalSession) else None)
         self._steps = 0  # until the ranks agree again
         self._asked = time.monotonic()
         self._apart = 1  # steps between the last two times
 
     def restore(self) -> dict[str, Any] | None:
-        """The last checkpoint's state, which rank 0 reads."""
-        return self._ranks.led(lambda: None if self._session is None else self._session.restore())
+        """The last checkpoint's state, which rank 0 reads; of one in parts, it alone keeps the best weights."""
+        read: list[dict[str, Any] | None] = []
+
+        def lean() -> dict[str, Any] | None:
+            state = None if self._session is None else self._session.restore()
+            read.append(state)
+            sharded = state is not None and "shards" in state
+            return {**state, "best": {**state["best"], "model": {}}} if sharded and state["best"] else state
+
+        told = self._ranks.led(lean)
+        return read[0] if self._ranks.first else told
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Rank 0 keeps the state after an epoch; nobody goes on before it is kept."""

@@ -73,6 +73,11 @@ class Ranks:
         """Whether this is rank 0, which alone speaks to the study and writes files."""
         return self.rank == 0
 
+    @property
+    def control(self) -> Any:
+        """Torch's group of connections between CPUs, for what takes as long as it takes; None of one process."""
+        return None
+
     def share(self, rows: Tensor) -> Tensor:
         """Which of the rows [n] are this rank's; none where there are fewer rows than ranks."""
         return rows if self.alone else rows[self.rank :: self.world]
@@ -180,6 +185,11 @@ class Group(Ranks):
     def close(self) -> None:
         """Leaves the others."""
         self._leave()
+
+    @property
+    def control(self) -> Any:
+        """Torch's group of connections between CPUs, for what takes as long as it takes."""
+        return self._control
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

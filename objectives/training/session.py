@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from objectives.errors import ObjectiveError
-from objectives.training.reproducibility import checkpoint
+from objectives.training.reproducibility import checkpoint, shards
 from objectives.training.reproducibility.metrics_file import EpochRecord
 
 log = logging.getLogger("objectives.training")
@@ -113,6 +113,7 @@ class LocalSession:
         self.last_path = self.run_dir / "last.pt"
         self.previous_path = self.run_dir / "previous.pt"
         self.best_path = self.run_dir / "best.pt"
+        self.shards = self.run_dir / shards.FOLDER
         self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
         self._interval, self._snapshot_every, self._synced = interval, snapshot_every, synced
         self._saved_at = -math.inf
@@ -122,10 +123,11 @@ class LocalSession:
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
         checkpoint.remove_leftovers(self.run_dir)
+        shards.remove_unnamed(self.run_dir)
         refused = False
         for path in (self.last_path, *self._earlier):
             try:
-                return checkpoint.read(path)
+                return shards.verified(checkpoint.read(path), self.run_dir)
             except FileNotFoundError:
                 continue
             except checkpoint.CheckpointError as error:
@@ -139,11 +141,13 @@ class LocalSession:
         """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping those before."""
         if best:
             checkpoint.write(self.best_path, promotable(state), synced=self._synced)
+        shards.require_written(state)
         done = len(state.get("history", ()))
         if self._snapshot_every and done % self._snapshot_every == 0:
             checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
         now = time.monotonic()
         if now - self._saved_at < self._interval and done < state.get("epochs", 0):
+            shards.remove_unnamed(self.run_dir)
             return
         self._saved_at = now
         self._keep(state)
@@ -157,11 +161,13 @@ class LocalSession:
         self._keep(state)
 
     def _keep(self, state: dict[str, Any]) -> None:
+        shards.require_written(state)
         kept = [self.last_path, *self._earlier]
         for newer, older in reversed(list(pairwise(kept))):
             if newer.exists():
                 newer.replace(older)
         checkpoint.write(self.last_path, state, synced=self._synced)
+        shards.remove_unnamed(self.run_dir)
         if self._save_every is not None:
             self._next_within = time.monotonic() + self._save_every
 

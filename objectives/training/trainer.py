@@ -22,7 +22,7 @@ from objectives.training.loop.performance import peak_memory, reset_peak_memory
 from objectives.training.loop.resume import restore, resume_within
 from objectives.training.loop.run import Run
 from objectives.training.loop.stepping import call_in
-from objectives.training.ranked_session import on_ranks
+from objectives.training.ranked_session import RankedSession, on_ranks
 from objectives.training.ranks import current
 from objectives.training.reports.report import write_report
 from objectives.training.reports.run_dir import RunDir
@@ -199,6 +199,7 @@ class Trainer:
             device=self.device,
             ranks=self.ranks,
         )
+        run.shards = self.session.shards if isinstance(self.session, RankedSession) else None
         where = (
             str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
         )

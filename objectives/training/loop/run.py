@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Run:
         notes: what kept a resume from being exact, and options that the run had to do without.
         within: where in an epoch the run goes on, after it was left in its midst: what `state_within` kept of it.
         whole_epochs: nothing can be kept within one: what its metrics gather is no plain value.
+        shards: where ranks may write their parts of a large state.
         conclusion: seconds that the last epoch took after its steps: validation and checkpoint.
     """
 
@@ -87,6 +89,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     within: dict[str, Any] | None = None
     whole_epochs: bool = False
+    shards: Path | None = None
     conclusion: float = 0.0
 
     @property
@@ -132,15 +135,18 @@ class Run:
 
         No generator is in it: every epoch seeds them from (seed, epoch), so a resume is exact without.
         """
+        parts: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict(),
+        }
         return {
             **self.identity,
             "environment": self.environment,
             "notes": self.notes,
-            "model": self.strategy.whole(self.model.state_dict()),
-            "optimizer": self.strategy.whole(self.optimizer.state_dict()),
+            **self.strategy.kept(parts, self.shards),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.state_dict(),
-            "average": None if (average := self.average.state_dict()) is None else self.strategy.whole(average),
             "step": self.step,
             "skipped": self.guard.skipped,
             "skipped_in_all": self.guard.skipped_in_all,
@@ -159,13 +165,17 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` or `state_within` gave, but for identity and environment."""
-        self.model.load_state_dict(self.strategy.own(state["model"], self.model.state_dict()))
         parameters = dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
-        self.optimizer.load_state_dict(self.strategy.own(state["optimizer"], parameters))
+        average = self.average.state_dict()
+        like = {"model": self.model.state_dict(), "optimizer": parameters, "average": average or {}}
+        folder = Path(state["shards"]["folder"]) if "shards" in state else None
+        own = self.strategy.restored({part: state[part] for part in like}, like, folder)
+        self.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.load_state_dict(state["scaler"])
-        if (average := self.average.state_dict()) is not None:
-            self.average.load_state_dict(self.strategy.own(state["average"], average))
+        if average is not None:
+            self.average.load_state_dict(own["average"])
         self.step = state["step"]
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Batch
 from objectives.training.evaluation.step import Step, Stepping
 from objectives.training.ranks import Ranks
+from objectives.training.strategies.shards import read
 
 
 class Strategy:
@@ -74,6 +76,20 @@ class Strategy:
     def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
         """What this rank has of a state dict with whole tensors; `like` has this rank's weights by the keys in it."""
         return state
+
+    def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:  # noqa: ARG002 of a sharded one
+        """What a checkpoint has of a state: whole tensors, or a manifest beside of what ranks wrote to `place`."""
+        return self.whole(parts)
+
+    def restored(self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None) -> dict[str, Any]:
+        """What this rank has of what `kept` gave; `like` as of `own`.
+
+        Args:
+            kept: the state, on all ranks.
+            like: this rank's weights by the keys in it.
+            folder: that ranks wrote parts of it to, where they did.
+        """
+        return self.own(kept if folder is None else read(kept, folder), like)
 
     def efficiency(self) -> float | None:
         """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""

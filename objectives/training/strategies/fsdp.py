@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,10 @@ from objectives.errors import ObjectiveError
 from objectives.training.data.dataset import Batch
 from objectives.training.evaluation.step import Step
 from objectives.training.optimizers.layers import layers
+from objectives.training.strategies import shards
 from objectives.training.strategies.base import Strategy
+
+log = logging.getLogger("objectives.training")
 
 
 class Sharded(Strategy):
@@ -30,6 +35,7 @@ class Sharded(Strategy):
     name = "fsdp"
     _device: torch.device
     _unsharded: nn.Module
+    _told = False
 
     def place(self, model: nn.Module, *averages: nn.Module) -> None:
         """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights.
@@ -95,10 +101,7 @@ class Sharded(Strategy):
             ) from error
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others.
-
-        All of it is in rank 0's memory and in one file: from what size on shards pay is to be decided here.
-        """
+        """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others."""
         found: dict[str, Any] = self._gathered(state)
         return found
 
@@ -143,6 +146,29 @@ class Sharded(Strategy):
             values = value if self._ranks.first else [None] * len(outline)
             return [self._dealt(one, inner, like) for one, inner in zip(values, outline, strict=True)]
         return outline
+
+    def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
+        """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
+        if place is not None and shards.size(parts) > self._config.shard_above * 2**30:
+            written = shards.write(parts, place, self._ranks)
+            if written is not None:
+                return written
+            if self._ranks.first and not self._told:
+                log.warning(
+                    "checkpoints are gathered in rank 0's memory, for all their size: not all ranks see %s, and parts "
+                    "are written where they do",
+                    place,
+                )
+            self._told = True
+        return self.whole(parts)
+
+    def restored(self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None) -> dict[str, Any]:
+        """What this rank has of what `kept` gave; `like` as of `own`."""
+        if folder is None:
+            return self.own(kept, like)
+        if all(self._ranks.each(folder.is_dir())):
+            return shards.read(kept, folder, like, self._ranks)
+        return self.own(shards.read(kept, folder) if self._ranks.first else kept, like)
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of each gradient [n], over all ranks."""

@@ -1,0 +1,179 @@
+"""A checkpoint in parts, of which each rank wrote its own: resumed on any number of ranks, and trusted only whole."""
+
+import dataclasses
+import logging
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from objectives.training import Trainer
+from objectives.training.reproducibility import checkpoint, shards
+from objectives.training.session import Due, LocalSession, Verdict
+from objectives.training.strategies.shards import read
+from tests.objectives.training.ranks.support import on_ranks, outcome
+from tests.objectives.training.ranks.test_fsdp import AVERAGED, Sides
+
+EPOCHS = 3
+IN_PARTS = dataclasses.replace(AVERAGED, shard_above=0.0)
+LEFT = ("after", "within")
+
+
+class Leaving(LocalSession):
+    """Leaves the run after its second epoch, or in the midst of it."""
+
+    def __init__(self, run_dir, where=None):
+        super().__init__(run_dir, synced=False)
+        self.where, self.reported = where, 0
+
+    def due(self, left):
+        return Due.LEAVE if self.where == "within" and self.reported == 1 else Due.NOTHING
+
+    def report(self, record):
+        self.reported = record.epoch + 1
+        return Verdict.STOP if self.where == "after" and record.epoch == 1 else Verdict.CONTINUE
+
+
+def fit(run_dir, where=None):
+    result = Trainer(Sides(), IN_PARTS, epochs=EPOCHS, seed=0, session=Leaving(run_dir, where)).fit()
+    assert result.status == ("completed" if where is None else "stopped")
+    whole = not any(parameter.is_meta for parameter in result.model.parameters())
+    return outcome(result) if whole else None
+
+
+def on_two(_ranks, folder):
+    for where in LEFT:
+        fit(folder / where, where)
+        for copy in ("one", "two", "four", "torn"):
+            if _ranks.first:
+                shutil.copytree(folder / where, folder / copy / where)
+    _ranks.each(None)
+    return {where: fit(folder / "two" / where) for where in LEFT}
+
+
+def on_two_torn(_ranks, folder, where):
+    return fit(folder / where)
+
+
+def on_four(_ranks, folder):
+    return {where: fit(folder / where) for where in LEFT}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    torch.set_num_threads(1)
+    return fit(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, undisturbed):
+    folder = tmp_path_factory.mktemp("two")
+    return folder, on_ranks(2, on_two, folder)
+
+
+def assert_same(found, expected, where):
+    """In each epoch's numbers and the best weights; of an epoch that was gone on in, not the metrics of training."""
+    assert len(found[0]) == EPOCHS
+    for epoch, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
+        partly = where == "within" and epoch == 1
+        for key in (key for key in other if not (partly and key.startswith("train_") and key != "train_loss")):
+            assert one[key] == pytest.approx(other[key], abs=1e-6), (epoch, key)
+    assert max(abs(found[1][key] - weight).max() for key, weight in expected[1].items()) < 1e-5
+
+
+@pytest.mark.parametrize("where", LEFT)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_it_is_resumed_on_any_number_of_ranks(world, where, two, undisturbed):
+    folder, found = two
+    if world == 1:
+        result = fit(folder / "one" / where)
+        last, previous = (checkpoint.read(folder / "one" / where / f"{name}.pt") for name in ("last", "previous"))
+        assert "shards" not in last, "one process has nothing to share"
+        left = folder / "one" / where / "shards"
+        assert ([p.name for p in left.iterdir()] if left.exists() else []) == (
+            [previous["shards"]["folder"]] if "shards" in previous else []
+        )
+    else:
+        result = (found if world == 2 else on_ranks(4, on_four, folder / "four"))[0][where]
+    assert_same(result, undisturbed, where)
+
+
+def test_a_checkpoint_names_the_part_of_each_rank(two):
+    run_dir = two[0] / "torn" / "after"
+    state = checkpoint.read(run_dir / "last.pt")
+    assert all(tensor.is_meta for tensor in state["model"].values())
+    assert not any(tensor.is_meta for tensor in state["best"]["model"].values())
+    assert sorted(state["shards"]["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    named = {checkpoint.read(run_dir / name)["shards"]["folder"] for name in ("last.pt", "previous.pt")}
+    assert {path.name for path in (run_dir / "shards").iterdir()} == named, "nothing but what can be resumed from"
+    assert len(named) == 2
+    sizes = [state["shards"]["files"][f"__{rank}_0.distcp"]["size"] for rank in range(2)]
+    assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.parametrize("how", ["torn", "changed", "gone"])
+def test_a_part_that_cannot_be_trusted_costs_its_checkpoint_alone(how, two, undisturbed, tmp_path, caplog):
+    run_dir = tmp_path / "after"
+    shutil.copytree(two[0] / "torn" / "after", run_dir)
+    last = checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
+    part = run_dir / "shards" / last / "__1_0.distcp"
+    data = part.read_bytes()
+    if how == "gone":
+        part.unlink()
+    else:
+        part.write_bytes(data[:-1] if how == "torn" else data[:-1] + bytes([data[-1] ^ 1]))
+    with caplog.at_level(logging.WARNING):
+        state = LocalSession(run_dir).restore()
+    assert len(state["history"]) == 1, "the one before it"
+    assert ("is gone" if how == "gone" else "is torn or was changed") in caplog.text
+    assert "trying the checkpoint before it" in caplog.text
+    assert_same(on_ranks(2, on_two_torn, tmp_path, "after")[0], undisturbed, "after")
+
+
+class Touch:
+    """What runs code where a pickle is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_table_of_parts_is_no_code(two, tmp_path):
+    run_dir = tmp_path / "after"
+    shutil.copytree(two[0] / "torn" / "after", run_dir)
+    state = LocalSession(run_dir).restore()
+    folder = run_dir / "shards" / checkpoint.read(run_dir / "last.pt")["shards"]["folder"]
+    (folder / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
+    with pytest.raises(RuntimeError, match=r"io\.open is in no table of shards"):
+        read({"model": state["model"]}, folder)
+    assert not (tmp_path / "touched").exists()
+
+
+def apart_at_first(ranks, folder, warned):
+    """As on two machines: rank 1 does not see what rank 0 writes."""
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("objectives.training").addHandler(handler)
+    if ranks.rank == 1:
+        import pathlib
+
+        seen = pathlib.Path.is_dir
+        pathlib.Path.is_dir = lambda self: "shards" not in self.parts and seen(self)
+    found = fit(folder / "run", "after")
+    assert found is None or ranks.first
+    state = LocalSession(folder / "run").restore() if ranks.first else None
+    shutil.copytree(folder / "parts", folder / "resumed") if ranks.first else None
+    ranks.each(None)
+    again = fit(folder / "resumed")
+    return again, warned, state is not None and ("shards" in state, len(state["history"]))
+
+
+def test_ranks_that_share_no_disk_write_and_read_whole_tensors(two, undisturbed, tmp_path):
+    shutil.copytree(two[0] / "torn" / "after", tmp_path / "parts")
+    (again, warned, state), _ = on_ranks(2, apart_at_first, tmp_path, [])
+    assert state == (False, 2)
+    assert sum("not all ranks see" in line for line in warned) == 2, "once in each of two runs"
+    assert_same(again, undisturbed, "after")
