@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
@@ -11,15 +12,16 @@ from search.errors import SearchError
 from search.study.study import StoredStudy
 from storage.attributes import CHECKPOINT_URL
 from storage.checkpoints.pointers import drop_pointers, ended
-from storage.checkpoints.store import Checkpoints
+from storage.checkpoints.store import Checkpoints, checkpoint_of
 from storage.database.retry import retrying
 from storage.errors import CheckpointStoreError
+from storage.files import size_of
 from storage.urls import redact
 
 log = logging.getLogger(__name__)
 
 # What only a resumed trial needs of a run directory, and what a death in the middle of writing left there.
-_LOCAL = ("last.pt", "previous.pt", ".*.pt.*.tmp")
+_LOCAL = ("last.pt", "previous.pt", "shards", ".*.pt.*.tmp")
 
 
 def open_checkpoints(study: StoredStudy, home: Path, url: str | None) -> StudyCheckpoints:
@@ -75,7 +77,10 @@ class StudyCheckpoints:
             kept, local = self.leftovers(runs)
             self.files.remove(list(kept))
             for path in local:
-                path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
             retrying()(drop_pointers, self.engine, self.study_id)
         except (CheckpointStoreError, OSError) as error:
             log.warning("checkpoints of trials that have ended stay for now: %s", error)
@@ -91,7 +96,11 @@ class StudyCheckpoints:
         numbers = {_number(path) for path in [*found, *map(str, local)]}
         over = retrying()(ended, self.engine, self.study_id, numbers) if numbers else {}
         return (
-            {path: size for path, size in found.items() if path not in over.get(_number(path), {path})},
+            {
+                path: size
+                for path, size in found.items()
+                if (number := _number(path)) in over and checkpoint_of(path) not in over[number]
+            },
             {path: size for path in local if _number(str(path)) in over and (size := _size(path)) is not None},
         )
 
@@ -117,9 +126,9 @@ class StudyCheckpoints:
 
 
 def _size(path: Path) -> int | None:
-    """The file's bytes; None where another worker removed it meanwhile."""
+    """The bytes of a file, or of a folder's; None where another worker removed it meanwhile."""
     try:
-        return path.stat().st_size
+        return size_of(path) if path.is_dir() else path.stat().st_size
     except FileNotFoundError:
         return None
 

@@ -14,10 +14,10 @@ from typing import Any
 import tenacity
 
 from objectives.training import LocalSession, promotable
-from objectives.training.reproducibility import checkpoint
+from objectives.training.reproducibility import checkpoint, shards
 from search.study.checkpoints import StudyCheckpoints
 from storage.checkpoints.pointers import Pointer, read_pointers
-from storage.checkpoints.store import is_file
+from storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
 from storage.database.retry import retrying
 from storage.errors import CheckpointStoreError, StoredCheckpointError
 from storage.trials.claims import Claim
@@ -52,6 +52,7 @@ class TrialCheckpoints:
         self._claim = claim
         self._folder = f"{study.folder}/{claim.number:04d}"
         self._known: list[Pointer] = []  # in the database, as far as this attempt knows
+        self._parts: dict[str, list[str]] = {}  # of a checkpoint, both by their paths in the store
         self._put: tuple[int, int] | None = None  # the local file that was put last
         self._failing = False
         self.pending: Pointer | None = None
@@ -60,7 +61,7 @@ class TrialCheckpoints:
     def saving(self, state: dict[str, Any], *, best: bool) -> Iterator[None]:
         """Save the state inside; then it is kept. A full disk is logged and costs nothing but the checkpoint."""
         epoch = len(state["history"]) - 1
-        with self._kept(epoch, f"{epoch:04d}"):
+        with self._kept(epoch, f"{epoch:04d}", state):
             try:
                 yield
             except OSError:
@@ -74,25 +75,33 @@ class TrialCheckpoints:
     def saving_within(self, state: dict[str, Any]) -> Iterator[None]:
         """The same in the midst of an epoch: it takes the place of the state after the epoch before."""
         epoch = len(state["history"]) - 1
-        with self._kept(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}"):
+        with self._kept(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state):
             yield
 
     @contextlib.contextmanager
-    def _kept(self, epoch: int, name: str) -> Iterator[None]:
+    def _kept(self, epoch: int, name: str, state: dict[str, Any]) -> Iterator[None]:
         self.pending = None
         try:
             yield
-            self._keep_elsewhere(epoch, name)
+            self._keep_elsewhere(epoch, f"{self._folder}/{name}-{self._claim.attempt}.pt", state)
         except (OSError, CheckpointStoreError) as error:
             self._warn(epoch, error)
         else:
             self._failing = False
 
-    def _keep_elsewhere(self, epoch: int, name: str) -> None:
+    def _keep_elsewhere(self, epoch: int, path: str, state: dict[str, Any]) -> None:
         file = self._local.last_path.stat()
         if self._put == (file.st_ino, file.st_mtime_ns):
             return  # a session may save less often than each epoch
-        stored = self._study.files.put(self._local.last_path, name=f"{self._folder}/{name}-{self._claim.attempt}.pt")
+        parts = _parts(path, state)
+        try:
+            for local, part in parts.items():  # before the file that names them, which alone makes them count
+                self._study.files.put(self._local.shards / local, name=part.path, sha256=part.sha256)
+            stored = self._study.files.put(self._local.last_path, name=path)
+        except (OSError, CheckpointStoreError):
+            self._remove([part.path for part in parts.values()])
+            raise
+        self._parts[path] = [part.path for part in parts.values()]
         self._put = (file.st_ino, file.st_mtime_ns)
         self.pending = Pointer(epoch, self._claim.attempt, stored)
 
@@ -117,7 +126,7 @@ class TrialCheckpoints:
         gone = [p for p in self._known if p.epoch < before or p.epoch == newest.epoch]
         self._known = [*(p for p in self._known if p not in gone), newest]
         self.pending = None
-        self._remove([p.stored.path for p in gone])
+        self._remove([path for p in gone for path in (p.stored.path, *self._parts.pop(p.stored.path, ()))])
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state that the database knows of and that can be trusted, or None to start anew.
@@ -134,7 +143,8 @@ class TrialCheckpoints:
         for pointer in self._known:
             try:
                 self._bring(pointer)
-                state = checkpoint.read(self._local.last_path)
+                state = shards.located(checkpoint.read(self._local.last_path), self._local.run_dir)
+                self._bring_parts(pointer, state)
             except (StoredCheckpointError, checkpoint.CheckpointError) as error:
                 log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, pointer.epoch + 1, error)
                 continue
@@ -154,11 +164,17 @@ class TrialCheckpoints:
                 return
         _waiting(self._study.files.get, pointer.stored, self._local.last_path)
 
+    def _bring_parts(self, pointer: Pointer, state: dict[str, Any]) -> None:
+        for local, part in _parts(pointer.stored.path, state).items():
+            if not is_file(path := self._local.shards / local, part):
+                _waiting(self._study.files.get, part, path)
+
     def _make_local_agree(self, state: dict[str, Any]) -> None:
         """Make the directory what it was after the state's epoch; metrics are reported again from the state."""
         for path in (self._local.previous_path, self._local.run_dir / "metrics.jsonl"):
             path.unlink(missing_ok=True)
         self._local.best_path.unlink(missing_ok=True)
+        shards.remove_unnamed(self._local.run_dir)
         if not state["best"]:  # it was left in its first epoch
             return
         try:
@@ -169,13 +185,16 @@ class TrialCheckpoints:
     def _remove_local(self, *, best: bool = True) -> None:
         for path in (self._local.last_path, self._local.previous_path, *([self._local.best_path] if best else [])):
             path.unlink(missing_ok=True)
+        shards.remove_unnamed(self._local.run_dir)
 
     def _sweep(self) -> None:
         """Remove files of this attempt or earlier ones that no pointer names; a later attempt's are its own."""
         try:
             found = self._study.files.find(self._folder)
             known = {pointer.stored.path for pointer in self._known}
-            self._study.files.remove([p for p in found if p not in known and _attempt(p) <= self._claim.attempt])
+            self._parts = {of: [p for p in found if p != of and checkpoint_of(p) == of] for of in known}
+            left = [p for p in found if checkpoint_of(p) not in known and _attempt(p) <= self._claim.attempt]
+            self._study.files.remove(left)
         except CheckpointStoreError as error:
             log.warning("trial %d: leftovers of an earlier attempt stay for now: %s", self._claim.number, error)
 
@@ -201,6 +220,13 @@ class TrialCheckpoints:
             self._study.files.remove(paths)
         except CheckpointStoreError as error:
             log.warning("trial %d: an old checkpoint stays for now: %s", self._claim.number, error)
+
+
+def _parts(path: str, state: dict[str, Any]) -> dict[str, Stored]:
+    """What of a state is not in the file at `path`: where it is below the folder of parts, and in the store."""
+    manifest = state.get("shards", {"folder": "", "files": {}})
+    folder = PurePosixPath(manifest["folder"]).name
+    return {f"{folder}/{name}": Stored(part_of(path, name), **of) for name, of in manifest["files"].items()}
 
 
 def _attempt(path: str) -> int:

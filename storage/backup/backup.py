@@ -8,6 +8,7 @@ checkpoints are taken before MLflow's database is read.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -180,7 +181,7 @@ def _checkpoints(studies: Snapshot, where: places.Places) -> Iterator[list[tuple
     """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
 
     They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
-    on from an earlier one after the restore, or from its beginning.
+    on from an earlier one after the restore, or from its beginning. A checkpoint in parts is taken with them.
     """
     names = studies.column("SELECT path FROM hpsearch_checkpoints ORDER BY path")
     with _workshop(where.home, "backup") as folder:
@@ -188,12 +189,14 @@ def _checkpoints(studies: Snapshot, where: places.Places) -> Iterator[list[tuple
         for name in names:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 continue
-            link = folder / str(len(found))
-            try:
-                _link(where.checkpoints / name, link)
-            except FileNotFoundError:
-                continue  # removed since, or in a place of the study's own
-            found.append((name, link))
+            path = where.checkpoints / name
+            for each in (path, *path.parent.glob(f"{glob.escape(path.name)}.*")):
+                link = folder / str(len(found))
+                try:
+                    _link(each, link)
+                except FileNotFoundError:
+                    continue  # removed since, or in a place of the study's own
+                found.append((each.relative_to(where.checkpoints).as_posix(), link))
         yield found
 
 

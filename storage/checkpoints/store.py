@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
-from storage.files import place, sha256
+from storage.files import place
+from storage.files import sha256 as digest
 from storage.urls import redact, without_secret
 
 SETTING = "--checkpoint-url"
@@ -86,16 +87,21 @@ class Checkpoints:
             self._fs.pipe_file(probe, b"hpsearch")
             self._fs.rm_file(probe)
 
-    def put(self, local: Path, *, name: str) -> Stored:
+    def put(self, local: Path, *, name: str, sha256: str | None = None) -> Stored:
         """Keep a file under `name`; durable, and whole or not there, when this returns.
 
         In a folder of the same file system it is a hard link: nothing is written twice.
+
+        Args:
+            local: the file.
+            name: of it under the URL.
+            sha256: of its content, where that is known.
 
         Raises:
             CheckpointStoreError: the disk is full, the store is away or refuses.
         """
         target = self._path(name)
-        stored = Stored(name, sha256(local), local.stat().st_size)
+        stored = Stored(name, sha256 or digest(local), local.stat().st_size)
         with self._telling(f"did not take {name}", missing="no such folder or bucket"):
             if self._local is not None:
                 place(local, Path(target))
@@ -215,10 +221,21 @@ class Checkpoints:
             raise CheckpointStoreError(f"{self._head} {what} ({reason})") from None
 
 
+def part_of(checkpoint: str, file: str) -> str:
+    """Return the path under the URL of a file that is a part of a checkpoint: it goes where the checkpoint goes."""
+    return f"{checkpoint}.{file.lstrip('._')}"
+
+
+def checkpoint_of(path: str) -> str:
+    """Return the checkpoint that a file is, or is a part of; a copy that was never finished is of none but itself."""
+    folder, _, name = path.rpartition("/")
+    return path if name.endswith(".tmp") or ".pt." not in name else f"{folder}/{name.partition('.pt.')[0]}.pt"
+
+
 def is_file(path: Path, stored: Stored) -> bool:
     """Whether the local file at `path` has the very content of `stored`."""
     try:
-        return path.stat().st_size == stored.size and sha256(path) == stored.sha256
+        return path.stat().st_size == stored.size and digest(path) == stored.sha256
     except FileNotFoundError:
         return False
 

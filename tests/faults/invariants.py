@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 import sqlalchemy as sa
 
+from storage.checkpoints.store import checkpoint_of
 from tests.faults.scripted import EPOCHS
 
 OUTCOMES = {"COMPLETE": {"complete"}, "PRUNED": {"pruned", "infeasible"}, "FAIL": {"failed", "lost", "cancelled"}}
@@ -115,9 +116,9 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     kept = {path for trial in trials for path in trial.pointers}
     assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
     found = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
-    assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
+    assert {checkpoint_of(path) for path in found} == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
     failed = {trial.number for trial in trials if trial.state == "FAIL"}
-    local = [path for name in ("last.pt", "previous.pt", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
+    local = [path for name in ("last.pt", "previous.pt", "shards", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
     left = [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
     assert not left, "files here that only a trial which goes on would need"
 

@@ -28,6 +28,7 @@ POINTS = {
     "restore": ("search.worker.checkpoints", "TrialCheckpoints.restore"),
     "bring": ("search.worker.checkpoints", "TrialCheckpoints._bring"),
     "epoch": ("objectives.training.trainer", "train_epoch"),
+    "shards": ("objectives.training.strategies.shards", "write"),
     "save": ("objectives.training.session", "LocalSession.save"),
     "write": ("objectives.training.reproducibility.checkpoint", "_save"),
     "put": ("storage.checkpoints.store", "Checkpoints.put"),

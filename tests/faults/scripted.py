@@ -35,6 +35,8 @@ class Scripted(Objective):
             weight_decay=trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
             batch_size=32,
             ema_decay=0.9,
+            strategy=os.environ.get("STRATEGY", "ddp"),
+            shard_above=0.0,
         )
 
     def data(self, seed: int) -> Splits:

@@ -29,6 +29,12 @@ def together() -> dict[int, Values]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def together_in_parts() -> dict[int, Values]:
+    """The same of trials whose checkpoints are in parts."""
+    return {}
+
+
 def work(arena: Arena, slots: int = 1, *, codes: tuple[int, ...] = (AWAY, -signal.SIGKILL), **more: str) -> None:
     arena.work(slots, codes=codes, HPSEARCH_DEVICES="2", **more)
     assert_none_left(arena)
@@ -57,12 +63,12 @@ def quiet_arena(arena: Arena) -> Arena:
     return Arena(arena.zygote, f"{arena.name}-quiet", folder, arena.storage_url, arena.tracking_uri)
 
 
-def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int) -> Values:
+def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int, **more: str) -> Values:
     """What two processes come to that nobody disturbs."""
     if n_trials not in together:
         quiet = quiet_arena(arena)
         quiet.create(n_trials, [])
-        work(quiet)
+        work(quiet, **more)
         found = read_trials(arena.storage_url, quiet.name)
         assert [t.outcomes for t in found] == [["complete"]] * n_trials
         together[n_trials] = [list(t.values.values()) for t in found]
@@ -86,6 +92,44 @@ def test_any_process_is_killed_at_any_point(arena: Arena, together: dict[int, Va
     expected = undisturbed(arena, together, len(KILLS))
     trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, len(KILLS))
     assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS)
+
+
+IN_PARTS = {"STRATEGY": "fsdp"}
+KILLS_IN_PARTS = [
+    Order("shards", "kill", trial=0, nth=2, rank=1),
+    Order("shards", "kill", trial=1, nth=2, when="after"),
+    Order("put", "kill", trial=2, nth=7),  # two of the three parts of the second epoch are put, and not their file
+]
+
+
+def test_any_process_is_killed_while_a_checkpoint_is_written_in_parts(
+    arena: Arena, together_in_parts: dict[int, Values]
+) -> None:
+    arena.create(len(KILLS_IN_PARTS), KILLS_IN_PARTS)
+    work(arena, **IN_PARTS)
+    assert all(arena.obeyed(number) for number in range(len(KILLS_IN_PARTS)))
+    expected = undisturbed(arena, together_in_parts, len(KILLS_IN_PARTS), **IN_PARTS)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, expected, len(KILLS_IN_PARTS))
+    assert [t.outcomes for t in trials] == [["lost", "complete"]] * len(KILLS_IN_PARTS)
+
+
+def test_a_part_that_was_torn_meanwhile_costs_its_checkpoint_alone(
+    arena: Arena, together_in_parts: dict[int, Values]
+) -> None:
+    arena.create(1, [Order("training", "kill", trial=0, epoch=2)])
+    first = arena.start(HPSEARCH_DEVICES="2", **IN_PARTS)
+    wait_for(lambda: arena.reap() or first.ended, "the worker to be killed")
+    files = sorted(path.name for path in (arena.home / "checkpoints").glob("*/0000/*"))
+    parts = (".pt", ".pt.0_0.distcp", ".pt.1_0.distcp", ".pt.metadata")
+    assert files == [f"{epoch:04d}-1{part}" for epoch in (0, 1) for part in parts]
+    (part,) = (arena.home / "checkpoints").glob("*/0000/0001-1.pt.1_0.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    work(arena, **IN_PARTS)
+    assert "epoch 2 cannot be resumed" in arena.tell("")
+    assert "goes on after epoch 1" in arena.tell("")
+    expected = undisturbed(arena, together_in_parts, len(KILLS_IN_PARTS), **IN_PARTS)
+    (trial,) = assert_whole(arena.storage_url, arena.name, arena.home, expected, 1)
+    assert trial.outcomes == ["lost", "complete"]
 
 
 def test_a_process_dies_while_rank_0_has_not_yet_said_what_is_trained(
@@ -184,9 +228,10 @@ def test_a_verdict_reaches_all_processes_after_the_same_epoch(arena: Arena) -> N
         assert [e["epoch"] for e in arena.events("training") if e["rank"] == rank] == [0, 1] * 3
 
 
-def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena, strategy: str) -> None:
     """Left in mid-epoch by two, killed on one, and ended by four: what one comes to, but for rounding."""
-    more = {"DROPOUT": "0"}  # it is drawn on each device apart
+    more = {"DROPOUT": "0", "STRATEGY": strategy}  # dropout is drawn on each device apart
     arena.create(1, [Order("training", "kill", trial=0, attempt=2, epoch=2)])
     two = arena.start(HPSEARCH_DEVICES="2", STEP_PACE="0.5", HPSEARCH_GRACE="2", **more)
     wait_for(lambda: any(e["step"] == 4 for e in arena.events("step")), "a step of the second epoch")
