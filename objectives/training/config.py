@@ -169,8 +169,8 @@ class TrainConfig:
     shard_above: Annotated[
         float,
         about(
-            'of "fsdp": GiB of weights, averages and the optimizer\'s state above which each device writes its own part '
-            "of the checkpoint that a trial is resumed from; 0 is always",
+            'of "fsdp": GiB of weights, averages and the optimizer\'s state above which each device writes its own '
+            "part of the checkpoint that a trial is resumed from; 0 is always",
             ge=0,
         ),
     ] = 4.0

@@ -37,8 +37,9 @@ class RankedSession:
         def lean() -> dict[str, Any] | None:
             state = None if self._session is None else self._session.restore()
             read.append(state)
-            sharded = state is not None and "shards" in state
-            return {**state, "best": {**state["best"], "model": {}}} if sharded and state["best"] else state
+            if state is None or "shards" not in state or not state["best"]:
+                return state
+            return {**state, "best": {**state["best"], "model": {}}}
 
         told = self._ranks.led(lean)
         return read[0] if self._ranks.first else told

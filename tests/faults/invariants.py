@@ -115,10 +115,11 @@ def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:
     """No checkpoint is left that nobody would resume from, and no temporary file."""
     kept = {path for trial in trials for path in trial.pointers}
     assert not [t.number for t in trials if t.pointers and t.state != "FAIL"], "pointers of trials that have ended"
-    found = {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()}
-    assert {checkpoint_of(path) for path in found} == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
+    found = {checkpoint_of(str(path.relative_to(store))) for path in store.rglob("*") if path.is_file()}
+    assert found == kept, "checkpoint files that no pointer names, or pointers to files that are gone"
     failed = {trial.number for trial in trials if trial.state == "FAIL"}
-    local = [path for name in ("last.pt", "previous.pt", "shards", ".*") for path in (home / "runs").glob(f"*/*/{name}")]
+    names = ("last.pt", "previous.pt", "shards", ".*")
+    local = [path for name in names for path in (home / "runs").glob(f"*/*/{name}")]
     left = [path for path in local if int(path.parent.name.partition("-")[0]) not in failed]
     assert not left, "files here that only a trial which goes on would need"
 

@@ -14,7 +14,6 @@ from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Batch
 from objectives.training.evaluation.step import Step, Stepping
 from objectives.training.ranks import Ranks
-from objectives.training.strategies.shards import read
 
 
 class Strategy:
@@ -89,7 +88,11 @@ class Strategy:
             like: this rank's weights by the keys in it.
             folder: that ranks wrote parts of it to, where they did.
         """
-        return self.own(kept if folder is None else read(kept, folder), like)
+        if folder is None:
+            return self.own(kept, like)
+        from objectives.training.strategies import shards  # a sixth of a second, for those who need it
+
+        return self.own(shards.read(kept, folder), like)
 
     def efficiency(self) -> float | None:
         """What share of a step's time is not spent waiting for other ranks, lately; None where nobody measures it."""

@@ -20,7 +20,6 @@ from objectives.errors import ObjectiveError
 from objectives.training.data.dataset import Batch
 from objectives.training.evaluation.step import Step
 from objectives.training.optimizers.layers import layers
-from objectives.training.strategies import shards
 from objectives.training.strategies.base import Strategy
 
 log = logging.getLogger("objectives.training")
@@ -149,6 +148,8 @@ class Sharded(Strategy):
 
     def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
         """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
+        from objectives.training.strategies import shards  # as of `restored`
+
         if place is not None and shards.size(parts) > self._config.shard_above * 2**30:
             written = shards.write(parts, place, self._ranks)
             if written is not None:
@@ -166,6 +167,8 @@ class Sharded(Strategy):
         """What this rank has of what `kept` gave; `like` as of `own`."""
         if folder is None:
             return self.own(kept, like)
+        from objectives.training.strategies import shards
+
         if all(self._ranks.each(folder.is_dir())):
             return shards.read(kept, folder, like, self._ranks)
         return self.own(shards.read(kept, folder) if self._ranks.first else kept, like)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from objectives.training.ranks import Ranks
@@ -48,12 +50,12 @@ def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | 
         if ranks.first:
             folder.rmdir()
         return None
-    sharded: dict[str, DTensor] = {}
+    sharded: dict[str, Tensor] = {}
     left: dict[str, Any] = _outlined(parts, "", sharded)
     files: dict[str, dict[str, Any]] = {}
     if seen[0]:
         try:
-            dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder), process_group=ranks.control)
+            save(sharded, storage_writer=FileSystemWriter(folder), process_group=ranks.control)
             own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.first else [])]
             files = {path.name: shards.entry(path) for path in own}
         except (CheckpointException, OSError) as error:
@@ -76,7 +78,7 @@ def _made(folder: Path) -> str | None:
     return None
 
 
-def _outlined(value: Any, name: str, sharded: dict[str, DTensor]) -> Any:
+def _outlined(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
     """A value without what is sharded in it, which is added to `sharded` by its place."""
     if isinstance(value, DTensor):
         sharded[name] = value.detach()
@@ -106,7 +108,7 @@ def read(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | N
         group = None if ranks is None else ranks.control
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that one process reads alone, which is meant
-            dcp.load(empty, storage_reader=_Reader(folder), process_group=group, no_dist=ranks is None)
+            load(empty, storage_reader=_Reader(folder), process_group=group, no_dist=ranks is None)
     except CheckpointException as error:
         raise RuntimeError(_reason(error)) from error
     return state
@@ -128,7 +130,7 @@ def _emptied(value: Any, name: str, like: Any, empty: dict[str, Tensor]) -> Any:
     return value
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Torch's, but for the table of what is where: a pickle, of which nothing but that table's own types is loaded."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 torch's

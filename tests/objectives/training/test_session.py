@@ -113,3 +113,16 @@ def test_a_snapshot_can_be_branched_from(wine, tmp_path):
 def test_what_keeps_nothing_is_refused(tmp_path, settings, message):
     with pytest.raises(ObjectiveError, match=message):
         LocalSession(tmp_path, **settings)
+
+
+def test_parts_stay_as_long_as_a_checkpoint_names_them(tmp_path):
+    session = LocalSession(tmp_path, snapshot_every=2)
+    for epoch in range(5):
+        (session.shards / f"after-{epoch}").mkdir(parents=True)
+        state = {**_state(epoch), "shards": {"folder": f"after-{epoch}", "files": {}}}
+        session.save(state, best=False)
+    assert sorted(path.name for path in session.shards.iterdir()) == ["after-1", "after-3", "after-4"]
+    (tmp_path / "previous.pt").write_bytes(b"torn")
+    (tmp_path / "epoch-0001.pt").unlink()
+    assert session.restore()["shards"]["folder"] == str(session.shards / "after-4")
+    assert sorted(path.name for path in session.shards.iterdir()) == ["after-3", "after-4"]

@@ -22,6 +22,7 @@ from storage.backup import adapt, archive
 from storage.backup.backup import Made, backup
 from storage.backup.programs import _connection, find_programs
 from storage.backup.restore import restore
+from storage.checkpoints.store import Stored
 from storage.database.connect import check_database
 from storage.database.migrate import migrate
 from storage.database.roles import OWNER, WORKER
@@ -63,7 +64,7 @@ def execute(url: str, statement: str, *arguments: Any) -> list[Any]:
         connection.close()
 
 
-def fill(url: str) -> PostgresStorage:
+def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
     """A study with a running trial that has reported an epoch."""
     storage = open_storage(url, application_name="test")
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "wine")
@@ -71,7 +72,7 @@ def fill(url: str) -> PostgresStorage:
     claims = Claims(storage.engine, study_id, worker="host:1")
     claim = claims.claim()
     assert isinstance(claim, Claim)
-    claims.report(claim, 0, 0.5)
+    claims.report(claim, 0, 0.5, checkpoint)
     return storage
 
 
@@ -97,6 +98,27 @@ def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
     with pytest.raises(psycopg2.errors.InsufficientPrivilege):
         execute(postgres_server.url(other), "CREATE TABLE mine (a int)")
     storage.engine.dispose()
+
+
+def test_the_parts_of_a_checkpoint_are_taken_along(
+    postgres_server: PostgresServer,
+    owner_url: str,
+    database_url: str,
+    other: str,
+    file: Path,
+    home: str,
+    tmp_path: Path,
+) -> None:
+    folder = Path(home, "checkpoints", "wine-1", "0000")
+    folder.mkdir(parents=True)
+    for name in ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata", "0001-1.pt.0_0.distcp"):
+        (folder / name).write_text(name)
+    fill(database_url, Stored("wine-1/0000/0000-1.pt", "0" * 64, 9))
+    make(file, owner_url, home)
+    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"))
+    found = {path.name: path.read_text() for path in (tmp_path / "new" / "checkpoints").rglob("*") if path.is_file()}
+    names = ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata")
+    assert found == {name: name for name in names}, "and nothing that no pointer names"
 
 
 def test_nothing_is_overwritten(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from objectives.training import Trainer
-from objectives.training.reproducibility import checkpoint, shards
+from objectives.training.reproducibility import checkpoint
 from objectives.training.session import Due, LocalSession, Verdict
 from objectives.training.strategies.shards import read
 from tests.objectives.training.ranks.support import on_ranks, outcome
