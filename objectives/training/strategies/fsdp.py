@@ -148,7 +148,7 @@ class Sharded(Strategy):
 
     def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
         """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
-        from objectives.training.strategies import shards  # as of `restored`
+        from objectives.training.strategies import shards  # only here: see `Strategy.restored`
 
         if place is not None and shards.size(parts) > self._config.shard_above * 2**30:
             written = shards.write(parts, place, self._ranks)
