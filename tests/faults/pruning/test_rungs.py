@@ -118,14 +118,15 @@ def test_a_study_is_stopped_while_trials_wait_and_goes_on_with_them(arena: Arena
     arena.create(N_TRIALS, [Order("training", "hang", trial=4, epoch=0)], settings=ASHA)
     worker = arena.start()
     wait_for(lambda: arena.obeyed(0), "some trials to wait")
-    waiting = [t.number for t in read_trials(arena.storage_url, arena.name) if t.outcomes[-1:] == ["paused"]]
+    waiting = [t.number for t in read_trials(arena.storage_url, arena.name) if t.state == "WAITING"]
     assert waiting
     arena.run("stop", arena.name)
     (arena.orders / "open").touch()
     wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
     states = {t.number: t.state for t in read_trials(arena.storage_url, arena.name)}
     assert {states[number] for number in waiting} <= {"WAITING"}
-    assert "paused at rung 0, epoch 1: rank" in arena.run("show", arena.name)
+    shown = arena.run("show", arena.name)
+    assert "paused at rung 0, epoch 1: rank" in " ".join(shown.split()), shown
     arena.run("start", arena.name)
     arena.work(1)
     assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
