@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from objectives.training.data.child import ending_with_parent
 from search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
 from search.errors import SearchError
 from search.fleet.forking import can_fork
+from search.fleet.private_folder import private_folder
 from search.fleet.rendezvous import rendezvous
 from search.worker.identity import default_device
 from search.worker.options import WorkerOptions
@@ -52,9 +52,9 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     for torchs in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they tell a dead rank at length
         logging.getLogger(torchs).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with tempfile.TemporaryDirectory(prefix="hpsearch-ranks-") as folder:
+    with private_folder() as folder:
         told = _passing_on_signals(folder)
-        place = rendezvous(options.nodes, os.environ, Path(folder))
+        place = rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # else the launcher opens a port, on all of this machine's addresses
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
@@ -70,7 +70,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             start_method="fork" if fork else "spawn",
             signals_to_handle="SIGQUIT",  # the others are passed on, and ranks leave in their own time
             shutdown_timeout=_ENDING,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         try:
             codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
@@ -105,7 +105,7 @@ def check_devices(options: WorkerOptions) -> None:
             )
 
 
-def _passing_on_signals(folder: str) -> list[int]:
+def _passing_on_signals(folder: Path) -> list[int]:
     """Let SIGTERM and SIGINT reach the ranks as SIGTERM, and so the end of the fleet that started this worker.
 
     Args:
@@ -131,7 +131,7 @@ def _passing_on_signals(folder: str) -> list[int]:
     return told
 
 
-def _look_after(told: list[int], fleet_gone: Callable[[], bool], folder: str) -> None:
+def _look_after(told: list[int], fleet_gone: Callable[[], bool], folder: Path) -> None:
     """Tell the ranks to go once this process is, and end those that do not end after one of them has died."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf

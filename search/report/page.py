@@ -15,6 +15,7 @@ from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism,
 from search.report.figures import figure_data, importances
 from search.report.pruned import pruned_by_epoch
 from search.report.trials import parameter_names, shown_trials, state_of, trial_row
+from search.study.devices import devices_line, devices_of
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import REASON, RUN_URL, SMOKE
@@ -41,6 +42,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         headline=_headline(study, summary, finalists),
         cards=_cards(study, summary, finalists, opening),
         states=_states(summary),
+        devices=devices_line(devices) if (devices := devices_of(study)) else None,
         saved=format_seconds(summary.seconds_saved),
         best=_best(study, summary, finalists),
         figures=figure_data(study, shown, names, shares=shares, finalists=finalists),

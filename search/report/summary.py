@@ -7,6 +7,7 @@ import textwrap
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.text import confirmation_lines
+from search.study.devices import devices_line, devices_of
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page
 from storage.attributes import REASON, RUN_URL, TRACKING
@@ -38,6 +39,8 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
+    if (devices := devices_of(study)) is not None:
+        lines.append(f"devices: {devices_line(devices)}")
     if summary.untracked:
         first = next(trial for trial in study.trials() if TRACKING in trial.user_attrs)
         why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")

@@ -14,7 +14,7 @@ from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from storage.study_storage.rungs import rung_key
-from storage.trials.attempts import AttemptRecord, last_attempts, read_attempts
+from storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
 
 # What became of an attempt after which its trial waits.
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
@@ -100,13 +100,19 @@ def _parameters(trial: FrozenTrial) -> Table:
 
 
 def _attempts(attempts: list[AttemptRecord]) -> Table:
-    several = any(" x " in (attempt.device or "") for attempt in attempts)  # else a line of 80 columns has no room
-    table = _table("attempt", "worker", *(["device"] if several else []), "start (UTC)", "end (UTC)", "outcome")
+    several = any(TIMES in (attempt.device or "") for attempt in attempts)
+    # A line of 80 columns has no room for a device and two moments.
+    when = ("device", "start (UTC)", "time") if several else ("start (UTC)", "end (UTC)")
+    table = _table("attempt", "worker", *when, "outcome")
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.header != "worker", "fold"  # names of hosts may be long
     for attempt in attempts:
-        end = "" if attempt.ended_at is None else _time(attempt.ended_at)
-        outcome = attempt.outcome or "running"
-        device = [attempt.device or ""] if several else []
-        table.add_row(str(attempt.number), attempt.worker, *device, _time(attempt.started_at), end, outcome)
+        start, end = attempt.started_at, attempt.ended_at
+        if several:
+            cells = [attempt.device or "", _time(start), format_seconds((end - start).total_seconds()) if end else ""]
+        else:
+            cells = [_time(start), _time(end) if end else ""]
+        table.add_row(str(attempt.number), attempt.worker, *cells, attempt.outcome or "running")
     return table
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective, load_objective
 from objectives.fit import result_of
@@ -23,10 +23,11 @@ from search.study.checkpoints import StudyCheckpoints
 from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
-from storage.attributes import ATTEMPT, PENDING, REASON, TRACKING
+from storage.attributes import ATTEMPT, REASON
 from storage.checkpoints.pointers import read_pointers
 from storage.errors import StoredCheckpointError
 from storage.mlflow.health import one_line
+from storage.mlflow.run_links import RunLinks
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
 
@@ -35,11 +36,9 @@ log = logging.getLogger(__name__)
 
 def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
     """Return the COMPLETE trials that MLflow does not have all of yet."""
-    return [
-        trial
-        for trial in study.trials()
-        if trial.state == TrialState.COMPLETE and str(trial.user_attrs.get(TRACKING, "")).startswith(PENDING)
-    ]
+    # As the database has it now: finished trials are read once, and what they said of MLflow then may be over.
+    pending = RunLinks(study.engine).pending(study.study_id)
+    return [trial for trial in study.trials() if trial._trial_id in pending]
 
 
 def resend(
@@ -77,6 +76,8 @@ def resend(
                 objective.judge_by(study.spec.metric, study.spec.direction)
             _resend(study, tracker, checkpoints, objective, trial)
         except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
+            if trial not in pending_trials(study):  # its machine has sent it meanwhile, and removed the checkpoint
+                continue
             problems.append(f"trial {trial.number}: {one_line(error)}")
             log.warning("MLflow is not told of %s", problems[-1])
     return problems

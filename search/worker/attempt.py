@@ -17,6 +17,7 @@ from objectives.training.ranks import RankLostError, current
 from objectives.training.result import RunResult
 from search.sampling.seeds import training_seed
 from search.sampling.suggest import suggest
+from search.study.devices import pace_of
 from search.study.folders import open_attempt_dir, remove_earlier
 from search.tracking.trial_run import TrialTracking
 from search.worker.context import WorkerContext
@@ -135,14 +136,15 @@ class Attempt:
         assert session is not None
         session.keep_best()
         kept = self._tracked.publish(result, session.files)
+        pace = pace_of([record.metrics for record in result.history])
         if result.status == "pruned" and session.decision is not None:
             grounds = session.decision.record()
             self._tracked.tag_pruning(grounds)
-            value, attrs = session.last_value, {PRUNING: grounds}
+            value, attrs = session.last_value, {PRUNING: grounds, **pace}
             ended = self._end(Outcome.PRUNED, session.decision.reason, value=value, attrs=attrs, kept=kept)
         else:
             best = f"best {self._context.spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-            ended = self._end(Outcome.COMPLETE, best, value=result.best_value, kept=kept)
+            ended = self._end(Outcome.COMPLETE, best, value=result.best_value, attrs=pace, kept=kept)
         session.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)
         return ended

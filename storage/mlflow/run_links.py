@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, REASON, TRACKING
+from storage.attributes import INFEASIBLE, PENDING, REASON, TRACKING
 from storage.database.locks import run_lock
 from storage.database.statements import Database
 from storage.trials.outcome import Ended, Outcome
@@ -56,6 +56,11 @@ class RunLinks:
         for row in self._database.rows(_ENDED, arguments):
             return Ended(Outcome.of_trial(row.state, infeasible=bool(row.infeasible)), row.reason or "")
         return None
+
+    def pending(self, study_id: int) -> set[int]:
+        """Return the ids of a study's COMPLETE trials of which something is on its way now."""
+        arguments = {"study": study_id, "tracking": TRACKING, "pending": PENDING}
+        return {row.trial_id for row in self._database.rows(_PENDING, arguments)}
 
     def mark(self, trial_ids: Iterable[int], key: str, value: str) -> None:
         """Set an attribute of several trials, whatever their states."""
@@ -108,6 +113,11 @@ class TrialLinks:
 _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
 _LATER = sa.text("""
     SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt) AS later
+""")
+_PENDING = sa.text("""
+    SELECT t.trial_id FROM trials t JOIN trial_user_attributes a USING (trial_id)
+     WHERE t.study_id = :study AND t.state = 'COMPLETE' AND a.key = :tracking
+       AND starts_with(a.value_json::jsonb #>> '{}', :pending)
 """)
 _READ = sa.text("SELECT value_json FROM trial_user_attributes WHERE trial_id = :trial AND key = :key")
 _MARK = sa.text("""

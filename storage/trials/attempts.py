@@ -25,10 +25,24 @@ class AttemptRecord:
     device: str | None = None
 
 
+TIMES = " x "  # in the device of a worker that trains each trial on several
+
+
 _ATTEMPTS = sa.text("""
     SELECT attempt AS number, worker, started_at, ended_at, outcome,
            (SELECT w.device FROM hpsearch_workers w WHERE w.name = a.worker ORDER BY w.seen_at DESC LIMIT 1) AS device
       FROM hpsearch_attempts a WHERE trial_id = :trial ORDER BY attempt
+""")
+
+
+_DEVICES = sa.text("""
+    SELECT t.number, w.device
+      FROM trials t JOIN hpsearch_attempts a USING (trial_id)
+      JOIN LATERAL (SELECT device FROM hpsearch_workers w WHERE w.study_id = t.study_id AND w.name = a.worker
+                     ORDER BY w.seen_at DESC LIMIT 1) w ON true
+     WHERE t.study_id = :study
+       AND EXISTS (SELECT FROM hpsearch_workers WHERE study_id = :study AND strpos(device, :times) > 0)
+     ORDER BY t.number, a.attempt
 """)
 
 
@@ -58,3 +72,14 @@ def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptR
 def read_attempts(engine: sa.Engine, trial_id: int) -> list[AttemptRecord]:
     """Return the attempts at a trial, the first one first."""
     return [AttemptRecord(**row._mapping) for row in Database(engine).rows(_ATTEMPTS, {"trial": trial_id})]
+
+
+def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:
+    """Return the devices of the attempts at each trial of a study, the first attempt's first: trial number to devices.
+
+    Nothing of a study whose workers have one device each, which costs one look at the register.
+    """
+    found: dict[int, list[str]] = {}
+    for row in Database(engine).rows(_DEVICES, {"study": study_id, "times": TIMES}):
+        found.setdefault(row.number, []).append(row.device)
+    return found

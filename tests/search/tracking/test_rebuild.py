@@ -1,13 +1,15 @@
-"""A trial that MLflow lacks and whose checkpoint is gone is told of, and keeps no other from being sent."""
+"""Which trials MLflow lacks: those whose checkpoint is gone are told of, those that arrive meanwhile are not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 
 from search.study.checkpoints import open_checkpoints
-from search.study.study import load_study
+from search.study.study import StoredStudy, load_study
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
 from storage.attributes import TRACKING
@@ -15,19 +17,63 @@ from storage.mlflow.run_links import RunLinks
 from storage.study_storage.opening import open_storage
 from tests.search.promotion.support import Tracked
 
+PENDING = "pending: on its way from host"
 
-def test_a_checkpoint_that_is_gone_is_told_of_each_trial(tracked: Tracked, database_url: str, tmp_path: Path) -> None:
+
+@pytest.fixture
+def study(tracked: Tracked, database_url: str) -> StoredStudy:
+    """Two of its trials are on their way to MLflow, by a sender of another process; their checkpoints are gone."""
     trials = [tracked.stored.trials()[number]._trial_id for number in (0, 2)]
-    RunLinks(tracked.stored.engine).mark(trials, TRACKING, "pending: on its way from host")
+    RunLinks(tracked.stored.engine).mark(trials, TRACKING, PENDING)
     # Another process's: finished trials are read once.
     study = load_study(open_storage(database_url, application_name="test"), tracked.stored.spec.name)
     with study.engine.begin() as connection:
         statement = "INSERT INTO hpsearch_checkpoints VALUES (:trial, 0, 1, 'gone/0000-1.pt', repeat('0', 64), 1)"
         connection.execute(sa.text(statement), [{"trial": trial} for trial in trials])
-    checkpoints = open_checkpoints(study, tmp_path, None)
-    tracker = Tracker(study, tracked.tracking, checkpoints, tmp_path)
-    problems = resend(study, tracker, checkpoints)
+    return study
+
+
+def send(tracked: Tracked, study: StoredStudy, home: Path, tell: Callable[[str], None]) -> list[str]:
+    checkpoints = open_checkpoints(study, home, None)
+    return resend(study, Tracker(study, tracked.tracking, checkpoints, home), checkpoints, tell=tell)
+
+
+def deliver(tracked: Tracked, home: Path, number: int) -> None:
+    """What the other process does once MLflow has all of a trial."""
+    RunLinks(tracked.stored.engine).delivered(tracked.stored.trials()[number]._trial_id, None)
+    open_checkpoints(tracked.stored, home, None).forget_trial(number)
+
+
+def test_a_checkpoint_that_is_gone_is_told_of_each_trial(tracked: Tracked, study: StoredStudy, tmp_path: Path) -> None:
+    problems = send(tracked, study, tmp_path, lambda _: None)
     assert [problem.partition(" is not under")[0] for problem in problems] == [
         "trial 0: gone/0000-1.pt",
         "trial 2: gone/0000-1.pt",
     ]
+
+
+def test_a_trial_that_arrives_while_this_looks_is_not_missed(
+    tracked: Tracked, study: StoredStudy, tmp_path: Path
+) -> None:
+    """Between the look at what is on its way and that at the checkpoints."""
+    told: list[str] = []
+
+    def tell(what: str) -> None:
+        if not told:
+            deliver(tracked, tmp_path, 0)
+        told.append(what)
+
+    problems = send(tracked, study, tmp_path, tell)
+    assert [problem.partition(":")[0] for problem in problems] == ["trial 2"]
+    assert len(told) == 2, "both were on their way at first"
+
+
+def test_a_trial_that_has_arrived_since_it_was_read_is_left_alone(
+    tracked: Tracked, study: StoredStudy, tmp_path: Path
+) -> None:
+    assert study.trials()[0].user_attrs[TRACKING] == PENDING
+    deliver(tracked, tmp_path, 0)
+    told: list[str] = []
+    problems = send(tracked, study, tmp_path, told.append)
+    assert [problem.partition(":")[0] for problem in problems] == ["trial 2"]
+    assert len(told) == 1

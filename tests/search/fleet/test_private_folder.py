@@ -1,0 +1,73 @@
+"""A launcher's folder goes with it, or with the next launcher where it was killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from docs.rooms import ROOT
+from search.fleet.private_folder import private_folder
+
+LAUNCHER = """
+import os, sys
+from search.fleet.private_folder import private_folder
+with private_folder() as folder:
+    (folder / "ranks").touch()
+    if not os.fork():  # a rank
+        print(folder, flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders of this kind are made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@contextmanager
+def launcher() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process that has a folder and a child, and holds both until its input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process, Path(process.stdout.readline().strip())
+
+
+def test_a_folder_goes_with_its_process(place: Path) -> None:
+    with private_folder() as folder:
+        (folder / "ranks").touch()
+        assert list(place.iterdir()) == [folder]
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not list(place.iterdir())
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next_one(place: Path) -> None:
+    """And not what one that lives has, nor while a process of a killed one does, nor anything else."""
+    (place / "hpsearch-ranks-file").touch()
+    (place / "hpsearch-ranks-link").symlink_to(place, target_is_directory=True)
+    others = {place / "hpsearch-ranks-file", place / "hpsearch-ranks-link"}
+    with ExitStack() as stack:
+        (killed, left), (_, kept) = (stack.enter_context(launcher()) for _ in range(2))
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        with private_folder() as folder:
+            assert set(place.iterdir()) == {folder, left, kept} | others, "a rank of the killed one lives"
+        assert killed.stdin is not None
+        assert killed.stdout is not None
+        killed.stdin.close()
+        assert killed.stdout.read() == ""  # the rank has ended as well
+        with private_folder() as folder:
+            assert set(place.iterdir()) == {folder, kept} | others

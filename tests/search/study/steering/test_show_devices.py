@@ -1,0 +1,79 @@
+"""What a study says of the devices that its trials were trained on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from search.report import write_report
+from search.study.devices import pace_of
+from search.study.study import StoredStudy
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claims
+from storage.trials.outcome import Outcome
+from storage.trials.register import Identity, Register
+from tests.search.study.steering.support import Say, take
+
+HOST = "ip-172-31-22-11.eu-central-1"
+
+
+def worker(stored: StoredStudy, pid: int, device: str) -> Claims:
+    """What a worker that trains on `device` claims by."""
+    identity = Identity(f"{HOST}:{pid}", HOST, pid, None, None, device, "1")
+    Register(stored.engine, stored.study_id, identity).enter()
+    return Claims(stored.engine, stored.study_id, worker=identity.name)
+
+
+def epoch(rate: float, **more: float) -> dict[str, float]:
+    return {"val_loss": 0.5, "samples_per_second_per_device": rate, **more}
+
+
+def train(claims: Claims, *epochs: dict[str, float]) -> None:
+    claims.settle(take(claims), Outcome.COMPLETE, value=0.5, attrs=pace_of(list(epochs)))
+
+
+def pages(say: Say, stored: StoredStudy, folder: Path) -> list[str]:
+    """The study on the terminal and in its report."""
+    return [say("show", "s"), write_report(stored, folder / "report.html", dashboard_url=None).read_text()]
+
+
+def test_trials_of_several_devices_have_a_line(say: Say, stored: StoredStudy, tmp_path: Path) -> None:
+    two = worker(stored, 1, "2 x cpu")
+    train(two, epoch(1.0), epoch(10000.0, scaling_efficiency=0.5), epoch(50000.0))  # the first one is slow
+    train(two, epoch(20000.0, scaling_efficiency=0.75))
+    for page in pages(say, stored, tmp_path):
+        assert "2 x cpu; 15000 samples per second and device; scaling efficiency 0.62" in page
+        assert "resumed on" not in page
+
+
+def test_a_trial_that_was_resumed_on_another_number_is_named(
+    say: Say, stored: StoredStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = worker(stored, 1, "2 x cpu")
+    for _ in range(2):
+        two.settle(take(two), Outcome.RELEASED)
+    train(worker(stored, 2, "cuda:1"))
+    train(two)
+    for page in pages(say, stored, tmp_path):
+        assert "cuda (1 trial), 2 x cpu (1 trial); trial 0 was resumed on another number (2 x cpu" in page
+        assert "(2 x cpu, then cuda)" in page
+        assert "trial 1 was" not in page
+        assert "samples per second" not in page
+        assert "efficiency" not in page
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = say("show", "s", "--trial", "0")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"2 x cpu +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +0 s +released$", shown, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cuda:0", "cuda:1")])
+def test_a_study_of_single_devices_says_nothing_of_them(
+    say: Say, stored: StoredStudy, storage: PostgresStorage, tmp_path: Path, devices: tuple[str, ...]
+) -> None:
+    for number, device in enumerate(devices):
+        train(worker(stored, number, device), {"val_loss": 0.5, "samples_per_second": 100.0})
+    for page in pages(say, stored, tmp_path):
+        assert "evices" not in page
+    assert "device" not in say("show", "s", "--trial", "0")
