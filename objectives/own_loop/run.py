@@ -261,7 +261,7 @@ class LoopRun:
     def _finish(self, verdict: Verdict) -> LoopResult:
         best = self._progress.best
         # A loop that ends by itself before its last epoch has decided that it is done.
-        status = {Verdict.PRUNE: "pruned", Verdict.STOP: "stopped"}.get(verdict, "completed")
+        status = {Verdict.PRUNE: "pruned", Verdict.STOP: "stopped", Verdict.PAUSE: "stopped"}.get(verdict, "completed")
         if status == "stopped" and self._progress.next_epoch >= self._epochs:
             status = "completed"
         result = LoopResult(

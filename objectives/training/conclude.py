@@ -44,4 +44,6 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
 def _status(run: Run, verdict: Verdict) -> Status:
     if verdict is Verdict.PRUNE:
         return "pruned"
+    if verdict is Verdict.PAUSE:  # also where nothing is left to train: whether it counts is decided elsewhere
+        return "stopped"
     return "completed" if run.finished else "stopped"

@@ -25,6 +25,7 @@ class Verdict(enum.Enum):
     CONTINUE = "continue"
     PRUNE = "prune"
     STOP = "stop"  # preempted or drained: the run goes on later, from its checkpoint
+    PAUSE = "pause"  # the same, for as long as others are better
 
 
 class Due(enum.Enum):

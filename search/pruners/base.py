@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from search.kinds import Kind
 from search.pruners.decision import Case, Decision, Peers
@@ -11,6 +11,13 @@ from search.pruners.halving import Halving
 
 if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
     from optuna.pruners import BasePruner
+
+
+class Promotion(NamedTuple):
+    """Rungs at which trials wait: after how many epochs each is reached, and of how many that reach it one goes on."""
+
+    epochs: tuple[int, ...]
+    factor: int
 
 
 class PrunerSpec(Kind):
@@ -38,4 +45,8 @@ class PrunerSpec(Kind):
 
     def halving(self, study: str, number: int) -> Halving | None:
         """Return the successive halving that a trial of a study goes through; None where there is none."""
+        return None
+
+    def promotion(self, epochs: int) -> Promotion | None:
+        """Return the rungs at which trials of so many epochs wait; None where no trial does."""
         return None

@@ -4,6 +4,6 @@ Imports: pruners, spec.
 """
 
 from search.pruners.decision import Decision
-from search.pruning.study_pruner import StudyPruner
+from search.pruning.study_pruner import StudyPruner, study_rungs
 
-__all__ = ["Decision", "StudyPruner"]
+__all__ = ["Decision", "StudyPruner", "study_rungs"]

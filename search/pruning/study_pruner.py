@@ -14,6 +14,15 @@ from search.pruners.decision import Case, Decision, Peers
 from search.spec.spec import StudySpec
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import read_rung, rung_key
+from storage.trials.rungs import Rungs
+
+
+def study_rungs(spec: StudySpec) -> Rungs | None:
+    """Return the rungs at which trials of a study wait; None where they do not."""
+    promotion = spec.pruner.promotion(spec.epochs)
+    if promotion is None:
+        return None
+    return Rungs(spec.pruner.name, promotion.epochs, spec.epochs, promotion.factor, spec.maximize)
 
 
 class StudyPruner:

@@ -12,7 +12,7 @@ from search.report.promotions import promotion_lines
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
-from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, TRACKING
+from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from storage.study_storage.rungs import rung_key
 from storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
 
@@ -46,6 +46,10 @@ def why_waiting(study: StoredStudy) -> dict[int, str]:
 def _why(trial: FrozenTrial, last: AttemptRecord | None) -> str:
     if last is None:
         return "enqueued: no worker has taken it yet"
+    if last.outcome == "paused" and (rung := trial.user_attrs.get(RUNG)):
+        return (
+            f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"
+        )
     ended = _ENDED.get(last.outcome or "", "was to be made again")
     why = f" ({trial.user_attrs[REASON]})" if last.outcome == "failed" and REASON in trial.user_attrs else ""
     return f"attempt {last.number} {ended}{why}: it is the next to be taken"

@@ -93,12 +93,13 @@ class LiveView:
         self._printed = (now, progress.finished)
 
     def _counts(self, progress: Progress) -> str:
+        paused = f", {progress.paused} paused" if progress.paused else ""
         best = ""
         if progress.best_value is not None:
             best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number})"
         return (
             f"{progress.finished}/{progress.budget} trials: {progress.complete} done, {progress.pruned} pruned, "
-            f"{progress.fail} failed, {len(progress.running)} running{best}"
+            f"{progress.fail} failed, {len(progress.running)} running{paused}{best}"
         )
 
     def _pace(self, progress: Progress) -> str:

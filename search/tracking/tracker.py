@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -20,10 +21,15 @@ from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
 from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper
-from storage.trials.claims import Lost
+from storage.trials.claims import Lost, Retired
 from storage.trials.outcome import Outcome
 
 _STARTING = 15.0  # seconds that a server may take to start
+
+
+def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
+    """Return what notes on what grounds a trial was pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
+    return journal_records.Tags({"hpsearch.pruning": json.dumps(grounds)})
 
 
 class Tracker:
@@ -100,6 +106,16 @@ class Tracker:
         name = f"{lost.number:04d}-{lost.attempt}-lost"
         journal = self.begin(name, trial_id=lost.trial_id, number=lost.number, attempt=lost.attempt, resumed=True)
         journal.append(journal_records.End(Outcome.LOST, lost.reason, at, kept=False))
+        self.sender.wake(at_once=True)
+
+    def retired(self, retired: Retired, *, at: int) -> None:
+        """End the run of a trial that waited at a rung and will not go on."""
+        name = f"{retired.number:04d}-{retired.attempt}-retired"
+        journal = self.begin(
+            name, trial_id=retired.trial_id, number=retired.number, attempt=retired.attempt, resumed=True
+        )
+        journal.append(pruning_tags(retired.grounds))
+        journal.append(journal_records.End(Outcome.PRUNED, retired.reason, at, kept=False))
         self.sender.wake(at_once=True)
 
     def deliver(

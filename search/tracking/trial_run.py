@@ -14,7 +14,7 @@ from pathlib import Path
 
 from objectives.training.result import RunResult
 from search.spec.spec import StudySpec
-from search.tracking.tracker import Tracker
+from search.tracking.tracker import Tracker, pruning_tags
 from storage.attributes import PENDING
 from storage.mlflow import exported_model, journal_records
 from storage.mlflow.client import FINALIST_OF, SEED
@@ -182,7 +182,7 @@ class TrialTracking:
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-        self.journal.append(journal_records.Tags({"hpsearch.pruning": json.dumps(record)}))
+        self.journal.append(pruning_tags(record))
 
     def pending(self) -> str:
         """Return what to note at the trial until all of it is in MLflow."""

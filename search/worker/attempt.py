@@ -91,12 +91,25 @@ class Attempt:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             return self._fail(error)
+        if result.status == "stopped" and self._paused():
+            return None
         if result.status == "stopped":
             self._give_back(Outcome.RELEASED)
             assert self._session is not None
             log.info("trial %d: given back %s", self._claim.number, self._session.saved)
             return None
         return self._settle(result)
+
+    def _paused(self) -> bool:
+        """Whether the trial waits at a rung, and this attempt has ended with that."""
+        assert self._session is not None
+        standing = self._session.standing
+        if standing is None or standing.promoted:
+            return False
+        self._tracked.leave()
+        place = (standing.rung, standing.rank, standing.reached)
+        log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
+        return True
 
     def _train(self) -> RunResult:
         context, spec = self._context, self._context.spec

@@ -19,6 +19,7 @@ from search.worker.pulse import Pulse
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claims
 from storage.trials.lease import LeaseKeeper
+from storage.trials.rungs import Rungs
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class WorkerContext:
         claims: the worker's way to trials.
         lease: renews the lease of the trial that runs.
         pruner: decides on pruning.
+        rungs: at which trials wait; None where they do not.
         tracker: takes what goes to MLflow.
         checkpoints: of the study.
         runs_dir: folder of the study's run directories on this machine.
@@ -48,6 +50,7 @@ class WorkerContext:
     claims: Claims
     lease: LeaseKeeper
     pruner: StudyPruner
+    rungs: Rungs | None
     tracker: Tracker
     checkpoints: StudyCheckpoints
     runs_dir: Path

@@ -12,7 +12,8 @@ import optuna
 
 from objectives import BaseObjective
 from search.entry import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
-from search.pruning import StudyPruner
+from search.pruning import StudyPruner, study_rungs
+from search.sampling.paused import as_sampled
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import runs_folder
 from search.study.study import StoredStudy
@@ -22,7 +23,8 @@ from search.worker.context import WorkerContext
 from search.worker.identity import worker_name
 from search.worker.leaving import Leaving
 from search.worker.pulse import Pulse
-from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Stopped
+from storage.attributes import RUNG
+from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
 from storage.trials.register import Register
@@ -55,14 +57,16 @@ class Worker:
         device: str | None = None,
         lease: float = LEASE,
     ) -> None:
-        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease)
+        rungs = study_rungs(study.spec)
+        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease, rungs=rungs)
         self._context = WorkerContext(
             study=study,
-            sampled=study.open(),
+            sampled=as_sampled(study.open()),
             objective=objective,
             claims=claims,
             lease=LeaseKeeper(claims),
             pruner=StudyPruner(study.spec, study.storage, study.study_id, max_age=1.0),
+            rungs=rungs,
             tracker=tracker,
             checkpoints=checkpoints,
             runs_dir=runs_folder(runs_dir, study),
@@ -92,6 +96,7 @@ class Worker:
             while not self._stopping() and self._left != 0:
                 self._pulse.beat()
                 self._register.seen()
+                ended: Ended | None
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
                     case Stopped(why):
                         log.info("the study was stopped: %s", why)
@@ -103,8 +108,10 @@ class Worker:
                             return EXIT_DONE
                         self._wait()
                         continue
+                    case Retired() as retired:
+                        ended = self._retired(retired)
                     case Lost() as lost:
-                        ended: Ended | None = self._lost(lost)
+                        ended = self._lost(lost)
                     case Claim() as claim:
                         self._idle, self._idle_since = 0, math.inf
                         ended = Attempt(self._context, claim).run()
@@ -125,6 +132,13 @@ class Worker:
         self._context.tracker.lost(lost, at=int(time.time() * 1000))
         return Ended(Outcome.LOST, lost.reason)
 
+    def _retired(self, retired: Retired) -> Ended:
+        """Tell of a trial that waited at a rung and will not go on, and remove what it would have gone on from."""
+        log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
+        self._context.tracker.retired(retired, at=int(time.time() * 1000))
+        self._context.checkpoints.forget_trial(retired.number)
+        return Ended(Outcome.PRUNED, retired.reason)
+
     def _hopeless(self, last: Ended) -> bool:
         """Whether trials only fail, whichever worker runs them: another would as well."""
         failed = len(self._failed()) - (self._failed_before or 0)
@@ -138,7 +152,7 @@ class Worker:
 
     def _any_finished(self) -> bool:
         finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-        return any(t.state in finished for t in self._context.study.trials())
+        return any(t.state in finished or RUNG in t.user_attrs for t in self._context.study.trials())
 
     def _idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())

@@ -19,6 +19,7 @@ from search.worker.checkpoints import TrialCheckpoints
 from search.worker.context import WorkerContext
 from storage.files import sync_folder
 from storage.trials.claims import Claim
+from storage.trials.rungs import Standing
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class TrialSession(LocalSession):
         self._log_epoch = log_epoch
         self.kept = TrialCheckpoints(context.checkpoints, self, claim)
         self.decision: Decision | None = None  # the last one
+        self.standing: Standing | None = None  # at the last rung
         self.saved = "at its beginning"  # after which epoch or step
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._ask_at = 0.0
@@ -112,7 +114,19 @@ class TrialSession(LocalSession):
             self.decision = self._context.pruner(self._frozen())
             if self.decision.prune:
                 return Verdict.PRUNE
+            if not self._goes_on(record.epoch):
+                return Verdict.PAUSE
         return Verdict.STOP if stopped else Verdict.CONTINUE
+
+    def _goes_on(self, epoch: int) -> bool:
+        """Whether the trial goes on after an epoch, which may be that of a rung at which others are better."""
+        rungs = self._context.rungs
+        if rungs is None or epoch + 1 not in rungs.epochs:
+            return True
+        values = [value for at, value in self._values.items() if at <= epoch]
+        best = max(values) if rungs.maximize else min(values)
+        self.standing = self._context.claims.reach(self._claim, rungs.epochs.index(epoch + 1), best)
+        return self.standing.promoted
 
     def _report(self, epoch: int, value: float) -> bool:
         pending = self.kept.pending

@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTUNA_REVISION = "v3.2.0.a"
 
 # The head of our own migrations (storage/migrations), and the table that holds it.
-REVISION = "0004"
+REVISION = "0005"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
@@ -40,4 +40,5 @@ OUR_TABLES = (
     "hpsearch_test_openings",
     "hpsearch_promotions",
     "hpsearch_workers",
+    "hpsearch_rungs",
 )

@@ -52,6 +52,17 @@ _LAST = sa.text("""
 """)
 
 
+_SECONDS = sa.text("""
+    SELECT trial_id, extract(epoch FROM sum(ended_at - started_at))::float AS seconds FROM hpsearch_attempts
+     WHERE trial_id = ANY(:trials) GROUP BY trial_id
+""")
+
+
+def seconds_of_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, float]:
+    """Return for how many seconds each of these trials was run, by trial id: without the time that it waited."""
+    return {row.trial_id: row.seconds or 0.0 for row in Database(engine).rows(_SECONDS, {"trials": trial_ids})}
+
+
 def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptRecord]:
     """Return the last attempt at each of these trials that was ever attempted: trial id to attempt."""
     rows = [dict(row._mapping) for row in Database(engine).rows(_LAST, {"trials": trial_ids})]

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from storage.attributes import GOT_ON
 from storage.database.locks import UNLESS_FROZEN
 from storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
+from storage.trials.rungs import BUT_PAUSED
 
 # The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
 # the budget was changed reads the new one.
@@ -61,10 +62,10 @@ SUSPECTS = sa.text(f"""
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
 
-CHOICE = sa.text("""
+_CHOICE = """
     WITH waiting AS (
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
-          FROM trials t WHERE study_id = :study AND state = 'WAITING'
+          FROM trials t WHERE study_id = :study AND state = 'WAITING' {which}
     )
     SELECT (SELECT count(*) FROM trials WHERE study_id = :study) AS total,
            (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
@@ -72,7 +73,9 @@ CHOICE = sa.text("""
            (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
            (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
              WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running
-""")
+"""
+CHOICE = sa.text(_CHOICE.format(which=""))
+CHOICE_BUT_PAUSED = sa.text(_CHOICE.format(which=BUT_PAUSED))
 
 _LEASED = """
     lease AS (
@@ -108,6 +111,8 @@ CREATE = sa.text(f"""
     ), {_LEASED}
     SELECT trial_id, number FROM mine
 """)  # noqa: S608 the parts are constants
+
+MAY = sa.text(f"SELECT FROM trials t, hpsearch_attempts a WHERE {MAY_WRITE}")
 
 _MINE = f"""
     mine AS (

@@ -1,7 +1,8 @@
 """Claims: which worker runs which trial, within the budget, each trial by one worker at a time.
 
 A claim is a trial that lost its worker or was given back, else one that somebody enqueued, else a new one, else
-nothing: the budget is spent. The claim writes its *attempt* in the transaction that creates or takes the trial: a
+nothing: the budget is spent. In a study with rungs a trial that waits at one and is among the best comes before a new
+one. The claim writes its *attempt* in the transaction that creates or takes the trial: a
 lease by the database's clock, which the worker renews. A write of a trial goes through only while its attempt is
 live, so that a worker that was frozen and lost its trial meanwhile can change nothing.
 """
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
-from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
+from storage.attributes import ATTEMPT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
 from storage.database.connect import each_committed
 from storage.database.retry import PATIENCE
 from storage.database.statements import Database
@@ -27,8 +28,9 @@ from storage.trials import claim_sql as sql
 from storage.trials import settling
 from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_machine, current_process, has_ended
+from storage.trials.rungs import Retired, Rungs, Standing, next_promoted, next_retired, promote, reach
 
-__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Stopped"]
+__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Retired", "Stopped"]
 
 LEASE = 60.0  # seconds
 
@@ -91,10 +93,18 @@ class Claims:
         worker: who claims, for a person to read.
         lease: seconds without a sign of life after which another worker may take a trial over.
         patience: seconds to wait for a database that does not answer.
+        rungs: at which trials of the study wait, if they do.
     """
 
     def __init__(
-        self, engine: sa.Engine, study_id: int, *, worker: str, lease: float = LEASE, patience: float = PATIENCE
+        self,
+        engine: sa.Engine,
+        study_id: int,
+        *,
+        worker: str,
+        lease: float = LEASE,
+        patience: float = PATIENCE,
+        rungs: Rungs | None = None,
     ) -> None:
         self._engine = engine
         self._database = Database(engine, patience)
@@ -102,27 +112,29 @@ class Claims:
         self._worker = worker
         self._process = current_process()
         self.lease = lease
+        self._rungs = rungs
+        self._choice = sql.CHOICE if rungs is None else sql.CHOICE_BUT_PAUSED
         self._back_at = -math.inf  # when the database last came back after it had been away
 
     def note_outage(self) -> None:
         """Take note that the database was away until now: nobody could renew, and each gets its lease anew."""
         self._back_at = time.monotonic()
 
-    def claim(self, *, open_new: bool = True) -> Claim | Lost | Nothing | Stopped:
+    def claim(self, *, open_new: bool = True) -> Claim | Lost | Retired | Nothing | Stopped:
         """Take a trial.
 
         Args:
-            open_new: whether trials that were never started may be taken (no, when the time is up).
+            open_new: whether trials that were never started, or wait at a rung, may be taken (no, when the time is up).
 
-        A trial that is settled here as lost, when the answer of the commit was lost as well, is told to nobody: its run
-        in MLflow is ended with the study's.
+        A trial that is settled here, when the answer of the commit was lost as well, is told to nobody: its run in
+        MLflow is ended with the study's.
 
         Raises:
             StorageError: the study was deleted.
         """
         claim_id = uuid.uuid4()
 
-        def take(connection: sa.Connection, repeated: bool) -> Claim | Lost | Nothing | Stopped:
+        def take(connection: sa.Connection, repeated: bool) -> Claim | Lost | Retired | Nothing | Stopped:
             if repeated:  # a claim whose commit was answered by silence may be there
                 self.note_outage()
                 made = connection.execute(sql.MADE, {"claim": claim_id}).one_or_none()
@@ -134,7 +146,7 @@ class Claims:
 
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
-    ) -> Claim | Lost | Nothing | Stopped:
+    ) -> Claim | Lost | Retired | Nothing | Stopped:
         study = connection.execute(sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
         if study is None:
             raise StorageError("the study was deleted")
@@ -142,7 +154,7 @@ class Claims:
             return Stopped(study.stopped)
         if lost := self._recover(connection, retries=study.retries):
             return lost
-        row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+        row = connection.execute(self._choice, {"study": self._study_id}).one()
         arguments = {
             "study_id": self._study_id,
             "claim": claim_id,
@@ -152,16 +164,32 @@ class Claims:
             "keys": [ATTEMPT, WORKER],
         }
         may_open = open_new and row.total - row.enqueued < study.n_trials
-        trial_id = row.given_back or (row.next_enqueued if may_open else None)
+        trial_id, rung = row.given_back, None
+        if trial_id is None and self._rungs is not None:
+            if open_new and (waiting := next_promoted(connection, self._study_id, self._rungs)):
+                trial_id, rung = waiting
+            elif retired := self._retire(connection, n_trials=study.n_trials, over=not may_open and row.running == 0):
+                return retired
+        trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
             taken = connection.execute(sql.TAKE, {**arguments, "trial": trial_id}).one_or_none()
             if taken is None:  # a notebook was faster
                 return self._take(connection, claim_id, open_new=open_new)
+            if rung is not None:
+                promote(connection, trial_id, rung)
             return Claim(trial_id, taken.number, taken.attempt)
         if may_open:
             new = connection.execute(sql.CREATE, arguments).one()
             return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
+
+    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool) -> Retired | None:
+        """End a trial that waits at a rung and will never go on, where there is one."""
+        assert self._rungs is not None
+        retired = next_retired(connection, self._study_id, self._rungs, n_trials=n_trials, over=over)
+        if retired is not None:
+            settling.retire(connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.grounds})
+        return retired
 
     def _recover(self, connection: sa.Connection, *, retries: int, fail: bool = True) -> Lost | None:
         """End the attempts of workers that died; their trials wait to be taken, or fail when it was too often."""
@@ -191,9 +219,16 @@ class Claims:
             study = connection.execute(sql.STUDY, arguments).one_or_none()
             if study is None or study.stopped is not None:
                 return False
-            row = connection.execute(sql.CHOICE, {"study": self._study_id}).one()
+            row = connection.execute(self._choice, {"study": self._study_id}).one()
+            if self._rungs is not None and self._any_waits(connection):
+                return True
         waits = open_new and row.total - row.enqueued < study.n_trials
         return bool(row.given_back or row.running or waits)
+
+    def _any_waits(self, connection: sa.Connection) -> bool:
+        """Whether a trial waits at a rung: it goes on, or is to be ended."""
+        assert self._rungs is not None
+        return next_retired(connection, self._study_id, self._rungs, n_trials=0, over=True) is not None
 
     def sweep(self) -> None:
         """Put back the trials of workers that died, so that whoever claims next finds them.
@@ -274,6 +309,44 @@ class Claims:
         [row] = self._database.rows(sql.KEEP, arguments)
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
+
+    def reach(self, claim: Claim, rung: int, value: float) -> Standing:
+        """Note what a trial has come to at a rung, once: it goes on, or its attempt ends and it waits there.
+
+        Args:
+            claim: whose trial it is.
+            rung: that it has reached, from 0.
+            value: its best up to there; not NaN.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        rungs = self._rungs
+        assert rungs is not None
+
+        def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
+            words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+            connection.execute(sql.STUDY, words)
+            mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
+            if connection.execute(sql.MAY, mine).one_or_none() is None:
+                place = (connection, claim.trial_id, claim.attempt)
+                if not (repeated and settling.ended_as(*place, Outcome.PAUSED)):
+                    return None
+            standing = reach(connection, self._study_id, claim.trial_id, rungs, rung=rung, value=value)
+            if not standing.promoted:
+                told = {
+                    "rung": rung,
+                    "epoch": rungs.epochs[rung] - 1,
+                    "rank": standing.rank,
+                    "reached": standing.reached,
+                }
+                settling.settle(connection, claim.trial_id, claim.attempt, Outcome.PAUSED, attrs={RUNG: told})
+            return standing
+
+        standing = self._database.transaction(reached)
+        if standing is None:
+            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        return standing
 
     def expire(self, claim: Claim) -> None:
         """Let the lease run out now: this process is about to end without having ended its attempt."""

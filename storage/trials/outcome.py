@@ -27,6 +27,7 @@ class Outcome(Enum):
     LOST = "lost", "FAIL", "FAILED"  # its worker died, or froze, and its retries are spent
     CANCELLED = "cancelled", "FAIL", "KILLED"  # the trial was ended from outside
     RELEASED = "released", "WAITING", "RUNNING"  # given back by a worker that was told to stop
+    PAUSED = "paused", "WAITING", "RUNNING"  # at a rung, until it is among the best there
 
     def __new__(cls, value: str, trial_state: str, mlflow_status: str) -> Self:
         """Make a member of its three words."""

@@ -30,6 +30,7 @@ class Progress:
     pruned: int = 0
     fail: int = 0
     waiting: int = 0
+    paused: int = 0  # at a rung
     epochs: int = 0
     best_number: int | None = None
     best_value: float | None = None
@@ -53,6 +54,8 @@ _COUNTS = sa.text("""
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
+           (SELECT count(*) FROM hpsearch_rungs r JOIN trials t USING (trial_id)
+             WHERE r.study_id = :study AND r.promoted_at IS NULL AND t.state = 'WAITING') AS paused,
            (SELECT count(*) FROM trial_intermediate_values v JOIN trials t USING (trial_id)
              WHERE t.study_id = :study) AS epochs
       FROM trials WHERE study_id = :study
@@ -94,7 +97,8 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
         complete=counts.complete,
         pruned=counts.pruned,
         fail=counts.fail,
-        waiting=counts.waiting,
+        waiting=counts.waiting - counts.paused,
+        paused=counts.paused,
         epochs=counts.epochs,
         best_number=best.number if best else None,
         best_value=best.value if best else None,

@@ -31,6 +31,9 @@ _REOPEN = sa.text("""
         DELETE FROM trial_system_attributes a USING mine
          WHERE a.trial_id = mine.trial_id AND starts_with(a.key, 'completed_rung_')
            AND (SELECT epoch FROM resumed) IS NULL
+    ), places AS (
+        DELETE FROM hpsearch_rungs r USING mine
+         WHERE r.trial_id = mine.trial_id AND (SELECT epoch FROM resumed) IS NULL
     ), result AS (
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (

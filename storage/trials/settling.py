@@ -50,6 +50,18 @@ def settle(
     return bool(connection.execute(_SETTLE, arguments).scalar())
 
 
+def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> bool:
+    """End a trial that waits as PRUNED, with its last value; return whether it waited.
+
+    Args:
+        connection: in a transaction.
+        trial_id: the trial.
+        attrs: user attributes of the trial to set.
+    """
+    arguments = {"trial_id": trial_id, "keys": list(attrs), "values": [json.dumps(attr) for attr in attrs.values()]}
+    return bool(connection.execute(_RETIRE, arguments).scalar())
+
+
 def end_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
     """End an attempt, if it is live, and leave its trial as it is."""
     connection.execute(_END, {"trial": trial_id, "attempt": attempt, "outcome": outcome.value})
@@ -60,6 +72,16 @@ def ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Ou
     found = connection.execute(_OUTCOME, {"trial": trial_id, "attempt": attempt}).scalar()
     return bool(found == outcome.value)
 
+
+_NOTED = """
+    noted AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT trial_id, key, value_json FROM mine,
+               unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+    )
+    SELECT count(*) FROM mine
+"""
 
 _SETTLE = sa.text(f"""
     WITH mine AS (
@@ -74,13 +96,22 @@ _SETTLE = sa.text(f"""
         SELECT trial_id, 0, CAST(:finite AS double precision), CAST(:type AS trialvaluetype) FROM mine
          WHERE CAST(:type AS text) IS NOT NULL
         ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
-    ), noted AS (
-        INSERT INTO trial_user_attributes (trial_id, key, value_json)
-        SELECT trial_id, key, value_json FROM mine,
-               unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
-        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-    )
-    SELECT count(*) FROM mine
+    ), {_NOTED}
+""")  # noqa: S608 the parts are constants
+
+_RETIRE = sa.text(f"""
+    WITH mine AS (
+        UPDATE trials SET state = 'PRUNED', datetime_complete = timezone('utc', clock_timestamp())
+         WHERE trial_id = :trial_id AND state = 'WAITING'
+        RETURNING trial_id
+    ), valued AS (
+        INSERT INTO trial_values (trial_id, objective, value, value_type)
+        SELECT trial_id, 0, intermediate_value, CAST(intermediate_value_type::text AS trialvaluetype)
+          FROM mine JOIN trial_intermediate_values USING (trial_id)
+         WHERE intermediate_value_type <> 'NAN'
+         ORDER BY step DESC LIMIT 1
+        ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
+    ), {_NOTED}
 """)  # noqa: S608 the parts are constants
 
 _END = sa.text("""

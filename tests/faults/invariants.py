@@ -16,7 +16,11 @@ import sqlalchemy as sa
 from storage.checkpoints.store import checkpoint_of
 from tests.faults.scripted import EPOCHS
 
-OUTCOMES = {"COMPLETE": {"complete"}, "PRUNED": {"pruned", "infeasible"}, "FAIL": {"failed", "lost", "cancelled"}}
+OUTCOMES = {
+    "COMPLETE": {"complete"},
+    "PRUNED": {"pruned", "infeasible", "paused"},
+    "FAIL": {"failed", "lost", "cancelled"},
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,29 @@ def assert_whole(
     return trials
 
 
+_RUNGS = """
+    SELECT number, rung, loss, promoted_at FROM hpsearch_rungs r JOIN trials USING (trial_id)
+      JOIN studies s ON s.study_id = r.study_id WHERE study_name = :study ORDER BY rung, promoted_at, number
+"""
+
+
+def read_promotions(url: str, study: str, factor: int) -> list[tuple[int, int]]:
+    """Trial and rung of all promotions of a study that has ended, rung by rung in their order.
+
+    Whoever is among the best of a rung in the end has gone on, and whoever has gone on has reached the next.
+    """
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        rows = list(connection.execute(sa.text(_RUNGS), {"study": study}))
+    rungs = [[row for row in rows if row.rung == rung] for rung in range(1 + max(row.rung for row in rows))]
+    for found, after in zip(rungs, [*rungs[1:], None], strict=True):
+        promoted = {row.number for row in found if row.promoted_at is not None}
+        best = {row.number for row in sorted(found, key=lambda row: row.loss)[: len(found) // factor]}
+        assert best <= promoted, "one of the best was left behind"
+        assert after is None or {row.number for row in after} == promoted
+    return [(row.number, row.rung) for row in rows if row.promoted_at is not None]
+
+
 def assert_attempts(trial: Trial) -> None:
     """Each attempt ended before the next began, and the last one's end is the trial's."""
     attempts = trial.attempts
@@ -108,7 +135,7 @@ def assert_attempts(trial: Trial) -> None:
     assert all(a.started <= a.ended for a in attempts)
     assert all(a.ended <= b.started for a, b in pairwise(attempts)), "two attempts at once"
     assert attempts[-1].outcome in OUTCOMES[trial.state]
-    assert all(a.outcome in {"lost", "released", "failed"} for a in attempts[:-1])
+    assert all(a.outcome in {"lost", "released", "failed", "paused"} for a in attempts[:-1])
 
 
 def assert_files(home: Path, store: Path, trials: list[Trial]) -> None:

@@ -34,6 +34,8 @@ POINTS = {
     "put": ("storage.checkpoints.store", "Checkpoints.put"),
     "report": ("storage.trials.claims", "Claims.report"),
     "keep": ("storage.trials.claims", "Claims.keep"),
+    "reach": ("storage.trials.claims", "Claims.reach"),
+    "retired": ("search.tracking.tracker", "Tracker.retired"),
     "committed": ("search.worker.checkpoints", "TrialCheckpoints.committed"),
     "publish": ("search.tracking.trial_run", "TrialTracking.publish"),
     "model": ("search.tracking.trial_run", "TrialTracking._log_model"),

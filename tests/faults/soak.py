@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from tests.faults.breakable import Breakable
 from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wait_for, wire, zygotes
-from tests.faults.invariants import assert_whole
+from tests.faults.invariants import assert_whole, read_promotions
 
 # A fault, and how often it is chosen.
 FAULTS = {"kill": 4, "freeze": 3, "terminate": 2, "cut connections": 2, "kill postgres": 1, "mlflow away": 1}
@@ -105,10 +105,15 @@ def soak(
     seed: int,
     period: float,
     most: int = sys.maxsize,
+    asha: bool = False,
 ) -> str:
-    """Run the study in a storm of faults, assert that nothing was lost, and say what happened."""
+    """Run the study in a storm of faults, assert that nothing was lost, and say what happened.
+
+    With `asha` trials are paused after their first and second epoch.
+    """
     began = time.monotonic()
-    arena.create(len(undisturbed), [], retries=1000)
+    settings = "--pruner asha --pruner-option reduction_factor=2" if asha else ""
+    arena.create(len(undisturbed), [], retries=1000, settings=settings)
     storm = Storm(arena, server, line, seed, period, most)
     try:
         arena.work(workers, meanwhile=storm, codes=CODES, PACE="0.1")
@@ -118,13 +123,14 @@ def soak(
     # The last worker may have left while its line to MLflow was cut: what it could not send waits on its disk.
     assert arena.run("sync", arena.name).endswith("nothing is left\n")
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed, len(undisturbed))
-    assert {t.state for t in trials} == {"COMPLETE"}
+    assert {t.state for t in trials} == ({"COMPLETE", "PRUNED"} if asha else {"COMPLETE"})
+    promotions = f", {len(read_promotions(arena.storage_url, arena.name, 2))} promotions" if asha else ""
     ends = Counter(outcome for t in trials for outcome in t.outcomes)
     faults = ", ".join(f"{name} {count}" for name, count in sorted(storm.done.items()))
     return (
         f"seed {seed}: {sum(storm.done.values())} faults ({faults}) in {time.monotonic() - began:.0f} s; "
         f"{len(arena.workers) - 1} workers started; {len(trials)} trials in {sum(ends.values())} attempts "
-        f"({', '.join(f'{name} {count}' for name, count in ends.most_common())}); lost: 0, doubled: 0, "
+        f"({', '.join(f'{name} {count}' for name, count in ends.most_common())}){promotions}; lost: 0, doubled: 0, "
         "every value as undisturbed"
     )
 
@@ -137,6 +143,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--asha", action="store_true", help="pause trials at rungs, and promote the best")
     parser.add_argument("--period", type=float, default=1.0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hpsearch-soak-") as name, ExitStack() as shared:
@@ -153,7 +160,8 @@ def main() -> None:
                     (folder / str(seed)).mkdir()
                     arena = Arena(zygote, f"soak-{seed}", folder / str(seed), server.url, uri)
                     try:
-                        print(soak(arena, server, line, values, workers=given.workers, seed=seed, period=given.period))
+                        how = {"workers": given.workers, "seed": seed, "period": given.period, "asha": given.asha}
+                        print(soak(arena, server, line, values, **how))
                     finally:
                         arena.close()
         finally:

@@ -13,8 +13,9 @@ from tests.faults.soak import soak
 pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.xdist_group("trainings")]
 
 
+@pytest.mark.parametrize("asha", [False, True], ids=["to the end", "paused at rungs"])
 def test_a_fleet_in_a_storm_loses_nothing(
-    broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]]
+    broken_arena: Arena, breakable: Breakable, undisturbed: Callable[[int], list[list[float]]], asha: bool
 ) -> None:
     with wire(broken_arena.tracking_uri) as (line, broken_arena.tracking_uri):
-        print(soak(broken_arena, breakable, line, undisturbed(12), workers=3, seed=1, period=0.3, most=25))
+        print(soak(broken_arena, breakable, line, undisturbed(12), workers=3, seed=1, period=0.3, most=25, asha=asha))

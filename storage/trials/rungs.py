@@ -1,0 +1,203 @@
+"""Rungs at which trials wait until they are among the best that reached them: who waits, goes on, or never will.
+
+Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), without anybody who leads: the rows of
+``hpsearch_rungs`` are all there is to know, and each decision is made in the transaction that acts on it, which holds
+the study's row as every claim does. A trial waits while its row has no `promoted_at`, and its state is WAITING.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """The rungs of a study.
+
+    Attributes:
+        pruner: its name, for a person.
+        epochs: how many epochs a trial has when it reaches each rung.
+        total: epochs of a full trial.
+        factor: of those that reach a rung, one in so many goes on.
+        maximize: whether higher values are better.
+    """
+
+    pruner: str
+    epochs: tuple[int, ...]
+    total: int
+    factor: int
+    maximize: bool
+
+    def loss(self, value: float) -> float:
+        """A value as it is compared: lower is better."""
+        return -value if self.maximize else value
+
+    value = loss  # and back
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a trial stands at a rung.
+
+    Attributes:
+        rung: from 0.
+        rank: from 1, among all that have reached it, in whatever state they are now.
+        reached: how many have.
+        promoted: whether it goes on.
+    """
+
+    rung: int
+    rank: int
+    reached: int
+    promoted: bool
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A waiting trial that was settled as PRUNED just now, because it will never go on.
+
+    Attributes:
+        trial_id, number: the trial's.
+        attempt: its last.
+        reason: in one line for a person.
+        grounds: the same as numbers, by the names of a pruner's decision.
+    """
+
+    trial_id: int
+    number: int
+    attempt: int
+    reason: str
+    grounds: dict[str, Any]
+
+
+_NOTE = sa.text("""
+    INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss) VALUES (:trial, :rung, :study, :loss)
+    ON CONFLICT (trial_id, rung) DO NOTHING
+""")
+
+# What is counted is found in an index: the better ones have been promoted, all but a few.
+_BETTER = """
+    (SELECT count(*) FROM hpsearch_rungs o
+      WHERE o.study_id = r.study_id AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id))
+"""
+_REACHED = "(SELECT count(*) FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung)"
+
+_STANDING = sa.text(f"""
+    SELECT promoted_at IS NOT NULL AS promoted, {_BETTER} AS better, {_REACHED} AS reached
+      FROM hpsearch_rungs r WHERE trial_id = :trial AND rung = :rung
+""")  # noqa: S608 the parts are constants
+
+_PROMOTE = sa.text("""
+    UPDATE hpsearch_rungs SET promoted_at = clock_timestamp()
+     WHERE trial_id = :trial AND rung = :rung AND promoted_at IS NULL
+""")
+
+_WAITING_AT = """
+    FROM generate_series(:top, 0, -1) AS k (rung)
+    JOIN LATERAL (
+        SELECT r.trial_id, r.study_id, r.rung, r.loss, t.number FROM hpsearch_rungs r JOIN trials t USING (trial_id)
+         WHERE r.study_id = :study AND r.rung = k.rung AND r.promoted_at IS NULL AND t.state = 'WAITING'
+         ORDER BY r.loss {order}, r.trial_id {order} LIMIT 1) r ON true
+"""
+
+# From the highest rung that has one.
+_NEXT = sa.text(f"""
+    SELECT r.trial_id, r.rung {_WAITING_AT.format(order="")}
+     WHERE {_BETTER} < {_REACHED} / :factor
+     ORDER BY r.rung DESC LIMIT 1
+""")
+
+_LAST = sa.text(f"""
+    SELECT r.trial_id, r.number, r.rung, r.loss, s.*,
+           (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt,
+           (SELECT o.loss FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung
+             ORDER BY o.loss, o.trial_id OFFSET greatest(s.places - 1, 0) LIMIT 1) AS cutoff
+      {_WAITING_AT.format(order="DESC")}
+      JOIN LATERAL (
+        SELECT *, CASE WHEN :over THEN reached / :factor ELSE :places END AS places
+          FROM (SELECT {_BETTER} AS better, {_REACHED} AS reached OFFSET 0) AS counted) AS s ON true
+     WHERE :over OR s.better >= s.places
+     ORDER BY r.rung, s.better DESC LIMIT 1
+""")  # noqa: S608 the parts are constants
+
+# Hashed once, rather than looked up for each of the thousands that wait.
+BUT_PAUSED = (
+    "AND t.trial_id NOT IN (SELECT trial_id FROM hpsearch_rungs WHERE study_id = :study AND promoted_at IS NULL)"
+)
+
+
+def reach(
+    connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float
+) -> Standing:
+    """Note a trial's value at a rung, once, and let it go on where it is among the best.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        trial_id: the trial.
+        rungs: of the study.
+        rung: that it has reached, from 0.
+        value: its best up to there.
+    """
+    place = {"trial": trial_id, "rung": rung}
+    connection.execute(_NOTE, {**place, "study": study_id, "loss": rungs.loss(value)})
+    row = connection.execute(_STANDING, place).one()
+    promoted = row.promoted or row.better < row.reached // rungs.factor
+    if promoted:
+        connection.execute(_PROMOTE, place)
+    return Standing(rung, row.better + 1, row.reached, promoted)
+
+
+def next_promoted(connection: sa.Connection, study_id: int, rungs: Rungs) -> tuple[int, int] | None:
+    """Return the waiting trial that is to go on, and from which rung; None where there is none."""
+    arguments = {"study": study_id, "top": len(rungs.epochs) - 1, "factor": rungs.factor}
+    row = connection.execute(_NEXT, arguments).one_or_none()
+    return None if row is None else (row.trial_id, row.rung)
+
+
+def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
+    """Note that a trial goes on from a rung."""
+    connection.execute(_PROMOTE, {"trial": trial_id, "rung": rung})
+
+
+def next_retired(
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool
+) -> Retired | None:
+    """Return the worst waiting trial that will never go on, where there is one.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        rungs: of the study.
+        n_trials: its budget.
+        over: whether nothing will reach a rung any more, so that all who wait have waited in vain.
+    """
+    arguments = {
+        "study": study_id,
+        "top": len(rungs.epochs) - 1,
+        "factor": rungs.factor,
+        # From whichever rung: of trials that come the better the later, all go on.
+        "places": n_trials // rungs.factor,
+        "over": over,
+    }
+    row = connection.execute(_LAST, arguments).one_or_none()
+    if row is None:
+        return None
+    epochs = rungs.epochs[row.rung]
+    on = f"the best {row.places} went on" if over else f"at most {row.places} of {n_trials} trials go on"
+    why = (
+        f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached} at rung "
+        f"{row.rung}, where {on}"
+    )
+    grounds = {
+        "pruner": rungs.pruner,
+        "epoch": epochs - 1,
+        "value": rungs.value(row.loss),
+        **({"cutoff": rungs.value(row.cutoff)} if row.places else {}),
+        "peers": row.reached - 1,
+        "rung": row.rung,
+    }
+    return Retired(row.trial_id, row.number, row.attempt, why, grounds)

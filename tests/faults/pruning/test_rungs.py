@@ -1,0 +1,133 @@
+"""Trials that wait at rungs, while workers die between any two steps: each goes on once per rung, as if nobody had."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.breakable import Breakable
+from tests.faults.harness import LEASE, Arena, Worker, wait_for
+from tests.faults.invariants import assert_tracked, assert_whole, read_promotions, read_trials
+from tests.faults.orders import Order
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
+
+ASHA = "--pruner asha --pruner-option reduction_factor=2"  # rungs after the first and second of four epochs
+N_TRIALS = 6
+
+# Where a worker is killed in the attempt that comes to the first rung, and in the one that was promoted from it.
+COMING = [("report", "before", 0), ("report", "after", 0), ("reach", "before", 0), ("put", "after", 0)]
+PROMOTED = [("claim", "after"), ("restore", "before"), ("restore", "after"), ("log params", "before")]
+
+Undisturbed = Callable[[int], list[list[float]]]
+
+
+def quiet_arena(arena: Arena) -> Arena:
+    """The same with a study that nobody disturbs."""
+    folder = arena.folder / "quiet"
+    folder.mkdir()
+    folder.chmod(0o755)
+    return Arena(arena.zygote, f"{arena.name}-quiet", folder, arena.storage_url, arena.tracking_uri)
+
+
+def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undisturbed: Undisturbed) -> None:
+    """One worker after the other, so that decisions are made in one order: they are those of the quiet study."""
+    quiet = quiet_arena(arena)
+    quiet.create(N_TRIALS, [], settings=ASHA)
+    quiet.work(1)
+    expected = assert_whole(quiet.storage_url, quiet.name, quiet.home, undisturbed(N_TRIALS), N_TRIALS)
+    orders, outcomes = [], []
+    for trial in expected:
+        point, when, epoch = COMING[trial.number % len(COMING)]
+        orders.append(Order(point, "kill", trial=trial.number, when=when, epoch=epoch))
+        story = ["lost", *trial.outcomes]
+        if trial.outcomes[0] == "paused":  # what is settled costs nothing
+            orders.append(Order("reach", "kill", trial=trial.number, attempt=2, when="after"))
+        if len(trial.outcomes) > 1:
+            point, when = PROMOTED[trial.number % len(PROMOTED)]
+            orders.append(Order(point, "kill", trial=trial.number, attempt=3, when=when))
+            story.insert(2, "lost")
+        elif trial.state == "PRUNED":
+            orders.append(Order("retired", "kill", trial=trial.number, attempt=2))
+        outcomes.append(story)
+    arena.create(N_TRIALS, orders, settings=ASHA, retries=5)
+    arena.work(1)
+    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    assert not missed, f"nobody was killed at {missed}"
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
+    assert [t.outcomes for t in trials] == outcomes
+    assert [(t.state, t.values, t.value) for t in trials] == [(t.state, t.values, t.value) for t in expected]
+    made, wanted = (read_promotions(each.storage_url, each.name, 2) for each in (arena, quiet))
+    assert made == wanted
+    assert_tracked(arena.tracking_uri, arena.name, trials)
+
+
+def test_the_frozen_promote_nobody_when_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
+    """Frozen before they come to a rung, and after; others have their trials, and go on, meanwhile."""
+    points = [("reach", "before"), ("reach", "after"), ("report", "after")]
+    orders = [Order(point, "freeze", trial=number, when=when) for number, (point, when) in enumerate(points)]
+    arena.create(N_TRIALS, orders, settings=ASHA)
+
+    def replace(running: list[Worker]) -> None:
+        for worker in arena.frozen():
+            if worker in running:
+                running.remove(worker)
+                running.append(arena.start())
+
+    arena.work(2, meanwhile=replace)
+    late = arena.frozen()
+    assert len(late) == len(points)
+    before = [(t.state, t.values, t.attempts) for t in read_trials(arena.storage_url, arena.name)]
+    for worker in late:
+        worker.send(signal.SIGCONT)
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in late), "the frozen workers to leave")
+    assert {worker.exit_code for worker in arena.workers} == {0}, arena.tell("not all left in peace")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
+    assert [(t.state, t.values, t.attempts) for t in trials] == before
+    read_promotions(arena.storage_url, arena.name, 2)
+
+
+def test_postgres_is_killed_while_a_trial_comes_to_a_rung_and_one_is_promoted(
+    broken_arena: Arena, breakable: Breakable, undisturbed: Undisturbed
+) -> None:
+    arena = broken_arena
+    orders = [Order("reach", "hang", trial=2), Order("reach", "hang", trial=3)]
+    arena.create(N_TRIALS, orders, settings=ASHA)
+    workers = [arena.start() for _ in range(2)]
+    wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to come to a rung")
+    breakable.kill()
+    try:
+        (arena.orders / "open").touch()
+        back = time.monotonic() + 1.5 * LEASE
+        told = "the database is away"
+        wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
+        wait_for(lambda: time.monotonic() > back, "leases to run out")
+    finally:
+        breakable.start()
+    wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
+    assert [worker.exit_code for worker in workers] == [0, 0], arena.tell("they did not wait")
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
+    assert not [t.number for t in trials if "lost" in t.outcomes]
+    read_promotions(arena.storage_url, arena.name, 2)
+
+
+def test_a_study_is_stopped_while_trials_wait_and_goes_on_with_them(arena: Arena, undisturbed: Undisturbed) -> None:
+    arena.create(N_TRIALS, [Order("training", "hang", trial=4, epoch=0)], settings=ASHA)
+    worker = arena.start()
+    wait_for(lambda: arena.obeyed(0), "some trials to wait")
+    waiting = [t.number for t in read_trials(arena.storage_url, arena.name) if t.state == "WAITING"]
+    assert waiting
+    arena.run("stop", arena.name)
+    (arena.orders / "open").touch()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    states = {t.number: t.state for t in read_trials(arena.storage_url, arena.name)}
+    assert {states[number] for number in waiting} <= {"WAITING"}
+    shown = arena.run("show", arena.name)
+    assert "paused at rung 0, epoch 1: rank" in " ".join(shown.split()), shown
+    arena.run("start", arena.name)
+    arena.work(1)
+    assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
+    read_promotions(arena.storage_url, arena.name, 2)

@@ -1,0 +1,80 @@
+"""A sampler learns from trials that wait, as from those that were pruned where these stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import optuna
+import pytest
+from optuna.samplers import TPESampler
+from optuna.trial import TrialState
+
+from search.sampling.paused import as_sampled
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+
+LR = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)
+
+
+def told(storage: PostgresStorage, name: str, state: TrialState) -> optuna.Study:
+    """A study of twelve trials that reported an epoch each, and one that is only enqueued."""
+    study = optuna.create_study(storage=storage, study_name=name)
+    for number in range(12):
+        study.add_trial(
+            optuna.create_trial(
+                state=state,
+                params={"lr": 0.7 ** (number + 1)},
+                distributions={"lr": LR},
+                intermediate_values={0: abs(number - 4.0)},
+            )
+        )
+    study.enqueue_trial({"lr": 0.5})
+    return study
+
+
+def suggested(study: optuna.Study) -> float:
+    """What TPE suggests next."""
+    study.sampler = TPESampler(seed=3, n_startup_trials=10)
+    trial = optuna.Trial(study, study._storage.create_new_trial(study._study_id))
+    return trial.suggest_float("lr", 1e-4, 1.0, log=True)
+
+
+@pytest.fixture
+def storage(database_url: str) -> PostgresStorage:
+    return open_storage(database_url, application_name="test storage")
+
+
+def test_who_waits_counts_as_pruned(storage: PostgresStorage) -> None:
+    expected = suggested(told(storage, "pruned", TrialState.PRUNED))
+    assert suggested(as_sampled(told(storage, "waits", TrialState.WAITING))) == expected
+    assert suggested(told(storage, "unseen", TrialState.WAITING)) != expected
+
+
+def test_what_others_see_is_as_it_was(storage: PostgresStorage) -> None:
+    study = as_sampled(told(storage, "waits", TrialState.WAITING))
+    shown = study.get_trials(deepcopy=False, states=(TrialState.PRUNED, TrialState.COMPLETE))
+    assert [(t.number, t.state) for t in shown] == [(number, TrialState.PRUNED) for number in range(12)]
+    assert {t.state for t in storage.get_all_trials(study._study_id)} == {TrialState.WAITING}
+    assert {t.state for t in study.trials} == {TrialState.WAITING}
+    with_waiting = study.get_trials(deepcopy=False, states=(TrialState.PRUNED, TrialState.WAITING))
+    assert [t.number for t in with_waiting] == list(range(13))
+
+
+PROGRAM = """
+import sys
+from search.sampling.paused import as_sampled
+from storage.study_storage.opening import open_storage
+from tests.search.sampling.test_paused import suggested
+import optuna
+storage = open_storage(sys.argv[1], application_name="test")
+print(suggested(as_sampled(optuna.load_study(study_name=sys.argv[2], storage=storage))))
+"""
+
+
+def test_two_processes_suggest_the_same(storage: PostgresStorage, database_url: str) -> None:
+    for name in ("a", "b"):
+        told(storage, name, TrialState.WAITING)
+    command = [sys.executable, "-c", PROGRAM, database_url]
+    found = [subprocess.run([*command, name], capture_output=True, text=True, check=True).stdout for name in "ab"]
+    assert found[0] == found[1] != ""

@@ -1,0 +1,258 @@
+"""Trials wait at rungs, and the best go on: once per rung, on whichever worker is free, decided by the rows alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from storage.attributes import PRUNING, REASON, RUNG, STOPPED
+from storage.errors import ClaimLostError
+from storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
+from storage.trials.outcome import Outcome
+from storage.trials.reopening import reopen_trial
+from storage.trials.rungs import Rungs
+from tests.storage.trials.support import budget, kill, outcomes, rows, take
+
+RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
+
+Asha = Callable[[], Claims]
+
+
+@pytest.fixture
+def asha(engine: sa.Engine, study_id: int) -> Asha:
+    return lambda: Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+
+
+def pause(claims: Claims, value: float, rung: int = 0) -> Claim:
+    """Take a trial, and leave it at a rung."""
+    claim = take(claims)
+    assert not claims.reach(claim, rung, value).promoted
+    return claim
+
+
+def promotions(engine: sa.Engine) -> list[tuple[int, int]]:
+    """Trial and rung of all promotions, in their order."""
+    query = """
+        SELECT number, rung FROM hpsearch_rungs JOIN trials USING (trial_id) WHERE promoted_at IS NOT NULL
+         ORDER BY promoted_at
+    """
+    return [tuple(row) for row in rows(engine, query)]
+
+
+def test_the_best_goes_on_before_a_new_trial_is_begun_and_all_of_the_budget_is_begun(
+    asha: Asha, storage: BaseStorage, study_id: int
+) -> None:
+    budget(storage, study_id, n_trials=4)
+    claims = asha()
+    pause(claims, 0.1)
+    second = take(claims)
+    standing = claims.reach(second, 0, 0.9)
+    assert (standing.rank, standing.reached, standing.promoted) == (1, 2, True)  # it never waits
+    claims.settle(second, Outcome.COMPLETE, value=0.9)
+    assert [take(claims).number for _ in range(2)] == [2, 3]  # trial 0 is not the best
+
+
+def test_one_that_waits_goes_on_once_there_is_a_place(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.9)
+    pause(claims, 0.1)
+    again = take(claims)  # one of two
+    assert (again.number, again.attempt) == (0, 2)
+    assert promotions(engine) == [(0, 0)]
+    assert outcomes(engine) == [(1, "paused"), (2, None), (1, "paused")]
+    assert storage.get_trial(again.trial_id).user_attrs[RUNG] == {"rung": 0, "epoch": 0, "rank": 1, "reached": 1}
+
+
+def test_the_highest_rung_is_promoted_from_first(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=16)
+    claims = asha()
+    held = [take(claims) for _ in range(6)]
+    values = (0.1, 0.9, 0.95, 0.6, 0.7, 0.05)
+    first = [claims.reach(claim, 0, value).promoted for claim, value in zip(held, values, strict=True)]
+    assert first == [False, True, True, False, False, False]
+    assert [claims.reach(held[n], 1, value).promoted for n, value in ((1, 0.9), (2, 0.8))] == [False, False]
+    assert [take(claims).number for _ in range(2)] == [1, 4]
+
+
+def test_lower_is_better_where_the_study_says_so(storage: BaseStorage, study_id: int, engine: sa.Engine) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 4, 2, maximize=False))
+    pause(claims, 0.9)
+    assert claims.reach(take(claims), 0, 0.1).promoted
+
+
+def test_of_equal_values_the_earlier_trial_is_the_better(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.5)
+    pause(claims, 0.5)
+    assert take(claims).number == 0
+
+
+def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=4)  # of whom 2 go on from rung 0, and 1 from rung 1
+    claims = asha()
+    held = [take(claims) for _ in range(3)]
+    for claim, value in zip(held, (0.3, 0.2, 0.1), strict=True):
+        storage.set_trial_intermediate_value(claim.trial_id, 0, value)
+        claims.reach(claim, 0, value)
+    assert take(claims).number == 0
+    retired = claims.claim()
+    assert isinstance(retired, Retired)
+    assert retired.number == 2
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, where at most 2 of 4 trials go on"
+    trial = storage.get_trial(retired.trial_id)
+    assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
+    assert trial.user_attrs[PRUNING] == {
+        "pruner": "asha", "epoch": 0, "value": 0.1, "cutoff": 0.2, "peers": 2, "rung": 0
+    }  # fmt: skip
+
+
+def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
+    asha: Asha, storage: BaseStorage, study_id: int
+) -> None:
+    budget(storage, study_id, n_trials=2)
+    claims = asha()
+    runs = take(claims)
+    pause(claims, 0.5)
+    assert claims.claim() == Nothing(running=1)
+    assert claims.any_left()
+    claims.settle(runs, Outcome.FAILED)  # before it has reached the rung
+    retired = claims.claim()
+    assert isinstance(retired, Retired)
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where the best 0 went on"
+    assert claims.claim() == Nothing(running=0)
+    assert not claims.any_left()
+
+
+def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.5)
+    pause(claims, 0.4)
+    ended = [claims.claim(open_new=False) for _ in range(3)]
+    assert [type(each) for each in ended] == [Retired, Retired, Nothing]
+
+
+def test_a_stopped_study_keeps_who_waits(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=2)
+    claims = asha()
+    for value in (0.5, 0.4):
+        pause(claims, value)
+    storage.set_study_user_attr(study_id, STOPPED, "by ann")
+    assert claims.claim() == Stopped("by ann")
+    storage.set_study_user_attr(study_id, STOPPED, None)
+    assert take(claims).number == 0
+
+
+def test_a_trial_that_loses_its_worker_after_its_promotion_comes_first_and_is_not_promoted_again(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.9)
+    pause(claims, 0.1)
+    kill(engine, take(claims))
+    again = take(asha())
+    assert (again.number, again.attempt) == (0, 3)
+    assert claims.reach(again, 0, 0.9).promoted  # it reports again where it went on from
+    assert promotions(engine) == [(0, 0)]
+
+
+def test_a_worker_that_lost_its_trial_notes_nothing(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    frozen, other = asha(), asha()
+    claim = take(frozen)
+    kill(engine, claim)
+    take(other)
+    with pytest.raises(ClaimLostError, match="was taken over by w"):
+        frozen.reach(claim, 0, 0.9)
+    assert rows(engine, "SELECT * FROM hpsearch_rungs") == []
+
+
+def test_what_was_ended_from_outside_holds_up_nobody(asha: Asha, storage: BaseStorage, study_id: int) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    best = pause(claims, 0.9)
+    storage.set_trial_state_values(best.trial_id, TrialState.FAIL)
+    for value in (0.2, 0.3, 0.1):
+        pause(claims, value)
+    assert take(claims).number == 2
+
+
+def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims = asha()
+    pause(claims, 0.1)
+    best = take(claims)
+    assert claims.reach(best, 0, 0.9).promoted
+    claims.settle(best, Outcome.FAILED)
+    reopen_trial(engine, best.trial_id, from_start=True)
+    assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
+    assert take(claims).number == 1
+
+
+WORKER_PROGRAM = """
+import sys, random
+from storage.database.connect import make_engine
+from storage.trials.claims import Claim, Claims, Retired
+from storage.trials.outcome import Outcome
+from storage.trials.rungs import Rungs
+rungs = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
+claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", rungs=rungs)
+print("ready", flush=True)
+sys.stdin.readline()
+while isinstance(claim := claims.claim(), (Claim, Retired)):
+    if isinstance(claim, Retired):
+        continue
+    value = random.Random(claim.number).random()
+    rung = claim.attempt - 1  # a trial that never waited is seen at the next
+    while rung < 3 and claims.reach(claim, rung, value).promoted:
+        rung += 1
+    if rung == 3:
+        claims.settle(claim, Outcome.COMPLETE, value=value)
+"""
+
+
+def test_many_processes_promote_each_trial_once_and_only_from_the_best(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
+) -> None:
+    budget(storage, study_id, n_trials=81)
+    command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
+    workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    for worker in workers:
+        worker.communicate()
+        assert worker.returncode == 0
+    trials = storage.get_all_trials(study_id)
+    assert [t.number for t in trials] == list(range(81))
+    assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+    reached = [rows(engine, "SELECT loss, promoted_at FROM hpsearch_rungs WHERE rung = :r", r=r) for r in range(3)]
+    assert len(reached[0]) == 81
+    for rung, found in enumerate(reached):
+        promoted = [row.loss for row in found if row.promoted_at is not None]
+        best = sorted(row.loss for row in found)[: len(found) // 3]
+        assert set(best) <= set(promoted), f"who is among the best third of rung {rung} has gone on"
+        if rung < 2:
+            assert len(reached[rung + 1]) == len(promoted)
+    live = "SELECT count(*) FROM hpsearch_attempts WHERE ended_at IS NULL"
+    assert rows(engine, live) == [(0,)]
