@@ -9,15 +9,17 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from search.console import command
 from search.errors import SearchError
+from search.pruning import study_rungs
 from search.spec.spec import parse_spec
 from search.study.study import StoredStudy
 from storage.attributes import REASON, STOPPED
 from storage.trials.claims import running_now
-from storage.trials.reopening import reopen_trial
+from storage.trials.reopening import reopen_trial, wait_again
 from storage.trials.spec_change import change_spec
 
 
@@ -94,7 +96,11 @@ def extend_study(study: StoredStudy, trials: str) -> Extended:
         changed.append(Extended(before, after, started))
         return parse_spec({**spec, "n_trials": after}).model_dump()
 
-    change_spec(study.engine, study.study_id, change)
+    def wait(connection: sa.Connection, spec: dict[str, Any]) -> None:
+        if (rungs := study_rungs(parse_spec(spec))) is not None:
+            wait_again(connection, study.study_id, places=spec["n_trials"] // rungs.factor)
+
+    change_spec(study.engine, study.study_id, change, then=wait)
     return changed[-1]
 
 

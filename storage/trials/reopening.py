@@ -1,13 +1,14 @@
 """A trial that failed is made claimable again: the same trial, from its last checkpoint or from its beginning.
 
-Optuna's storages let no trial leave a finished state, so that this is a statement of our own.
+Optuna's storages let no trial leave a finished state, so that this is a statement of our own. So are those that waited
+at a rung in vain, when the budget grows.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, REASON, TRACKING
+from storage.attributes import INFEASIBLE, PRUNING, REASON, TRACKING
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
 # nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was
@@ -46,6 +47,34 @@ _REOPEN = sa.text("""
     )
     SELECT resumed.epoch FROM mine, resumed
 """)
+
+
+_WAIT_AGAIN = sa.text("""
+    WITH mine AS (
+        UPDATE trials t SET state = 'WAITING', datetime_complete = NULL
+          FROM hpsearch_rungs r
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND r.trial_id = t.trial_id AND r.promoted_at IS NULL
+           AND (SELECT count(*) FROM hpsearch_rungs o
+                 WHERE o.study_id = :study AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id)
+               ) < :places
+        RETURNING t.trial_id
+    ), result AS (
+        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
+    ), said AS (
+        DELETE FROM trial_user_attributes a USING mine
+         WHERE a.trial_id = mine.trial_id AND a.key IN (:pruning, :reason, :tracking)
+    )
+    SELECT count(*) FROM mine
+""")
+
+
+def wait_again(connection: sa.Connection, study_id: int, *, places: int) -> int:
+    """Let trials wait at their rungs again that were pruned there, where that many may go on; return how many do.
+
+    Their checkpoints are gone: who goes on is trained anew to the rung, to the same values, which stay reported.
+    """
+    words = {"pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
+    return int(connection.execute(_WAIT_AGAIN, {"study": study_id, "places": places, **words}).scalar_one())
 
 
 def reopen_trial(engine: sa.Engine, trial_id: int, *, from_start: bool) -> tuple[bool, int | None]:

@@ -29,7 +29,11 @@ _WRITE = sa.text("UPDATE study_user_attributes SET value_json = :value WHERE stu
 
 
 def change_spec(
-    engine: sa.Engine, study_id: int, change: Callable[[dict[str, Any], int], dict[str, Any]]
+    engine: sa.Engine,
+    study_id: int,
+    change: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    then: Callable[[sa.Connection, dict[str, Any]], object] = lambda *_: None,
 ) -> dict[str, Any]:
     """Replace a study's stored spec while no trial is handed out, and return the new one.
 
@@ -38,6 +42,7 @@ def change_spec(
         study_id: the study.
         change: is given the spec and how many trials were started, and returns the spec to store; what it raises
             leaves everything as it was.
+        then: is called with the new spec in the same transaction.
 
     Raises:
         StorageError: there is no such study any more.
@@ -49,4 +54,5 @@ def change_spec(
         started = int(connection.execute(_STARTED, {"study": study_id}).scalar_one())
         spec = change(json.loads(row.spec), started)
         connection.execute(_WRITE, {"study": study_id, "spec": SPEC, "value": json.dumps(spec)})
+        then(connection, spec)
     return spec

@@ -15,7 +15,7 @@ from storage.attributes import PRUNING, REASON, RUNG, STOPPED
 from storage.errors import ClaimLostError
 from storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
 from storage.trials.outcome import Outcome
-from storage.trials.reopening import reopen_trial
+from storage.trials.reopening import reopen_trial, wait_again
 from storage.trials.rungs import Rungs
 from tests.storage.trials.support import budget, kill, outcomes, rows, take
 
@@ -203,6 +203,30 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     reopen_trial(engine, best.trial_id, from_start=True)
     assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
     assert take(claims).number == 1
+
+
+def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_place(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=4)
+    claims = asha()
+    held = [take(claims) for _ in range(4)]
+    for claim, value in zip(held, (0.1, 0.4, 0.3, 0.2), strict=True):
+        storage.set_trial_intermediate_value(claim.trial_id, 0, value)
+        if claims.reach(claim, 0, value).promoted:
+            claims.settle(claim, Outcome.COMPLETE, value=value)
+    claims.settle(take(claims), Outcome.COMPLETE, value=0.3)
+    assert [type(claims.claim()) for _ in range(3)] == [Retired, Retired, Nothing]
+    budget(storage, study_id, n_trials=6)  # three places
+    with engine.begin() as connection:
+        assert wait_again(connection, study_id, places=3) == 1
+    waits = storage.get_trial(held[3].trial_id)
+    assert (waits.state, waits.value) == (TrialState.WAITING, None)
+    assert waits.intermediate_values == {0: 0.2}
+    assert REASON not in waits.user_attrs
+    for claim, value in zip([take(claims), take(claims)], (0.15, 0.12), strict=True):
+        claims.reach(claim, 0, value)
+    assert take(claims).number == 3
 
 
 WORKER_PROGRAM = """
