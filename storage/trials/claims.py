@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import sqlalchemy as sa
@@ -28,7 +28,7 @@ from storage.trials import claim_sql as sql
 from storage.trials import settling
 from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_machine, current_process, has_ended
-from storage.trials.rungs import Retired, Rungs, Standing, next_promoted, next_retired, promote, reach
+from storage.trials.rungs import Retired, Rungs, Standing, next_promoted, next_retired, note, promote, standing
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Retired", "Stopped"]
 
@@ -327,26 +327,25 @@ class Claims:
         def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
             words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
             connection.execute(sql.STUDY, words)
+            place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if connection.execute(sql.MAY, mine).one_or_none() is None:
-                place = (connection, claim.trial_id, claim.attempt)
-                if not (repeated and settling.ended_as(*place, Outcome.PAUSED)):
-                    return None
-            standing = reach(connection, self._study_id, claim.trial_id, rungs, rung=rung, value=value)
-            if not standing.promoted:
-                told = {
-                    "rung": rung,
-                    "epoch": rungs.epochs[rung] - 1,
-                    "rank": standing.rank,
-                    "reached": standing.reached,
-                }
-                settling.settle(connection, claim.trial_id, claim.attempt, Outcome.PAUSED, attrs={RUNG: told})
-            return standing
+                if repeated and settling.ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
+                    return replace(standing(connection, claim.trial_id, rungs, rung), promoted=False)
+                return None
+            note(connection, self._study_id, claim.trial_id, rungs, rung=rung, value=value)
+            at = standing(connection, claim.trial_id, rungs, rung)
+            if at.promoted:
+                promote(connection, claim.trial_id, rung)
+            else:
+                told = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
+                settling.settle(*place, Outcome.PAUSED, attrs={RUNG: told})
+            return at
 
-        standing = self._database.transaction(reached)
-        if standing is None:
+        found = self._database.transaction(reached)
+        if found is None:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
-        return standing
+        return found
 
     def expire(self, claim: Claim) -> None:
         """Let the lease run out now: this process is about to end without having ended its attempt."""

@@ -129,10 +129,8 @@ BUT_PAUSED = (
 )
 
 
-def reach(
-    connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float
-) -> Standing:
-    """Note a trial's value at a rung, once, and let it go on where it is among the best.
+def note(connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float) -> None:
+    """Note a trial's value at a rung, once.
 
     Args:
         connection: in a transaction that holds the study's row.
@@ -142,12 +140,14 @@ def reach(
         rung: that it has reached, from 0.
         value: its best up to there.
     """
-    place = {"trial": trial_id, "rung": rung}
-    connection.execute(_NOTE, {**place, "study": study_id, "loss": rungs.loss(value)})
-    row = connection.execute(_STANDING, place).one()
+    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
+    connection.execute(_NOTE, arguments)
+
+
+def standing(connection: sa.Connection, trial_id: int, rungs: Rungs, rung: int) -> Standing:
+    """Return where a trial stands at a rung that it has reached, and whether it may go on from there."""
+    row = connection.execute(_STANDING, {"trial": trial_id, "rung": rung}).one()
     promoted = row.promoted or row.better < row.reached // rungs.factor
-    if promoted:
-        connection.execute(_PROMOTE, place)
     return Standing(rung, row.better + 1, row.reached, promoted)
 
 
@@ -159,7 +159,7 @@ def next_promoted(connection: sa.Connection, study_id: int, rungs: Rungs) -> tup
 
 
 def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
-    """Note that a trial goes on from a rung."""
+    """Note that a trial goes on from a rung, once."""
     connection.execute(_PROMOTE, {"trial": trial_id, "rung": rung})
 
 

@@ -181,6 +181,34 @@ def test_a_worker_that_lost_its_trial_notes_nothing(
     assert rows(engine, "SELECT * FROM hpsearch_rungs") == []
 
 
+def test_a_pause_whose_answer_is_lost_is_a_pause_also_when_the_trial_has_gone_on_meanwhile(
+    asha: Asha, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=8)
+    claims, other = asha(), asha()
+    claim, next_one = take(claims), take(other)
+    cut = False
+
+    def at_commit(connection: sa.Connection) -> None:
+        nonlocal cut
+        if cut:
+            return
+        cut = True
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.commit()
+        driver.close()
+        other.reach(next_one, 0, 0.1)
+        assert take(other).number == 0
+
+    sa.event.listen(engine, "commit", at_commit)
+    assert not claims.reach(claim, 0, 0.9).promoted
+    sa.event.remove(engine, "commit", at_commit)
+    assert cut
+    assert promotions(engine) == [(0, 0)]
+    assert outcomes(engine) == [(1, "paused"), (2, None), (1, "paused")]
+
+
 def test_what_was_ended_from_outside_holds_up_nobody(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
