@@ -14,8 +14,9 @@ from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
 from search.report.figures import figure_data, importances
 from search.report.pruned import pruned_by_epoch
-from search.report.trials import parameter_names, shown_trials, state_of, trial_row
+from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
 from search.study.devices import devices_line, devices_of
+from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import REASON, RUN_URL, SMOKE
@@ -42,6 +43,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         headline=_headline(study, summary, finalists),
         cards=_cards(study, summary, finalists, opening),
         states=_states(summary),
+        rungs=rung_lines(study),
         devices=devices_line(devices) if (devices := devices_of(study)) else None,
         saved=format_seconds(summary.seconds_saved),
         best=_best(study, summary, finalists),
@@ -53,9 +55,9 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         pruned=pruned_by_epoch(study),
         promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
         names=names,
-        trials=[trial_row(study, t, names) for t in shown],
+        trials=trial_rows(study, shown, names),
         n_trials=len(study.trials()),
-        unfinished=[trial_row(study, t, names) for t in without[-_FAILURES:]],
+        unfinished=trial_rows(study, without[-_FAILURES:], names),
         n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,

@@ -8,6 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.text import confirmation_lines
 from search.study.devices import devices_line, devices_of
+from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page
 from storage.attributes import REASON, RUN_URL, TRACKING
@@ -39,6 +40,7 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
             f"pruning saved {summary.epochs_saved} of {summary.epochs_saved + summary.epochs_run} epochs, "
             f"about {format_seconds(summary.seconds_saved)} of worker time"
         )
+    lines += rung_lines(study)
     if (devices := devices_of(study)) is not None:
         lines.append(f"devices: {devices_line(devices)}")
     if summary.untracked:

@@ -7,6 +7,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, REASON, RUN_URL
@@ -45,9 +46,19 @@ def parameter_names(trials: list[FrozenTrial]) -> list[str]:
     return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
 
 
-def trial_row(study: StoredStudy, trial: FrozenTrial, names: list[str]) -> dict[str, Any]:
-    """Return a row of the table: what is shown, and beside it what it is sorted by."""
-    seconds = trial.duration.total_seconds() if trial.duration else None
+def trial_rows(study: StoredStudy, trials: list[FrozenTrial], names: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of the table: what is shown, and beside it what it is sorted by.
+
+    Args:
+        study: the study.
+        trials: of it.
+        names: of the parameters that have a column.
+    """
+    seconds = seconds_run(study, trials)
+    return [_row(study, trial, names, seconds.get(trial._trial_id)) for trial in trials]
+
+
+def _row(study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None) -> dict[str, Any]:
     return {
         "number": trial.number,
         "state": state_of(trial),

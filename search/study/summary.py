@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from optuna.trial import FrozenTrial, TrialState
 
 from search.study.ranking import rank_trials
+from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, RUNG, TRACKING
-from storage.trials.attempts import seconds_of_attempts
+from storage.attributes import INFEASIBLE, TRACKING
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,14 @@ def summarise(study: StoredStudy) -> Summary:
     by_state = {state: [t for t in trials if t.state == state] for state in TrialState}
     infeasible = [t for t in by_state[TrialState.PRUNED] if t.user_attrs.get(INFEASIBLE)]
     pruned = [t for t in by_state[TrialState.PRUNED] if not t.user_attrs.get(INFEASIBLE)]
-    paused = [trial._trial_id for trial in pruned if RUNG in trial.user_attrs]
-    ran = seconds_of_attempts(study.engine, paused) if paused else {}
+    ran = seconds_run(study, pruned)
     saved_epochs, saved_seconds = 0, 0.0
     for trial in pruned:
         done = len(trial.intermediate_values)
-        if done and trial.duration:
+        if done and trial._trial_id in ran:
             left = study.spec.epochs - done
             saved_epochs += left
-            saved_seconds += ran.get(trial._trial_id, trial.duration.total_seconds()) / done * left
+            saved_seconds += ran[trial._trial_id] / done * left
     return Summary(
         complete=len(by_state[TrialState.COMPLETE]),
         pruned=len(pruned),

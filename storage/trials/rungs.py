@@ -12,6 +12,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from storage.database.statements import Database
+
 
 @dataclass(frozen=True)
 class Rungs:
@@ -56,6 +58,16 @@ class Standing:
 
 
 @dataclass(frozen=True)
+class Occupancy:
+    """How many trials have reached a rung, went on from it, and wait there."""
+
+    rung: int
+    reached: int
+    promoted: int
+    waiting: int
+
+
+@dataclass(frozen=True)
 class Retired:
     """A waiting trial that was settled as PRUNED just now, because it will never go on.
 
@@ -89,6 +101,12 @@ _STANDING = sa.text(f"""
     SELECT promoted_at IS NOT NULL AS promoted, {_BETTER} AS better, {_REACHED} AS reached
       FROM hpsearch_rungs r WHERE trial_id = :trial AND rung = :rung
 """)  # noqa: S608 the parts are constants
+
+_OCCUPANCY = sa.text("""
+    SELECT rung, count(*) AS reached, count(promoted_at) AS promoted,
+           count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting
+      FROM hpsearch_rungs r JOIN trials t USING (trial_id) WHERE r.study_id = :study GROUP BY rung ORDER BY rung
+""")
 
 _PROMOTE = sa.text("""
     UPDATE hpsearch_rungs SET promoted_at = clock_timestamp()
@@ -127,6 +145,11 @@ _LAST = sa.text(f"""
 BUT_PAUSED = (
     "AND t.trial_id NOT IN (SELECT trial_id FROM hpsearch_rungs WHERE study_id = :study AND promoted_at IS NULL)"
 )
+
+
+def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
+    """Return the rungs of a study that a trial has reached, the lowest first."""
+    return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
 
 
 def note(connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float) -> None:
