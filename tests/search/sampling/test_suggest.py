@@ -64,12 +64,12 @@ def branches(trial: optuna.Trial) -> None:
 class Worker:
     """What a worker has of a study, with connections of its own."""
 
-    def __init__(self, url: str, space: Space = nine, **settings: object) -> None:
+    def __init__(self, url: str, space: Space = nine, *, name: str = "s", **settings: object) -> None:
         values = {"objective": "x", "metric": "accuracy", "direction": "maximize", "n_trials": 100, "epochs": 2}
-        self.spec: StudySpec = parse_spec({"name": "s", **values, **settings})
+        self.spec: StudySpec = parse_spec({"name": name, **values, **settings})
         self.storage: PostgresStorage = open_storage(url, application_name="test")
         self.study = optuna.create_study(
-            study_name="s", direction="maximize", storage=self.storage, load_if_exists=True
+            study_name=name, direction="maximize", storage=self.storage, load_if_exists=True
         )
         self.storage.set_study_user_attr(self.study._study_id, SPEC, self.spec.model_dump())
         self.claims = Claims(self.storage.engine, self.study._study_id, worker="w")
@@ -110,6 +110,27 @@ def test_nine_trials_run_all_nine_configurations_and_more_trials_repeat_them(
     assert caplog.text.count("runs the configuration of trial") == 3
     stored = [t.params for t in open_storage(database_url, application_name="look").get_all_trials(1)]
     assert stored == configurations, "a suggestion that was not taken left something behind"
+
+
+def one(trial: optuna.Trial) -> None:
+    trial.suggest_float("x", 0.0, 1.0)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+def test_a_worker_learns_from_all_trials_that_ended_since_it_began(database_url: str, sampler: str) -> None:
+    """What one that has run them all suggests is what one that has just joined does."""
+    options = {"sampler": {"name": sampler, "n_startup_trials": 5}}
+
+    def run(worker: Worker) -> float:
+        claim = worker.claim()
+        x = float(str(worker.suggest(claim)["x"]))
+        worker.claims.settle(claim, Outcome.COMPLETE, value=-abs(x - 0.3))
+        return x
+
+    stays = Worker(database_url, one, name="stays", **options)
+    found = [run(stays) for _ in range(10)]
+    assert found == [run(Worker(database_url, one, name="joins", **options)) for _ in range(10)]
+    assert found != [run(Worker(database_url, one, name="random", sampler={"name": "random"})) for _ in range(10)]
 
 
 def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
