@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterator
 
 import numpy as np
+import optuna
 from scipy.stats import spearmanr
 
 from tests.benchmarks.search_quality.curves import read_curves
@@ -68,6 +69,7 @@ def lines() -> Iterator[str]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     for text in lines():
         print(text, flush=True)
 

@@ -13,8 +13,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 
+from tests.benchmarks.search_quality.optuna_study import OptunaStudy
 from tests.benchmarks.search_quality.problems import Problem
-from tests.benchmarks.search_quality.production import OptunaStudy
 from tests.benchmarks.search_quality.simulation import Work
 from tests.benchmarks.search_quality.space import active, distributions
 
@@ -76,7 +76,8 @@ class RayTune:
         )
         self._flat = Flat(problem)
         domains = self._flat.domains(ray_domain)
-        self._searcher = RayRandom(domains, seed) if searcher == "random" else hyperopt(domains, self._metric, mode, seed)
+        random = searcher == "random"
+        self._searcher = RayRandom(domains, seed) if random else hyperopt(domains, self._metric, mode, seed)
         self._trials: list[Any] = []
 
     def next_work(self) -> Work:
@@ -90,6 +91,7 @@ class RayTune:
     def report(self, trial: int, epoch: int, value: float) -> bool:
         result = {self._metric: value, "training_iteration": epoch + 1}
         if self._scheduler.on_trial_result(None, self._trials[trial], result) == "STOP":
+            self._scheduler.on_trial_complete(None, self._trials[trial], result)
             self._searcher.on_trial_complete(str(trial), result)
             return False
         self._searcher.on_trial_result(str(trial), result)

@@ -7,7 +7,7 @@ they need of the others through `Peers`, which is answered here from memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -16,10 +16,10 @@ from search.pruners import PrunerSpec
 from search.pruners.decision import Case
 from search.samplers import SamplerSpec
 from search.sampling.seeds import make_sampler
+from tests.benchmarks.search_quality.optuna_study import OptunaStudy
 from tests.benchmarks.search_quality.problems import Problem
 from tests.benchmarks.search_quality.simulation import Work
 
-COMPLETE, PRUNED = TrialState.COMPLETE, TrialState.PRUNED
 Rungs = dict[int, dict[int, float]]  # values by rung and trial
 
 
@@ -32,7 +32,7 @@ class Others:
     rungs: Rungs
 
     def finished(self) -> Sequence[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False, states=(COMPLETE,))
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     def reached(self) -> int:
         rung = 0
@@ -45,40 +45,6 @@ class Others:
 
     def at_rung(self, rung: int) -> list[tuple[int, float]]:
         return [(number, value) for number, value in self.rungs.get(rung, {}).items() if number != self.number]
-
-
-@dataclass
-class OptunaStudy:
-    """A study in memory whose trials are begun, reported and settled as a search does; who decides is left open."""
-
-    problem: Problem
-    name: str
-    study: optuna.Study = field(init=False)
-    running: dict[int, optuna.Trial] = field(default_factory=dict)
-    values: dict[int, dict[int, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        objective = self.problem.objective
-        self.study = optuna.create_study(study_name=self.name, direction=objective.direction)
-
-    def begin(self) -> Work:
-        """A new trial, suggested by the study's sampler."""
-        trial = self.study.ask()
-        self.problem.objective().configure(trial)
-        self.running[trial.number] = trial
-        self.values[trial.number] = {}
-        return Work(trial.number, self.problem.epochs, trial.params)
-
-    def note(self, number: int, epoch: int, value: float) -> None:
-        """Takes a value; a full trial is settled by its best."""
-        self.values[number][epoch] = value
-        self.running[number].report(value, epoch)
-        if epoch == self.problem.epochs - 1:
-            best = (max if self.problem.maximize else min)(self.values[number].values())
-            self.study.tell(self.running.pop(number), best)
-
-    def prune(self, number: int) -> None:
-        self.study.tell(self.running.pop(number), state=PRUNED)
 
 
 class Production:

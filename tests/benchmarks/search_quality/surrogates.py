@@ -27,7 +27,7 @@ from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 from sklearn.model_selection import KFold
 
 from tests.benchmarks.search_quality.curves import Curve, read_curves
-from tests.benchmarks.search_quality.problems import PROBLEMS, Problem
+from tests.benchmarks.search_quality.problems import PROBLEMS
 from tests.benchmarks.search_quality.space import Params, encode
 
 Family = Literal["gp", "trees"]
@@ -138,13 +138,16 @@ def first_seeds(curves: list[Curve]) -> list[Curve]:
     return [curve for curve in curves if curve.seed == 0]
 
 
+def made_of(name: str) -> str:
+    """A digest of all that an objective's surrogates come from."""
+    code = Path(__file__).read_bytes()
+    return hashlib.sha256(repr((PROBLEMS[name], read_curves(name))).encode() + code).hexdigest()[:16]
+
+
 @cache
 def surrogate(name: str, family: Family) -> Surrogate:
-    """The surrogate of an objective, fitted once in a process and kept in a file for the others."""
-    problem, curves = PROBLEMS[name], read_curves(name)
-    code = Path(__file__).read_bytes()
-    made_of = hashlib.sha256(repr((problem, curves)).encode() + code).hexdigest()[:16]
-    path = CACHE / f"{name}-{family}-{made_of}.joblib"
+    """The surrogate of an objective, fitted once and kept in a file."""
+    path = CACHE / f"{name}-{family}-{made_of(name)}.joblib"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}")

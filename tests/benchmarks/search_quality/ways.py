@@ -1,7 +1,11 @@
-"""The ways of searching that are compared, by the names that tables have."""
+"""The ways of searching that are compared, by the names that tables have.
+
+Searches that were made are known by these names: give a way of other options another name.
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -40,9 +44,7 @@ WAYS: dict[str, Make] = {
     BASELINE: lambda problem, seed: Optuna(problem, optuna_tpe(seed), median(), seed=seed),
     "Optuna TPE + median, its defaults": lambda p, seed: Optuna(p, TPESampler(seed=seed), MedianPruner(), seed=seed),
     "Optuna TPE + SHA 3": lambda problem, seed: Optuna(problem, optuna_tpe(seed), halving(), seed=seed),
-    "Optuna TPE + Hyperband": lambda p, seed: Optuna(
-        p, optuna_tpe(seed), HyperbandPruner(1, p.epochs, 3), seed=seed
-    ),
+    "Optuna TPE + Hyperband": lambda p, seed: Optuna(p, optuna_tpe(seed), HyperbandPruner(1, p.epochs, 3), seed=seed),
     "Optuna TPE + percentile 25": lambda p, seed: Optuna(
         p, optuna_tpe(seed), PercentilePruner(25.0, n_startup_trials=5, n_warmup_steps=2), seed=seed
     ),
@@ -66,5 +68,7 @@ SLOW = ("Optuna GP + median", "hpsearch gp + median")
 def make(name: str, problem: Problem, seed: int) -> Way:
     """A way of searching, ready for one search."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("syne_tune").setLevel(logging.ERROR)  # it warns of what its own classes do
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     return WAYS[name](problem, seed)
