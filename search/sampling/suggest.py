@@ -58,6 +58,8 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
     given = storage.get_trial(claim.trial_id)
     for number in range(tries):
         study.sampler = _sampler(spec, claim.number, number)
+        # Optuna forgets at `ask` which trials there were, and that is never called: samplers would see the first ones.
+        study._thread_local.cached_all_trials = None
         # The turn is kept until what was suggested is written, at the end of the block: others see it, or wait for it.
         with (
             suggestion_turn(storage.engine, study._study_id) as take_turn,

@@ -112,6 +112,22 @@ def test_nine_trials_run_all_nine_configurations_and_more_trials_repeat_them(
     assert stored == configurations, "a suggestion that was not taken left something behind"
 
 
+def test_a_sampler_learns_from_the_trials_that_ended_since_its_worker_joined(database_url: str) -> None:
+    def line(trial: optuna.Trial) -> None:
+        trial.suggest_float("x", 0.0, 1.0)
+
+    worker = Worker(database_url, line, sampler={"name": "tpe", "n_startup_trials": 5})
+    tried: list[float] = []
+    for _ in range(30):
+        claim = worker.claim()
+        x = worker.suggest(claim)["x"]
+        assert isinstance(x, float)
+        worker.claims.settle(claim, Outcome.COMPLETE, value=-abs(x - 0.9))
+        tried.append(x)
+    assert max(abs(x - 0.9) for x in tried[:5]) > 0.3
+    assert sum(abs(x - 0.9) for x in tried[-10:]) / 10 < 0.15
+
+
 def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
     worker = Worker(database_url)
     states = ["RUNNING", "WAITING", "FAIL", "PRUNED", "COMPLETE", "RUNNING", "WAITING", "FAIL", "PRUNED"]
