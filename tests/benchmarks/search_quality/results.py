@@ -68,7 +68,7 @@ def digest(one: Search, setting: Setting) -> str:
     if not one.way.startswith("hpsearch"):
         sources.append(HERE / "peers.py")
     else:
-        sources += [HERE / "production.py", HERE / "promotion.py"]
+        sources += [HERE / "production.py", HERE / "stored.py", ROOT / "storage/trials/rungs.py"]
         rooms = ("samplers", "pruners", "sampling")
         sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

@@ -23,6 +23,7 @@ from tests.benchmarks.search_quality.promotion import Promotion
 from tests.benchmarks.search_quality.results import Cell, Setting, ratio
 from tests.benchmarks.search_quality.simulation import History, Simulation, Way, Work
 from tests.benchmarks.search_quality.space import active, distributions, encode
+from tests.benchmarks.search_quality.stored import Stored
 from tests.benchmarks.search_quality.surrogates import Scores, Surrogate, first_seeds
 from tests.benchmarks.search_quality.ways import BASELINE, halving, median
 
@@ -157,6 +158,26 @@ def test_hpsearch_prunes_where_optuna_does(pruner):
     simulated(other)
     assert way.told == other.told
     assert min(Counter(trial for trial, _, _ in way.told).values()) < PROBLEM.epochs  # somebody was pruned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "median"), ("random", "successive_halving")])
+def test_a_search_in_postgres_is_that_in_memory(sampler, pruner):
+    way, other = (Watched(make(PROBLEM, sampler, pruner, seed=0)) for make in (Stored, Production))
+    simulated(way)
+    simulated(other)
+    assert way.told == other.told
+
+
+@pytest.mark.slow
+def test_promotion_in_postgres_goes_on_with_the_few():
+    way = Watched(Stored(PROBLEM, "random", "asha", seed=0))
+    history = simulated(way)
+    assert max(Counter((trial, epoch) for trial, epoch, _ in way.told).values()) == 1  # none is trained again
+    reached = Counter(epoch + 1 for _, epoch, _ in way.told)
+    assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
+    assert any(work.params is None for work in way.given)
+    assert history.epochs == len(way.told) == BUDGET
 
 
 def test_promotion_goes_on_with_the_best_third_once_per_rung_and_where_they_were_left():

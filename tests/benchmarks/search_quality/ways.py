@@ -40,6 +40,15 @@ def ours(sampler: object, pruner: object) -> Make:
     return lambda problem, seed: Production(problem, sampler, pruner, seed=seed)
 
 
+def in_postgres(sampler: object, pruner: object) -> Make:
+    def made(problem: Problem, seed: int) -> Way:
+        from tests.benchmarks.search_quality.stored import Stored  # starts a server on first use
+
+        return Stored(problem, sampler, pruner, seed=seed)
+
+    return made
+
+
 WAYS: dict[str, Make] = {
     BASELINE: lambda problem, seed: Optuna(problem, optuna_tpe(seed), median(), seed=seed),
     "Optuna TPE + median, its defaults": lambda p, seed: Optuna(p, TPESampler(seed=seed), MedianPruner(), seed=seed),
@@ -59,6 +68,8 @@ WAYS: dict[str, Make] = {
     "hpsearch random + successive_halving": ours("random", {"name": "successive_halving", "reduction_factor": 3}),
     "hpsearch tpe + hyperband": ours("tpe", "hyperband"),
     "hpsearch gp + median": ours("gp", "median"),
+    "hpsearch random + asha": in_postgres("random", "asha"),
+    "hpsearch tpe + asha": in_postgres("tpe", "asha"),
 }
 
 # Minutes a search, not seconds: not run unless asked for.
