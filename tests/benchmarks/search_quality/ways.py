@@ -72,7 +72,7 @@ WAYS: dict[str, Make] = {
     "hpsearch tpe + asha": in_postgres("tpe", "asha"),
 }
 
-# Minutes a search, not seconds: not run unless asked for.
+# Their decisions take longest: not run unless asked for.
 SLOW = ("Optuna GP + median", "hpsearch gp + median")
 
 
