@@ -133,6 +133,18 @@ def test_a_worker_learns_from_all_trials_that_ended_since_it_began(database_url:
     assert found != [run(Worker(database_url, one, name="random", sampler={"name": "random"})) for _ in range(10)]
 
 
+def test_tpe_ends_near_the_optimum(database_url: str) -> None:
+    worker = Worker(database_url, one, sampler={"name": "tpe", "n_startup_trials": 5})
+    tried = []
+    for _ in range(30):
+        claim = worker.claim()
+        x = float(str(worker.suggest(claim)["x"]))
+        worker.claims.settle(claim, Outcome.COMPLETE, value=-abs(x - 0.9))
+        tried.append(abs(x - 0.9))
+    assert max(tried[:5]) > 0.3
+    assert sum(tried[-10:]) / 10 < 0.15
+
+
 def test_trials_that_run_wait_or_failed_have_their_configurations_to_themselves(database_url: str) -> None:
     worker = Worker(database_url)
     states = ["RUNNING", "WAITING", "FAIL", "PRUNED", "COMPLETE", "RUNNING", "WAITING", "FAIL", "PRUNED"]

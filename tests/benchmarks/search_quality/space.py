@@ -1,0 +1,60 @@
+"""An objective's search space as a table: what its `suggest` may ask for, and configurations as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from objectives.base import BaseObjective
+
+Params = Mapping[str, Any]
+
+DRAWS = 100  # enough to go through every branch of a conditional space
+
+
+@cache
+def distributions(objective: type[BaseObjective]) -> dict[str, BaseDistribution]:
+    """All parameters of all branches."""
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    found: dict[str, BaseDistribution] = {}
+    for _ in range(DRAWS):
+        trial = study.ask()
+        objective().configure(trial)
+        found |= trial.distributions
+    return dict(sorted(found.items()))
+
+
+def active(objective: type[BaseObjective], flat: Params) -> dict[str, Any]:
+    """The parameters that `suggest` asks for among values for all of them."""
+    trial = optuna.trial.FixedTrial(dict(flat))
+    objective().configure(trial)
+    return dict(trial.params)
+
+
+def encode(objective: type[BaseObjective], params: Params) -> np.ndarray:
+    """A configuration as numbers from 0 to 1: one column for each choice, one half where a number is not active."""
+    columns: list[float] = []
+    for name, distribution in distributions(objective).items():
+        value = params.get(name)
+        match distribution:
+            case CategoricalDistribution(choices=choices):
+                columns += [float(name in params and choice == value) for choice in choices]
+            case FloatDistribution() | IntDistribution():
+                columns.append(0.5 if value is None else share(distribution, float(value)))
+            case _:
+                raise TypeError(f"{name}: {distribution}")
+    return np.array(columns)
+
+
+def share(distribution: FloatDistribution | IntDistribution, value: float) -> float:
+    """Where a value is between the lower and the upper end of its parameter, or between their logarithms."""
+    low, high = float(distribution.low), float(distribution.high)
+    if distribution.log:
+        low, high, value = math.log(low), math.log(high), math.log(value)
+    return (value - low) / (high - low)
