@@ -8,7 +8,6 @@ from pydantic import Field
 
 from search.pruners.base import Promotion, PrunerSpec
 from search.pruners.decision import Case, Decision, Peers
-from search.pruners.halving import require_reachable
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -27,7 +26,11 @@ class ASHA(PrunerSpec):
     reduction_factor: int = Field(default=3, ge=2)
 
     def for_epochs(self, epochs: int) -> Self:
-        require_reachable(self.min_resource, epochs)
+        if self.min_resource >= epochs:
+            raise ValueError(
+                f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would ever be paused; "
+                "lower it"
+            )
         return self
 
     def build(self) -> BasePruner:
@@ -38,9 +41,9 @@ class ASHA(PrunerSpec):
     def judge(self, case: Case, peers: Peers) -> Decision:
         return case.on()  # a trial is judged at rungs alone, where it is paused
 
-    def promotion(self, epochs: int) -> Promotion | None:
+    def promotion(self, epochs: int) -> Promotion:
         reached, rung = [], self.min_resource
         while rung < epochs:
             reached.append(rung)
             rung *= self.reduction_factor
-        return Promotion(tuple(reached), self.reduction_factor) if reached else None
+        return Promotion(tuple(reached), self.reduction_factor)

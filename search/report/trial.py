@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from search.report.promotions import promotion_lines
+from search.study.rungs import seconds_run
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
@@ -63,7 +64,10 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
         facts.append(("value", f"{study.spec.metric} {format_value(trial.value)}{last}"))
     if trial.duration is not None:
-        facts.append(("time", f"{format_seconds(trial.duration.total_seconds())} from its first start to its end"))
+        ran = format_seconds(seconds_run(study, [trial])[trial._trial_id])
+        of_which = f", {ran} of which it ran" if RUNG in attrs else ""
+        whole = format_seconds(trial.duration.total_seconds())
+        facts.append(("time", f"{whole} from its first start to its end{of_which}"))
     facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
     return [(name, str(value)) for name, value in facts if value]

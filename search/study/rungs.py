@@ -17,7 +17,7 @@ from storage.trials.rungs import read_rungs
 def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
     """Return for how long each finished trial was run, by its id: without the time that it waited at rungs."""
     paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
-    found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration}
+    found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
     return found | (seconds_of_attempts(study.engine, paused) if paused else {})
 
 

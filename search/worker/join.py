@@ -47,7 +47,7 @@ _PATIENCE, _GRACE = 60.0, 10.0
 
 # Exit codes, for a person.
 _HOW = {
-    EXIT_DONE: "nothing was left",
+    EXIT_DONE: "nothing was to be taken",
     EXIT_DRAINED: "told to go",
     EXIT_GAVE_UP: "the objective failed every trial",
     EXIT_AWAY: "a service was away",

@@ -158,10 +158,15 @@ class Event:
 
 
 _EVENTS = sa.text("""
-    SELECT a.ended_at, t.number, a.outcome, a.worker,
-           CASE WHEN t.state NOT IN ('RUNNING', 'WAITING') AND a.attempt = max(a.attempt) OVER (PARTITION BY a.trial_id)
-                THEN reason.value_json::jsonb #>> '{}' END AS reason
+    SELECT a.ended_at, t.number, a.worker,
+           CASE WHEN last.it AND a.outcome = 'paused' AND t.state = 'PRUNED' THEN 'pruned' ELSE a.outcome END
+           AS outcome,
+           CASE WHEN last.it THEN reason.value_json::jsonb #>> '{}' END AS reason
       FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+      JOIN LATERAL (
+        SELECT t.state NOT IN ('RUNNING', 'WAITING') AND NOT EXISTS (
+                SELECT FROM hpsearch_attempts o WHERE o.trial_id = a.trial_id AND o.attempt > a.attempt) AS it
+      ) last ON true
       LEFT JOIN trial_user_attributes reason ON reason.trial_id = t.trial_id AND reason.key = :reason
      WHERE t.study_id = :study AND a.ended_at IS NOT NULL
      ORDER BY a.ended_at DESC LIMIT :limit

@@ -210,10 +210,15 @@ def next_retired(
     if row is None:
         return None
     epochs = rungs.epochs[row.rung]
-    on = f"the best {row.places} went on" if over else f"at most {row.places} of {n_trials} trials go on"
+    if not over:
+        on = f"where the best {row.places} of {n_trials} trials go on"
+    elif row.better < row.places:
+        on = "and the time was up"
+    else:
+        on = f"where the best {row.places} went on" if row.places else "where none went on"
     why = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached} at rung "
-        f"{row.rung}, where {on}"
+        f"{row.rung}, {on}"
     )
     grounds = {
         "pruner": rungs.pruner,

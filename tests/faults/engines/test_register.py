@@ -47,7 +47,7 @@ def test_it_tells_what_workers_are_at_and_how_they_left(arena: Arena) -> None:
     (arena.orders / "mended").touch()
     arena.work(1)
     found = standing(arena)
-    (last,) = [each for each in found["workers"] if each["left_as"] == "nothing was left"]
+    (last,) = [each for each in found["workers"] if each["left_as"] == "nothing was to be taken"]
     assert (last["state"], last["trials"]) == ("left", 2)
     assert (found["progress"]["complete"], found["eta"]) == (2, 0.0)
     assert [event["outcome"] for event in found["events"]][:2] == ["complete", "complete"]

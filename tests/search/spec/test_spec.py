@@ -71,7 +71,7 @@ def test_defaults_are_written_down() -> None:
         ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
-        ({"pruner": {"name": "asha", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
+        ({"pruner": {"name": "asha", "min_resource": 12}}, ["min_resource 12", "epochs 12", "lower it"]),
         ({"pruner": {"name": "asha", "reduction_factor": 1}}, ["pruner.reduction_factor is 1", "at least 2"]),
         ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
     ],
@@ -138,11 +138,12 @@ def test_differences_name_each_setting() -> None:
 
 @pytest.mark.parametrize(
     ("options", "rungs"),
-    [({}, (1, 3, 9)), ({"min_resource": 2, "reduction_factor": 2}, (2, 4, 8)), ({"min_resource": 12}, None)],
+    [({}, (1, 3, 9)), ({"min_resource": 2, "reduction_factor": 2}, (2, 4, 8)), ({"min_resource": 11}, (11,))],
 )
-def test_trials_pause_at_rungs_below_the_last_epoch(options: dict[str, int], rungs: tuple[int, ...] | None) -> None:
+def test_trials_pause_at_rungs_below_the_last_epoch(options: dict[str, int], rungs: tuple[int, ...]) -> None:
     promotion = parse_spec({**BASE, "pruner": {"name": "asha", **options}}).pruner.promotion(12)
-    assert (None if promotion is None else promotion.epochs) == rungs
+    assert promotion is not None
+    assert promotion.epochs == rungs
 
 
 def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:

@@ -109,7 +109,7 @@ def test_who_can_never_go_on_is_pruned_at_once(asha: Asha, storage: BaseStorage,
     retired = claims.claim()
     assert isinstance(retired, Retired)
     assert retired.number == 2
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, where at most 2 of 4 trials go on"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 3 of 3 at rung 0, where the best 2 of 4 trials go on"
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.1, retired.reason)
     assert trial.user_attrs[PRUNING] == {
@@ -129,7 +129,7 @@ def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
     claims.settle(runs, Outcome.FAILED)  # before it has reached the rung
     retired = claims.claim()
     assert isinstance(retired, Retired)
-    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where the best 0 went on"
+    assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where none went on"
     assert claims.claim() == Nothing(running=0)
     assert not claims.any_left()
 
@@ -141,6 +141,9 @@ def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, st
     pause(claims, 0.4)
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [type(each) for each in ended] == [Retired, Retired, Nothing]
+    reasons = [each.reason for each in ended if isinstance(each, Retired)]
+    assert reasons[0].endswith("rank 2 of 2 at rung 0, where the best 1 went on")
+    assert reasons[1].endswith("rank 1 of 2 at rung 0, and the time was up")
 
 
 def test_a_stopped_study_keeps_who_waits(asha: Asha, storage: BaseStorage, study_id: int) -> None:
