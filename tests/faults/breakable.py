@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.urls import build
+from tests.faults.harness import LEASE, Arena, Worker, wait_for
 
 
 @dataclass
@@ -54,6 +56,20 @@ class Breakable:
             with suppress(psutil.NoSuchProcess):  # a connection's, which was ending anyway
                 victim.kill()
         process.wait()
+
+    def away_for_longer_than_a_lease(self, arena: Arena, workers: list[Worker]) -> None:
+        """Kill it, let go on whoever hangs, and start it again; all workers are to wait for it and to end in peace."""
+        self.kill()
+        try:
+            (arena.orders / "open").touch()
+            back = time.monotonic() + 1.5 * LEASE
+            told = "the database is away"
+            wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
+            wait_for(lambda: time.monotonic() > back, "leases to run out")
+        finally:
+            self.start()
+        wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
+        assert {worker.exit_code for worker in workers} == {0}, arena.tell("they did not wait")
 
     def start(self) -> None:
         """Start it again, where it was."""

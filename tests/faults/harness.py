@@ -211,6 +211,13 @@ class Arena:
     def orders(self) -> Path:
         return self.folder / "orders"
 
+    def quiet(self) -> Arena:
+        """The same with a study that nobody disturbs."""
+        folder = self.folder / "quiet"
+        folder.mkdir()
+        folder.chmod(0o755)
+        return Arena(self.zygote, f"{self.name}-quiet", folder, self.storage_url, self.tracking_uri)
+
     def create(
         self, n_trials: int, orders: list[Order], *, retries: int = 2, settings: str = "", objective: str = OBJECTIVE
     ) -> None:

@@ -55,18 +55,10 @@ def leader(arena: Arena) -> int:
         )
 
 
-def quiet_arena(arena: Arena) -> Arena:
-    """The same with a study that nobody disturbs."""
-    folder = arena.folder / "quiet"
-    folder.mkdir()
-    folder.chmod(0o755)
-    return Arena(arena.zygote, f"{arena.name}-quiet", folder, arena.storage_url, arena.tracking_uri)
-
-
 def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int, **more: str) -> Values:
     """What two processes come to that nobody disturbs."""
     if n_trials not in together:
-        quiet = quiet_arena(arena)
+        quiet = arena.quiet()
         quiet.create(n_trials, [])
         work(quiet, **more)
         found = read_trials(arena.storage_url, quiet.name)
@@ -243,7 +235,7 @@ def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena, strategy: st
     assert "goes on after epoch 1 and " in one.log.read_text()
     four = arena.start(HPSEARCH_DEVICES="4", **more)
     wait_for(lambda: arena.reap() or four.ended, "four devices to end the trial")
-    quiet = quiet_arena(arena)
+    quiet = arena.quiet()
     quiet.create(1, [])
     quiet.work(1, **more)
     (trial,), (expected,) = (read_trials(a.storage_url, a.name) for a in (arena, quiet))
@@ -329,7 +321,7 @@ def test_a_loop_of_anybodys_is_killed_on_two_devices(arena: Arena, title: str) -
         pytest.importorskip("deepspeed", reason="deepspeed is not installed: the extra of this name has it")
     path = arena.folder / "loop.py"
     path.write_text(EXAMPLES[title])
-    quiet = quiet_arena(arena)
+    quiet = arena.quiet()
     for one, orders in ((arena, [Order("report", "kill", trial=1, nth=2)]), (quiet, [])):
         one.create(2, orders, settings="--epochs 3", objective=f"{path}:main")
         one.work(1, codes=(AWAY,), HPSEARCH_DEVICES="2")

@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import LEASE, Arena, Worker, wait_for, wire
+from tests.faults.harness import Arena, Worker, wait_for, wire
 from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order
 
@@ -24,17 +24,7 @@ def test_postgres_is_killed_and_away_for_longer_than_a_lease(
     arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("settle", "hang", trial=1)])
     workers = [arena.start() for _ in range(2)]
     wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to be in the middle")
-    breakable.kill()
-    try:
-        (arena.orders / "open").touch()
-        back = time.monotonic() + 1.5 * LEASE
-        told = "the database is away"
-        wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
-        wait_for(lambda: time.monotonic() > back, "leases to run out")
-    finally:
-        breakable.start()
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
-    assert [worker.exit_code for worker in workers] == [0, 0], arena.tell("they did not wait")
+    breakable.away_for_longer_than_a_lease(arena, workers)
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(4), 4)
     assert [t.outcomes for t in trials] == [["complete"]] * 4
 

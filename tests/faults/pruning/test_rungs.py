@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import LEASE, Arena, Worker, wait_for
+from tests.faults.harness import Arena, Worker, wait_for
 from tests.faults.invariants import assert_tracked, assert_whole, read_promotions, read_trials
 from tests.faults.orders import Order
 
@@ -25,17 +24,9 @@ PROMOTED = [("claim", "after"), ("restore", "before"), ("restore", "after"), ("l
 Undisturbed = Callable[[int], list[list[float]]]
 
 
-def quiet_arena(arena: Arena) -> Arena:
-    """The same with a study that nobody disturbs."""
-    folder = arena.folder / "quiet"
-    folder.mkdir()
-    folder.chmod(0o755)
-    return Arena(arena.zygote, f"{arena.name}-quiet", folder, arena.storage_url, arena.tracking_uri)
-
-
 def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undisturbed: Undisturbed) -> None:
     """One worker after the other, so that decisions are made in one order: they are those of the quiet study."""
-    quiet = quiet_arena(arena)
+    quiet = arena.quiet()
     quiet.create(N_TRIALS, [], settings=ASHA)
     quiet.work(1)
     expected = assert_whole(quiet.storage_url, quiet.name, quiet.home, undisturbed(N_TRIALS), N_TRIALS)
@@ -98,17 +89,7 @@ def test_postgres_is_killed_while_a_trial_comes_to_a_rung_and_one_is_promoted(
     arena.create(N_TRIALS, orders, settings=ASHA)
     workers = [arena.start() for _ in range(2)]
     wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to come to a rung")
-    breakable.kill()
-    try:
-        (arena.orders / "open").touch()
-        back = time.monotonic() + 1.5 * LEASE
-        told = "the database is away"
-        wait_for(lambda: all(told in worker.log.read_text() for worker in workers), "the workers to wait for it")
-        wait_for(lambda: time.monotonic() > back, "leases to run out")
-    finally:
-        breakable.start()
-    wait_for(lambda: arena.reap() or all(worker.ended for worker in workers), "the workers to leave")
-    assert [worker.exit_code for worker in workers] == [0, 0], arena.tell("they did not wait")
+    breakable.away_for_longer_than_a_lease(arena, workers)
     trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(N_TRIALS), N_TRIALS)
     assert not [t.number for t in trials if "lost" in t.outcomes]
     read_promotions(arena.storage_url, arena.name, 2)
