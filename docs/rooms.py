@@ -62,7 +62,7 @@ ROOMS = (
         "search.steps",
         "search.services",
     ),
-    *("search.discovery", "search.kinds", "search.samplers", "search.pruners"),
+    *("search.curves", "search.discovery", "search.kinds", "search.samplers", "search.pruners"),
     "search.spec",
     "search.sampling",
     "search.pruning",

@@ -17,10 +17,11 @@ class SamplerSpec(Kind):
     family: ClassVar[str] = "sampler"
 
     @abstractmethod
-    def build(self, *, seed: int, common_seed: int) -> BaseSampler:
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         """Return Optuna's sampler for one trial.
 
         Args:
             seed: of this trial alone.
             common_seed: the same for all trials of the study.
+            epochs: of a full trial.
         """

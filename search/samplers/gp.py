@@ -19,7 +19,7 @@ class GP(SamplerSpec):
     n_startup_trials: int = Field(default=10, ge=0)
     deterministic_objective: bool = False
 
-    def build(self, *, seed: int, common_seed: int) -> BaseSampler:
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from optuna.samplers import GPSampler
 
         return GPSampler(seed=seed, warn_independent_sampling=False, **self.options)

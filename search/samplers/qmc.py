@@ -17,7 +17,7 @@ class QMC(SamplerSpec):
     qmc_type: Literal["sobol", "halton"] = "sobol"
     scramble: bool = True
 
-    def build(self, *, seed: int, common_seed: int) -> BaseSampler:
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from optuna.samplers import QMCSampler, RandomSampler
 
         first = RandomSampler(seed=seed)

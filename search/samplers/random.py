@@ -15,7 +15,7 @@ class Random(SamplerSpec):
 
     name: Literal["random"] = "random"
 
-    def build(self, *, seed: int, common_seed: int) -> BaseSampler:
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from optuna.samplers import RandomSampler
 
         return RandomSampler(seed=seed)

@@ -22,7 +22,7 @@ class TPE(SamplerSpec):
     group: bool = True
     constant_liar: bool = True
 
-    def build(self, *, seed: int, common_seed: int) -> BaseSampler:
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from optuna.samplers import TPESampler
 
         return TPESampler(seed=seed, **self.options)

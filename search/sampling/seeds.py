@@ -25,7 +25,7 @@ def training_seed(spec: StudySpec, number: int) -> int:
 
 
 def make_sampler(
-    spec: SamplerSpec, *, study_seed: int, trial_number: int, again: int = 0
+    spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, again: int = 0
 ) -> optuna.samplers.BaseSampler:
     """Return the sampler for one trial.
 
@@ -36,4 +36,4 @@ def make_sampler(
     seed = derive_seed(study_seed, "sampler", trial_number, *([again] if again else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return spec.build(seed=seed, common_seed=derive_seed(study_seed, "qmc"))
+        return spec.build(seed=seed, common_seed=derive_seed(study_seed, "qmc"), epochs=epochs)

@@ -84,7 +84,8 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
 
 def _sampler(spec: StudySpec, trial_number: int, tried: int) -> BaseSampler:
     if tried < SAMPLER_TRIES:
-        return make_sampler(spec.sampler, study_seed=spec.seed, trial_number=trial_number, again=tried)
+        which = {"study_seed": spec.seed, "trial_number": trial_number, "again": tried}
+        return make_sampler(spec.sampler, epochs=spec.epochs, **which)
     return _Untried(derive_seed(spec.seed, "sampler", trial_number, tried))
 
 

@@ -98,6 +98,8 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     from objectives.errors import users_code
 
     logging.getLogger("optuna").setLevel(logging.WARNING)
-    scratch = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0))
+    scratch = optuna.create_study(
+        sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
+    )
     with users_code(f"{type(objective).__name__}.suggest"):
         return objective.configure(scratch.ask())

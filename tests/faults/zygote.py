@@ -165,7 +165,7 @@ def undisturbed(n_trials: int, path: Path) -> int:
     values = []
     study = optuna.create_study()
     for number in range(n_trials):
-        study.sampler = make_sampler(Random(), study_seed=0, trial_number=number)
+        study.sampler = make_sampler(Random(), study_seed=0, trial_number=number, epochs=1)
         objective = Scripted()
         config = objective.configure(study.ask())
         seed = derive_seed(0, "trial", number)

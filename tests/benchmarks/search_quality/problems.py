@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from objectives.base import BaseObjective
-from objectives.breast_cancer import BreastCancer
 from objectives.denoise import Denoise
-from objectives.digits import Digits
 from objectives.gan import Gan
 from objectives.series import Series
+from tests.benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,11 @@ class Problem:
 
 
 PROBLEMS = {
-    "digits": Problem(Digits, "tuning"),  # categorical and conditional parameters
+    "digits": Problem(DigitsLikelihood, "tuning"),  # categorical and conditional parameters
     "series": Problem(Series, "tuning"),
-    "breast_cancer": Problem(BreastCancer, "held out", repeated=30, seeds=3),  # noise is measured here above all
+    "breast_cancer": Problem(
+        BreastCancerLikelihood, "held out", repeated=30, seeds=3
+    ),  # noise is measured here above all
     "denoise": Problem(Denoise, "held out"),
     "gan": Problem(Gan, "held out"),
 }

@@ -60,7 +60,8 @@ class Production:
 
     def next_work(self) -> Work:
         study = self._trials.study
-        study.sampler = make_sampler(self._sampler, study_seed=self._seed, trial_number=len(self._trials.values))
+        which = {"study_seed": self._seed, "trial_number": len(self._trials.values)}
+        study.sampler = make_sampler(self._sampler, epochs=self._problem.epochs, **which)
         return self._trials.begin()
 
     def report(self, trial: int, epoch: int, value: float) -> bool:

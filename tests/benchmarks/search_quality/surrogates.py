@@ -2,13 +2,14 @@
 
 A curve is predicted as normal scores, which are the ranks of all values of all curves, and read back in the metric's
 unit. What a surrogate did not foresee of configurations held out from it (their residual curves) is drawn as whole
-curves and added to each trial, so that trials are as rough, and as hard to tell apart early, as real ones. Without it
-a surrogate says what a configuration is truly worth.
+curves, made as small as the difference between trainings of one configuration on two seeds, and added to each trial.
+Without it a surrogate says what a configuration is truly worth.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ CACHE = Path("runs/search_quality/surrogates")  # not part of the repository
 
 FOLDS = 5
 SHAPES = 5  # components of curves that the GPs predict
+TAIL = 50  # of the best values, by whose slope still better ones are told
 ALIKE = 20  # residual curves, of the configurations of nearest predicted quality, that a trial draws from
 
 
@@ -103,8 +105,14 @@ class Scores:
         return np.where(np.isfinite(values), scores, np.max(self.sign * self.scores))
 
     def value(self, scores: np.ndarray) -> np.ndarray:
-        """Values of scores, none better than the best or worse than the worst that were trained."""
-        return np.interp(self.sign * scores, self.scores, self.values)
+        """Values of scores, none worse than the worst that was trained; what is better goes on as the best ones do."""
+        scores = self.sign * scores
+        values = np.interp(scores, self.scores, self.values)
+        low, high = (0, TAIL) if self.sign > 0 else (-TAIL - 1, -1)
+        slope = (self.values[high] - self.values[low]) / (self.scores[high] - self.scores[low])
+        best = 0 if self.sign > 0 else -1
+        beyond = (scores - self.scores[best]) * slope
+        return np.where(self.sign * (scores - self.scores[best]) < 0, self.values[best] + beyond, values)
 
 
 class Surrogate:
@@ -123,7 +131,9 @@ class Surrogate:
             for rest, part in KFold(FOLDS, shuffle=True, random_state=0).split(self._x):
                 self.held_out[part] = model(family).fit(self._x[rest], self._y[rest]).predict(self._x[part])
             self._model = model(family).fit(self._x, self._y)
-        self._residuals = self._y - self.held_out
+        residuals = self._y - self.held_out
+        self.noise = min(1.0, deviation_of_seeds(name, self.scores) / float(residuals.std()))
+        self._residuals = self.noise * residuals
 
     def true(self, params: Params) -> np.ndarray:
         """The curve [epochs] of a configuration, without noise, in the metric's unit."""
@@ -139,6 +149,15 @@ class Surrogate:
 
     def _predicted(self, params: Params) -> np.ndarray:
         return self._model.predict(encode(self.problem.objective, params)[None])[0]
+
+
+def deviation_of_seeds(name: str, scores: Scores) -> float:
+    """The deviation of the score of one configuration from seed to seed, over all epochs."""
+    by_configuration: dict[int, list[np.ndarray]] = {}
+    for curve in read_curves(name):
+        by_configuration.setdefault(curve.configuration, []).append(scores.score(np.array(curve.values)))
+    repeated = [np.array(group) for group in by_configuration.values() if len(group) > 1]
+    return math.sqrt(np.mean([group.var(axis=0, ddof=1).mean() for group in repeated]))
 
 
 def first_seeds(curves: list[Curve]) -> list[Curve]:

@@ -147,7 +147,7 @@ def test_hpsearch_prunes_where_optuna_does(pruner):
         def next_work(self) -> Work:
             trials: OptunaStudy = self._trials
             sampler = SamplerSpec.parse({"name": "random"})
-            trials.study.sampler = make_sampler(sampler, study_seed=0, trial_number=len(trials.values))
+            trials.study.sampler = make_sampler(sampler, study_seed=0, trial_number=len(trials.values), epochs=27)
             return super().next_work()
 
     way, other = (

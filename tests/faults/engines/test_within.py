@@ -140,7 +140,7 @@ def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, u
 def test_a_minute_of_an_epoch_with_ten_seconds_of_grace(arena: Arena) -> None:
     """The next worker has the trial 15 s after the signal, and goes on at the step."""
     objective = Longer()
-    sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0))
+    sampled = optuna.create_study(sampler=make_sampler(Random(), study_seed=0, trial_number=0, epochs=1))
     config, seed = objective.configure(sampled.ask()), derive_seed(0, "trial", 0)
     alone = Trainer(objective, config, epochs=EPOCHS, seed=seed, split_seed=0, device="cpu").fit()
 

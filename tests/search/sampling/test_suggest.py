@@ -183,7 +183,7 @@ def test_workers_that_suggest_at_the_same_time_do_not_meet(database_url: str) ->
 
 def first_suggestion(worker: Worker, number: int) -> optuna.Trial:
     """Return a trial of a study of its own with what the sampler suggests first for the trial of that number."""
-    sampler = make_sampler(worker.spec.sampler, study_seed=worker.spec.seed, trial_number=number)
+    sampler = make_sampler(worker.spec.sampler, study_seed=worker.spec.seed, trial_number=number, epochs=1)
     trial = optuna.create_study(sampler=sampler).ask()
     worker.objective.space(trial)
     return trial

@@ -34,7 +34,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
         name: Literal["toy_steady"] = "toy_steady"
         points: int = Field(default=3, ge=1)
 
-        def build(self, *, seed: int, common_seed: int) -> optuna.samplers.BaseSampler:
+        def build(self, *, seed: int, common_seed: int, epochs: int) -> optuna.samplers.BaseSampler:
             others = optuna.samplers.RandomSampler(seed)
             return optuna.samplers.PartialFixedSampler({"x": 1 / self.points}, others)
 
@@ -53,7 +53,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sampler_from_outside_is_chosen_by_name_and_suggests() -> None:
     spec = parse_spec({**BASE, "sampler": {"name": "toy_steady", "points": 2}})
     assert parse_spec(spec.model_dump()) == spec, "as it is stored, so it is read"
-    study = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=0, trial_number=0))
+    study = optuna.create_study(sampler=make_sampler(spec.sampler, study_seed=0, trial_number=0, epochs=1))
     trial = study.ask()
     assert trial.suggest_float("x", 0, 1) == 0.5
     assert trial.suggest_float("y", 0, 1) != 0.5

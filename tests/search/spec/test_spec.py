@@ -103,7 +103,7 @@ def test_every_sampler_suggests(name: str) -> None:
         study = optuna.create_study()
         values = []
         for number in range(3):
-            study.sampler = make_sampler(spec.sampler, study_seed=seed, trial_number=number)
+            study.sampler = make_sampler(spec.sampler, study_seed=seed, trial_number=number, epochs=1)
             trial = study.ask()
             values.append(trial.suggest_float("x", 0, 1))
             study.tell(trial, values[-1])

@@ -1,0 +1,72 @@
+"""What trials have reported as points of a process: few of each trial, on one scale that the ranks of values give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtri
+from scipy.stats import rankdata
+
+MOST = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
+OF_EACH = 2  # points of a trial: of the last epochs on the grid
+_STRIDE = 1.5  # from one epoch of the grid to the next
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Best values so far, after some epochs.
+
+    Attributes:
+        trial: index of the trial of each [n].
+        s: logarithm of the epochs, 0 after the first, 1 after the last [n].
+        loss: the best value so far, lower is better; infinite where there was none [n].
+    """
+
+    trial: np.ndarray
+    s: np.ndarray
+    loss: np.ndarray
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Normal scores of the values [n]: what a normal distribution has at their ranks."""
+        found: np.ndarray = ndtri((rankdata(self.loss) - 0.5) / len(self.loss))
+        return found
+
+
+def seen(curves: Sequence[Mapping[int, float]], epochs: int, random: np.random.Generator) -> Seen:
+    """The points that a process learns from.
+
+    Args:
+        curves: of each trial its losses by epoch, from 1; none is empty.
+        epochs: of a full trial.
+        random: chooses where there are too many.
+    """
+    grid = _grid(epochs)
+    found = [(trial, epoch, loss) for trial, curve in enumerate(curves) for epoch, loss in _last(curve, grid)]
+    if len(found) > MOST:
+        best = sorted(range(len(found)), key=lambda i: (-found[i][1], found[i][2], i))
+        drawn = random.choice(best[MOST // 2 :], MOST - MOST // 2, replace=False)
+        found = [found[i] for i in sorted([*best[: MOST // 2], *map(int, drawn)])]
+    trials, after, losses = (np.array(column) for column in zip(*found, strict=True))
+    return Seen(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
+
+
+def _last(curve: Mapping[int, float], grid: Sequence[int]) -> list[tuple[int, float]]:
+    """The best losses so far after a curve's last epochs on the grid, and after its very last one."""
+    best, path = math.inf, {}
+    for epoch in sorted(curve):
+        best = min(best, math.inf if math.isnan(curve[epoch]) else curve[epoch])
+        path[epoch] = best
+    kept = {*[epoch for epoch in grid if epoch in path][-OF_EACH:], max(path)}
+    return [(epoch, path[epoch]) for epoch in sorted(kept)[-OF_EACH:]]
+
+
+def _grid(epochs: int) -> list[int]:
+    """Epochs at which values are looked at, each half as far again as the one before."""
+    found = [1]
+    while found[-1] < epochs:
+        found.append(min(epochs, max(found[-1] + 1, round(found[-1] * _STRIDE))))
+    return found

@@ -1,0 +1,150 @@
+"""A sampler that learns from every epoch of every trial, whether it ended, runs or waits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from search.curves.points import Seen, seen
+from search.curves.process import Points, Posterior, Process, log_expected_improvement
+from search.curves.space import Space
+from storage.attributes import INFEASIBLE
+
+FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
+FIT = 200  # points that hyperparameters are fitted on, at most
+REFIT = 1.15  # times the trials of the last fit, from which on they are old
+
+DRAWN = 800  # configurations at random among which the best is sought
+AROUND = 60  # configurations around each of the
+TOPS = 5  # best trials, and of those at random
+
+_STATES = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+
+
+class CurvesSampler(BaseSampler):
+    """Suggests where a trial's value after its last epoch is expected to improve most on the best that is foreseen.
+
+    Stateless: what it needs is in the study, the process's hyperparameters too, which are fitted again by whoever
+    finds them old. The same study and the same seed give the same suggestion in any process.
+
+    Args:
+        seed: of this suggestion.
+        epochs: of a full trial.
+        n_startup_trials: drawn at random before any is chosen.
+        explore: the share of later ones that is drawn at random all the same.
+    """
+
+    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, explore: float = 0.0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._independent = RandomSampler(seed)
+        self._epochs = epochs
+        self._n_startup_trials = n_startup_trials
+        self._explore = explore
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All parameters that trials had; none before there are enough trials."""
+        trials = _told(study, trial)
+        if len(trials) < self._n_startup_trials or self._random.random() < self._explore:
+            return {}
+        found: dict[str, BaseDistribution] = {}
+        for told in trials:
+            found |= {name: d for name, d in told.distributions.items() if not d.single()}
+        return found
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The configuration; parameters that it turns out not to have are not asked for."""
+        if not search_space:
+            return {}
+        told = _told(study, trial)
+        space = Space(search_space, [t.params for t in told])
+        points = seen([_losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
+        posterior = _posterior(study, space, points, len(told))
+        ends = Points.at_the_end(space.features(space.rows), np.arange(len(told)))
+        foreseen = posterior.at(ends)[0].numpy()
+        running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
+        silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
+        posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
+        return space.params(self._best(posterior, space, foreseen))
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A parameter at random: at the start, or one that no trial had."""
+        return self._independent.sample_independent(study, trial, param_name, param_distribution)
+
+    def _best(self, posterior: Posterior, space: Space, foreseen: np.ndarray) -> np.ndarray:
+        """The row of the largest expected improvement among some at random and around the best."""
+        incumbent = float(foreseen.min())
+
+        def judged(rows: np.ndarray) -> np.ndarray:
+            at = Points.at_the_end(space.features(rows))
+            return log_expected_improvement(*posterior.at(at), incumbent).numpy()
+
+        drawn = space.drawn(self._random, DRAWN)
+        gains = judged(drawn)
+        tops = np.concatenate(
+            [space.rows[np.argsort(foreseen, kind="stable")[:TOPS]], drawn[np.argsort(-gains, kind="stable")[:TOPS]]]
+        )
+        around = space.near(self._random, tops, AROUND)
+        rows, gains = np.concatenate([drawn, around]), np.concatenate([gains, judged(around)])
+        best: np.ndarray = rows[int(np.argmax(gains))]
+        return best
+
+
+def _told(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
+    """The trials that have reported something, or ended before they could."""
+    trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
+    known = [t for t in trials if t.intermediate_values or t.state.is_finished()]
+    return [t for t in known if t.params and t.number != trial.number]
+
+
+def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
+    trials = study._get_trials(deepcopy=False, states=(TrialState.RUNNING,), use_cache=True)
+    return [t for t in trials if t.params and t.number != trial.number]
+
+
+def _losses(trial: FrozenTrial, direction: StudyDirection, epochs: int) -> dict[int, float]:
+    """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    losses = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
+    if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, losses.values())):
+        return {1: math.inf, epochs: math.inf}
+    return losses
+
+
+def _posterior(study: optuna.Study, space: Space, points: Seen, trials: int) -> Posterior:
+    """What the points show, by hyperparameters of the study's; fitted here when those are old."""
+    features = space.features(space.rows)[points.trial]
+    learnt = Points(*map(torch.from_numpy, (features, points.s, points.trial)))
+    scores = torch.from_numpy(points.scores)
+    kept = study._storage.get_study_system_attrs(study._study_id).get(FITTED, {})
+    process = Process.new(space.owner)
+    if kept.get("names") == space.names and len(kept["theta"]) == len(process.theta):
+        process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64))
+    else:
+        kept = {}
+    if trials >= REFIT * kept.get("trials", 0):
+        part = torch.from_numpy(np.linspace(0, len(scores) - 1, min(FIT, len(scores)), dtype=np.int64))
+        process = process.fitted(Points(learnt.x[part], learnt.s[part], learnt.trial[part]), scores[part])
+        fitted: Any = {"names": space.names, "trials": trials, "theta": process.theta.tolist()}
+        study._storage.set_study_system_attr(study._study_id, FITTED, fitted)
+    return process.given(learnt, scores)
+
+
+def _believing(posterior: Posterior, space: Space, running: list[int], silent: np.ndarray) -> Posterior:
+    """As if trials that run had ended as is foreseen: those of some rows of the space's, and others."""
+    if not running and not len(silent):
+        return posterior
+    rows = np.concatenate([space.rows[running], silent])
+    numbers = [*running, *range(-2, -2 - len(silent), -1)]
+    return posterior.believing(Points.at_the_end(space.features(rows), numbers))

@@ -1,0 +1,153 @@
+"""The sampler learns from what was reported, alike in any process, and leaves nothing to find but its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from search.curves.sampler import FITTED, REFIT, CurvesSampler
+
+EPOCHS = 9
+LR = FloatDistribution(1e-4, 1.0, log=True)
+X = FloatDistribution(0.0, 1.0)
+
+
+def curve(x: float, epochs: int = EPOCHS) -> dict[int, float]:
+    """Losses that fall towards their end, which is best at 0.7."""
+    return {epoch: (x - 0.7) ** 2 + 1 / (epoch + 1) for epoch in range(epochs)}
+
+
+def study_of(xs: list[float], *, epochs: int = EPOCHS, sign: float = 1.0, **shape: object) -> optuna.Study:
+    """A study whose trials reported so many epochs and were pruned."""
+    study = optuna.create_study(direction="minimize" if sign > 0 else "maximize")
+    for x in xs:
+        values = {step: sign * value for step, value in curve(x, epochs).items()}
+        study.add_trial(pruned({"x": x}, {"x": X}, values, **shape))
+    return study
+
+
+def pruned(params: dict, distributions: dict, values: dict, **shape: object) -> optuna.trial.FrozenTrial:
+    kind = {"state": TrialState.PRUNED, "params": params, "distributions": distributions}
+    return create_trial(**{**kind, "intermediate_values": values, **shape})
+
+
+def suggestion(study: optuna.Study, seed: int = 0, **options: object) -> float:
+    study.sampler = CurvesSampler(seed=seed, epochs=EPOCHS, **options)
+    trial = study.ask()
+    return trial.suggest_float("x", 0.0, 1.0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("epochs", [2, EPOCHS])
+def test_it_suggests_where_trials_are_foreseen_to_end_best(sign, epochs):
+    study = study_of([0.0, 0.1, 0.2, 0.35, 0.5, 0.6, 0.8, 0.9, 0.95, 1.0], epochs=epochs, sign=sign)
+    assert suggestion(study) == pytest.approx(0.7, abs=0.06)
+
+
+def test_a_search_by_it_ends_nearer_than_one_at_random():
+    def best(sampler) -> float:
+        study = optuna.create_study()
+        for number in range(30):
+            study.sampler = sampler(number)
+            trial = study.ask()
+            x, lr = trial.suggest_float("x", 0.0, 1.0), trial.suggest_float("lr", 1e-4, 1.0, log=True)
+            value = (x - 0.7) ** 2 + (np.log10(lr) + 1) ** 2 / 9
+            trial.report(value + 0.1, 0)
+            trial.report(value, EPOCHS - 1)
+            study.tell(trial, value)
+        return study.best_value
+
+    chosen = best(lambda number: CurvesSampler(seed=number, epochs=EPOCHS))
+    assert chosen < 0.2 * best(optuna.samplers.RandomSampler)
+
+
+def test_what_runs_is_not_suggested_again():
+    study = study_of([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], epochs=EPOCHS)
+    first = suggestion(study, n_startup_trials=5)
+    others = [suggestion(study, seed, n_startup_trials=5) for seed in range(1, 4)]
+    assert len({round(x, 4) for x in [first, *others]}) == 4
+
+
+def test_configurations_that_diverged_are_left_alone():
+    """They have no values, or an infinite one, and are worse than all that have."""
+    values = [{0: float("inf")}, {}, {0: float("nan")}]
+    study = study_of([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    for x, found in zip(np.linspace(0.6, 1.0, 9), values * 3, strict=True):
+        study.add_trial(pruned({"x": x}, {"x": X}, found))
+    assert suggestion(study) < 0.62
+
+
+def test_before_there_are_enough_it_draws_at_random():
+    study = study_of([0.1] * 9)
+    found = {round(suggestion(study, seed), 9) for seed in range(5)}
+    assert len(found) == 5
+    assert FITTED not in study._storage.get_study_system_attrs(study._study_id)
+    drawn = optuna.create_study(sampler=optuna.samplers.RandomSampler(3)).ask().suggest_float("x", 0.0, 1.0)
+    assert suggestion(study_of([]), 3) == drawn
+
+
+def test_what_was_fitted_is_kept_until_there_is_much_more():
+    study = study_of(list(np.linspace(0, 1, 12)))
+
+    def fitted() -> dict:
+        return study._storage.get_study_system_attrs(study._study_id)[FITTED]
+
+    suggestion(study)
+    first = fitted()
+    assert first["trials"] == 12
+    suggestion(study, 1)
+    assert fitted() == first
+    for x in np.linspace(0.01, 0.99, int(12 * REFIT) - 12 + 1):
+        study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
+    suggestion(study, 2)
+    assert fitted()["trials"] == len(study.get_trials(states=(TrialState.PRUNED,)))
+    assert fitted()["theta"] != first["theta"]
+
+
+def test_a_parameter_that_comes_later_is_taken_up():
+    study = study_of(list(np.linspace(0, 1, 12)))
+    suggestion(study)
+    for lr in np.geomspace(1e-4, 1, 10):
+        study.add_trial(pruned({"x": 0.7, "lr": lr}, {"x": X, "lr": LR}, curve(0.7 + abs(np.log10(lr) + 2))))
+    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS)
+    assert study.ask().relative_params.keys() == {"lr", "x"}
+    kept = study._storage.get_study_system_attrs(study._study_id)[FITTED]
+    assert kept["names"] == ["lr", "x"]
+
+
+def test_one_value_is_no_parameter():
+    study = optuna.create_study()
+    for x in np.linspace(0, 1, 12):
+        shape = {"x": X, "fixed": FloatDistribution(3.0, 3.0)}
+        study.add_trial(pruned({"x": x, "fixed": 3.0}, shape, curve(x)))
+    assert suggestion(study) == pytest.approx(0.7, abs=0.06)
+
+
+SCRIPT = """
+import sys, optuna
+from search.curves.sampler import CurvesSampler
+study = optuna.load_study(study_name="s", storage=sys.argv[1])
+study.sampler = CurvesSampler(seed=5, epochs=9)
+print(repr(study.ask().suggest_float("x", 0.0, 1.0)))
+"""
+
+
+def test_the_same_study_and_seed_give_the_same_suggestion_in_any_process(tmp_path: Path):
+    found = []
+    for name in ("a.db", "b.db"):
+        url = f"sqlite:///{tmp_path / name}"
+        study = optuna.create_study(study_name="s", storage=url)
+        study.add_trials([pruned({"x": x}, {"x": X}, curve(x, 3)) for x in np.linspace(0, 1, 14)])
+        for _ in range(2):  # the second finds the process that the first fitted
+            ran = subprocess.run(
+                [sys.executable, "-c", SCRIPT, url], capture_output=True, text=True, check=True, timeout=300
+            )
+            found.append(float(ran.stdout))
+    assert found[:2] == found[2:]
