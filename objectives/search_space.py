@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from objectives.errors import ObjectiveError
+from objectives.errors import ObjectiveError, nearest
 
 
 class SearchSpace(Protocol):
@@ -60,14 +60,12 @@ class Given(Middle):
     """Suggests what was given for a parameter, and the middle of those for which nothing was.
 
     Attributes:
-        values: of the parameters that were asked for among the given, as the search space has them.
-        asked: the names of all parameters that were asked for.
+        values: of all parameters that were asked for, as the search space has them.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+        self.given = given
         self.values: dict[str, Any] = {}
-        self.asked: list[str] = []
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
@@ -77,10 +75,12 @@ class Given(Middle):
         Raises:
             NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
         """
-        if not self._takes(name):
-            return super().suggest_float(name, low, high, step=step, log=log)
-        self.values[name] = float(self._number(name, low, high, step))
-        return float(self.values[name])
+        if name in self.given:
+            value = float(self._number(name, low, high, step))
+        else:
+            value = min(max(super().suggest_float(name, low, high, step=step, log=log), low), high)
+        self.values[name] = value
+        return value
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         """The given integer, or the middle.
@@ -88,10 +88,12 @@ class Given(Middle):
         Raises:
             NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
         """
-        if not self._takes(name):
-            return super().suggest_int(name, low, high, step=step, log=log)
-        self.values[name] = round(self._number(name, low, high, step))
-        return int(self.values[name])
+        if name in self.given:
+            value = round(self._number(name, low, high, step))
+        else:
+            value = super().suggest_int(name, low, high, step=step, log=log)
+        self.values[name] = value
+        return value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """The given choice, or the first.
@@ -99,27 +101,64 @@ class Given(Middle):
         Raises:
             NotInSpaceError: it is none of them.
         """
-        if not self._takes(name):
-            return super().suggest_categorical(name, choices)
-        value = self._given[name]
+        if name in self.given:
+            self.values[name] = self._choice(name, choices)
+        else:
+            self.values[name] = super().suggest_categorical(name, choices)
+        return self.values[name]
+
+    def require_all_taken(self, whose: str) -> None:
+        """Refuse what was given and not asked for.
+
+        Raises:
+            NotInSpaceError: there is such a parameter.
+        """
+        for name in self.given:
+            if name not in self.values:
+                raise NotInSpaceError(name, f"{whose} asks for no such parameter: {nearest(name, list(self.values))}")
+
+    def _choice(self, name: str, choices: Sequence[Any]) -> Any:
+        value = self.given[name]
         for choice in choices:
             if choice == value and isinstance(choice, bool) == isinstance(value, bool):
-                self.values[name] = choice
                 return choice
         raise NotInSpaceError(name, f"{value!r} is none of {', '.join(map(repr, choices))}")
 
-    def _takes(self, name: str) -> bool:
-        self.asked.append(name)
-        return name in self._given
-
     def _number(self, name: str, low: float, high: float, step: float | None) -> float:
-        value = self._given[name]
+        value = self.given[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NotInSpaceError(name, f"{value!r} is no number")
         steps = 0.0 if step is None else (value - low) / step
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
             raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
         return value
+
+
+class Written(Given):
+    """Suggests what was given as text, as in a table: `0.001`, `adam`, `true`, `none`."""
+
+    def _choice(self, name: str, choices: Sequence[Any]) -> Any:
+        text = self.given[name].strip()
+        for choice in choices:
+            if str(choice) == text or (not isinstance(choice, str) and str(choice).lower() == text.lower()):
+                return choice
+            if isinstance(choice, int | float) and not isinstance(choice, bool) and _number_of(text) == choice:
+                return choice
+        raise NotInSpaceError(name, f"{text!r} is none of {', '.join(map(repr, choices))}")
+
+    def _number(self, name: str, low: float, high: float, step: float | None) -> float:
+        if (number := _number_of(self.given[name])) is None:
+            raise NotInSpaceError(name, f"{self.given[name]!r} is no number")
+        return Given({name: number})._number(name, low, high, step)
+
+
+def _number_of(text: str) -> float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
 
 
 class NotInSpaceError(ObjectiveError):

@@ -70,12 +70,12 @@ class Grid(SamplerSpec):
                     objective.configure(space)
             except NotInSpaceError as error:
                 raise ValueError(f"sampler.search_space.{error.name}: {error.why}") from None
-            if missing := [name for name in space.asked if name not in point]:
+            if missing := [name for name in space.values if name not in point]:
                 raise ValueError(
                     f"sampler.search_space has no {missing[0]!r}, which {objective.name} asks for: "
                     f"give its values, such as {missing[0]} = [...]"
                 )
-            asked |= set(space.asked)
+            asked |= set(space.values)
         for name in self.search_space:
             if name not in asked:
                 raise ValueError(f"sampler.search_space.{name}: no parameter of {objective.name}{nearest(name, asked)}")

@@ -73,6 +73,9 @@ class StudySpec(Options):
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
+    default_first: bool = Field(
+        default=True, description="Whether the first trial runs the objective's defaults, where it has some"
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
         default=2,

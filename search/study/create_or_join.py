@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
+from search.sampling.given import default_params, waiting_trial
 from search.spec.spec import StudySpec, differences, parse_spec, searched_by, usual_trials
+from search.study.enqueue import enqueue, require_room
 from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
 from storage.attributes import FOLDER, SOURCE, SPEC
@@ -45,11 +48,13 @@ def create_or_join(
     objective: BaseObjective,
     *,
     rehearse: Callable[[BaseObjective, StudySpec], None],
+    enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 
     Settings that are not given are taken from the stored spec on joining, from the objective on creating.
-    `rehearse` is called before a study is created, and raises when the objective cannot be searched.
+    `rehearse` is called before a study is created, and raises when the objective cannot be searched. The `enqueued`
+    trials are in a new study from its beginning; they are added to one that is joined, each once.
 
     Returns:
         The study, and whether it was created now.
@@ -67,7 +72,9 @@ def create_or_join(
         return spec
 
     def once() -> tuple[StoredStudy, bool]:
-        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made)
+        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made, enqueued)
+        if enqueued and not created:
+            enqueue(study, enqueued)
         return study, created or bool(made)
 
     return retrying(also=LockLostError)(once)
@@ -90,6 +97,7 @@ def _create_or_join(
     objective: BaseObjective,
     rehearse: Callable[[], StudySpec],
     made: list[int],
+    enqueued: Sequence[FrozenTrial],
 ) -> tuple[StoredStudy, bool]:
     """Do so once; `made` takes the number of a study that is created."""
     with name_lock(storage.engine, wanted.name) as lock:
@@ -101,10 +109,11 @@ def _create_or_join(
                     f"{command('finalists', searched)}, or choose another --name"
                 )
             spec = rehearse()
+            first = _first_trials(spec, objective, enqueued)
             still_held(lock)
             direction = optuna.study.StudyDirection[spec.direction.upper()]
             study_id = storage.create_filled_study(
-                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=[]
+                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=first
             )
             made.append(study_id)
             return _made(spec, storage, study_id), True
@@ -128,9 +137,25 @@ def _create_or_join(
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
         spec = rehearse()
+        storage.import_trials(study_id, _first_trials(spec, objective, enqueued))
         for key, value in _first_attrs(spec, objective).items():
             storage.set_study_user_attr(study_id, key, value)
         return _made(spec, storage, study_id), True
+
+
+def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials that a new study is made with: the objective's default, then what somebody enqueued.
+
+    A grid lists what is run, and has no default.
+    """
+    if enqueued:
+        require_room(spec, len(enqueued))
+    default = default_params(objective) if spec.default_first and not spec.sampler.by_number else None
+    if default is None:
+        return list(enqueued)
+    others = [trial for trial in enqueued if trial.system_attrs["fixed_params"] != default]
+    require_room(spec, 1 + len(others))
+    return [waiting_trial(default, "default"), *others]
 
 
 def _first_attrs(spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:

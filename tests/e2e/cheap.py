@@ -1,4 +1,4 @@
-"""An objective whose trials take no time; one in three kills its worker, once."""
+"""An objective whose trials take no time; one in two kills its worker, once."""
 
 import math
 import os
@@ -20,7 +20,7 @@ class Cheap(LoopObjective):
 
     def run(self, trial):
         for _ in trial.epochs():
-            if (folder := os.environ.get("DEATHS")) and trial.seed % 3 == 1:
+            if (folder := os.environ.get("DEATHS")) and trial.seed % 2 == 1:
                 deaths = Path(folder, str(trial.seed))
                 if not deaths.exists():
                     deaths.touch()
@@ -34,3 +34,7 @@ class Few(Cheap):
             "lr": trial.suggest_categorical("lr", [0.01, 0.1]),
             "width": trial.suggest_int("width", 8, 32, step=8),
         }
+
+
+class Started(Cheap):
+    defaults = {"lr": 0.1, "kind": "b"}  # noqa: RUF012 as users write it
