@@ -431,6 +431,8 @@ class Study:
             How many were enqueued now.
 
         Example:
+            from pathlib import Path
+
             Path("more.csv").write_text("lr,batch_size\\n0.003,16\\n0.01,\\n")
             study.extend("+2")
             assert study.enqueue("more.csv") == 2
