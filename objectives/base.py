@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from objectives.errors import users_code
 from objectives.preparation import prepared_folder
-from objectives.search_space import Middle
+from objectives.search_space import Given
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +25,7 @@ class BaseObjective(ABC):
         direction: whether the metric is better when it is higher or lower.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
+        defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
     """
 
     name: ClassVar[str] = ""
@@ -31,6 +33,7 @@ class BaseObjective(ABC):
     direction: Literal["maximize", "minimize"] = "maximize"
     epochs: ClassVar[int] = 20
     n_trials: ClassVar[int] = 24
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Gives a subclass without a name its class's name."""
@@ -51,13 +54,13 @@ class BaseObjective(ABC):
         return self.suggest(trial)
 
     def default_config(self) -> Any:
-        """A configuration that is a fair start without any search: the middle of the search space, unless overridden.
+        """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.
 
         Raises:
             ObjectiveError: `suggest` failed.
         """
         with users_code(f"{type(self).__name__}.suggest"):
-            return self.configure(Middle())
+            return self.configure(Given(self.defaults))
 
     def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.

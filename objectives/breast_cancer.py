@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from objectives.objective import Objective
 from objectives.training import Dataset, Splits, Standardize, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 # The columns: ten measurements of the cell nuclei, as their mean, standard error and worst (largest) value.
@@ -27,6 +29,19 @@ class BreastCancer(Objective):
     name: ClassVar[str] = "breast_cancer"
     metric = "auroc"
     epochs: ClassVar[int] = 30
+    # One hidden layer.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "optimizer": "adamw",
+        "lr": 0.003,
+        "weight_decay": 0.01,
+        "batch_size": 32,
+        "schedule": "cosine",
+        "label_smoothing": 0.0,
+        "layers": 1,
+        "width": 32,
+        "dropout": 0.1,
+        "balance": True,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """An MLP on preprocessed groups of features."""
@@ -44,10 +59,6 @@ class BreastCancer(Objective):
                 "balance": trial.suggest_categorical("balance", [True, False]),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """One hidden layer."""
-        return TrainConfig(lr=3e-3, batch_size=32, model={"layers": 1, "width": 32, "dropout": 0.1, "balance": True})
 
     def data(self, seed: int) -> Splits:
         """Measurements [n, 30], labels [n]: 1 is malignant."""

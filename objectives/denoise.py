@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from objectives.objective import Objective
 from objectives.training import Batch, Dataset, Splits, Standardize, Step, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 WHITE = 16.0  # the largest pixel
@@ -30,6 +32,15 @@ class Denoise(Objective):
     metric = "psnr"
     epochs: ClassVar[int] = 40
     loss_floor: ClassVar[float | None] = 0.5
+    # A code of half as many numbers as there are pixels.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.003,
+        "weight_decay": 0.01,
+        "batch_size": 32,
+        "ema_decay": None,
+        "width": 256,
+        "code": 32,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """An autoencoder: how wide, how narrow in its middle, and how it is trained."""
@@ -43,10 +54,6 @@ class Denoise(Objective):
                 "code": trial.suggest_int("code", 8, 64, log=True),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """A code of half as many numbers as there are pixels."""
-        return TrainConfig(lr=3e-3, batch_size=32, model={"width": 256, "code": 32})
 
     def data(self, seed: int) -> Splits:
         """Images [n, 1, 8, 8] with noise, and the same without: pixels 0 to 16."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -11,6 +11,8 @@ from objectives.objective import Objective
 from objectives.training import Dataset, Splits, Standardize, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 CLASSES = 10
@@ -26,6 +28,19 @@ class Digits(Objective):
     name: ClassVar[str] = "digits"
     metric = "accuracy"
     epochs: ClassVar[int] = 20
+    # A small CNN.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "model": "cnn",
+        "optimizer": "adamw",
+        "adamw_lr": 0.01,
+        "weight_decay": 0.01,
+        "batch_size": 64,
+        "schedule": "cosine",
+        "label_smoothing": 0.1,
+        "cnn_layers": 2,
+        "cnn_width": 32,
+        "cnn_dropout": 0.3,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """A CNN or an MLP, each with its own parameters, and how to train it."""
@@ -39,12 +54,6 @@ class Digits(Objective):
             schedule=trial.suggest_categorical("schedule", ["cosine", "one_cycle", "constant"]),
             label_smoothing=trial.suggest_float("label_smoothing", 0.0, 0.2),
             model=_suggest_cnn(trial) if kind == "cnn" else _suggest_mlp(trial),
-        )
-
-    def default_config(self) -> TrainConfig:
-        """A small CNN."""
-        return TrainConfig(
-            lr=1e-2, label_smoothing=0.1, model={"kind": "cnn", "layers": 2, "width": 32, "dropout": 0.3}
         )
 
     def data(self, seed: int) -> Splits:

@@ -44,6 +44,15 @@ class Gan(LoopObjective):
     metric = "frechet"
     direction = "minimize"
     epochs: ClassVar[int] = 60
+    # As `GanConfig` has them.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "drawing_lr": 0.001,
+        "judging_lr": 0.003,
+        "width": 128,
+        "noise": 16,
+        "dropout": 0.3,
+        "batch_size": 32,
+    }
 
     def suggest(self, trial: SearchSpace) -> GanConfig:
         """A rate for each network, and their sizes."""
@@ -55,10 +64,6 @@ class Gan(LoopObjective):
             dropout=trial.suggest_float("dropout", 0.0, 0.5),
             batch_size=trial.suggest_categorical("batch_size", [32, 64]),
         )
-
-    def default_config(self) -> GanConfig:
-        """The defaults of `GanConfig`."""
-        return GanConfig()
 
     def run(self, trial: LoopTrial) -> None:
         """Both networks take a step in turn, over every batch of the training images."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from objectives.objective import Objective
 from objectives.training import Batch, Dataset, Splits, Step, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 ALPHABET = 128  # ASCII; its last one stands for all other characters
@@ -33,6 +35,16 @@ class Language(Objective):
     direction = "minimize"
     epochs: ClassVar[int] = 8
     loss_floor: ClassVar[float | None] = 0.1  # nats: nobody knows how a sample begins
+    # One layer.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.02,
+        "weight_decay": 0.01,
+        "batch_size": 32,
+        "schedule": "cosine",
+        "layers": 1,
+        "width": 96,
+        "dropout": 0.0,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """An LSTM and how to train it."""
@@ -47,10 +59,6 @@ class Language(Objective):
                 "dropout": trial.suggest_float("dropout", 0.0, 0.3),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """One layer."""
-        return TrainConfig(lr=2e-2, batch_size=32, model={"layers": 1, "width": 96, "dropout": 0.0})
 
     def data(self, seed: int) -> Splits:
         """Characters [n, 64], and [n, 64] those that come next; the split is by place, and `seed` decides nothing."""

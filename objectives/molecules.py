@@ -12,6 +12,8 @@ from objectives.objective import Objective
 from objectives.training import Dataset, Splits, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 # Values of each column: of an atom its element and charge + 4; of a bond its order. The rest is for messages to find.
@@ -30,6 +32,16 @@ class Molecules(Objective):
     metric = "rmse"
     direction = "minimize"
     epochs: ClassVar[int] = 12
+    # Three rounds of messages.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.005,
+        "weight_decay": 0.01,
+        "batch_size": 64,
+        "schedule": "cosine",
+        "layers": 3,
+        "width": 32,
+        "dropout": 0.0,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """A graph network and how to train it."""
@@ -44,10 +56,6 @@ class Molecules(Objective):
                 "dropout": trial.suggest_float("dropout", 0.0, 0.2),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """Three rounds of messages."""
-        return TrainConfig(lr=5e-3, model={"layers": 3, "width": 32, "dropout": 0.0})
 
     def data(self, seed: int) -> Splits:
         """Graphs, (atoms [a, 2], bonds [b, 3]), and areas; split by scaffold, 60/20/20 of the scaffolds."""

@@ -29,6 +29,7 @@ class Objective(BaseObjective):
         direction: whether the metric is better when it is higher or lower.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
+        defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
         loss_floor: what the loss of a batch that is fitted comes close to, for the smoke test; None where nobody knows,
             as of a VAE's bound or of a density.
 
@@ -170,7 +171,7 @@ class Objective(BaseObjective):
         super().judge_by(metric, direction)
 
     def default_config(self) -> TrainConfig:
-        """A configuration that is a fair start without any search: the middle of the search space, unless overridden.
+        """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.
 
         Raises:
             ObjectiveError: `suggest` failed.

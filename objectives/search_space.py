@@ -1,10 +1,12 @@
-"""What an objective may ask of the trial that it is given."""
+"""What an objective may ask of the trial that it is given, and what answers without a study."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+from objectives.errors import ObjectiveError, nearest
 
 
 class SearchSpace(Protocol):
@@ -52,3 +54,177 @@ class Middle:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002 a space's
         """The first choice."""
         return choices[0]
+
+
+class Given(Middle):
+    """Suggests what was given for a parameter, and the middle of those for which nothing was.
+
+    Attributes:
+        values: of all parameters that were asked for, as the search space has them.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.values: dict[str, Any] = {}
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """The given number, or the middle.
+
+        Raises:
+            NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
+        """
+        if name in self.given:
+            value = float(self._number(name, low, high, step))
+        else:
+            value = min(max(super().suggest_float(name, low, high, step=step, log=log), low), high)
+        self.values[name] = value
+        return value
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """The given integer, or the middle.
+
+        Raises:
+            NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
+        """
+        if name in self.given:
+            value = round(self._number(name, low, high, step))
+        else:
+            value = super().suggest_int(name, low, high, step=step, log=log)
+        self.values[name] = value
+        return value
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """The given choice, or the first.
+
+        Raises:
+            NotInSpaceError: it is none of them.
+        """
+        if name in self.given:
+            self.values[name] = self._choice(name, choices)
+        else:
+            self.values[name] = super().suggest_categorical(name, choices)
+        return self.values[name]
+
+    def require_all_taken(self, whose: str) -> None:
+        """Refuse what was given and not asked for.
+
+        Raises:
+            NotInSpaceError: there is such a parameter.
+        """
+        for name in self.given:
+            if name not in self.values:
+                raise NotInSpaceError(name, f"{whose} asks for no such parameter: {nearest(name, list(self.values))}")
+
+    def _choice(self, name: str, choices: Sequence[Any]) -> Any:
+        value = self.given[name]
+        for choice in choices:
+            if choice == value and isinstance(choice, bool) == isinstance(value, bool):
+                return choice
+        raise NotInSpaceError(name, f"{value!r} is none of {', '.join(map(repr, choices))}")
+
+    def _number(self, name: str, low: float, high: float, step: float | None) -> float:
+        value = self.given[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise NotInSpaceError(name, f"{value!r} is no number")
+        steps = 0.0 if step is None else (value - low) / step
+        if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
+            raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
+        return value
+
+
+class Written(Given):
+    """Suggests what was given as text, as in a table: `0.001`, `adam`, `true`, `none`."""
+
+    def _choice(self, name: str, choices: Sequence[Any]) -> Any:
+        text = self.given[name].strip()
+        for choice in choices:
+            if str(choice) == text or (not isinstance(choice, str) and str(choice).lower() == text.lower()):
+                return choice
+            if isinstance(choice, int | float) and not isinstance(choice, bool) and _number_of(text) == choice:
+                return choice
+        raise NotInSpaceError(name, f"{text!r} is none of {', '.join(map(repr, choices))}")
+
+    def _number(self, name: str, low: float, high: float, step: float | None) -> float:
+        if (number := _number_of(self.given[name])) is None:
+            raise NotInSpaceError(name, f"{self.given[name]!r} is no number")
+        return Given({name: number})._number(name, low, high, step)
+
+
+def _number_of(text: str) -> float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+class NotInSpaceError(ObjectiveError):
+    """A value that a search space does not have.
+
+    Attributes:
+        name: the parameter's.
+        why: the value, and what would do.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name, self.why = name, why
+
+
+def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[dict[str, Any]]:
+    """Every configuration of a search space, once: its parameters, as `configure` asks for them.
+
+    Raises:
+        NotInSpaceError: a parameter is a range without steps, which nobody comes to the end of.
+    """
+    taken: list[int] = []  # of each parameter in turn, which of its values is next
+    while True:
+        space = _Enumerated(taken)
+        configure(space)
+        yield space.values
+        taken = [*taken, *[0] * (len(space.counts) - len(taken))][: len(space.counts)]
+        while taken and taken[-1] + 1 == space.counts[len(taken) - 1]:
+            taken.pop()
+        if not taken:
+            return
+        taken[-1] += 1
+
+
+class _Enumerated:
+    """Suggests the values of the parameters by their places, and the first of those beyond."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+        self.counts: list[int] = []
+        self.values: dict[str, Any] = {}
+
+    def suggest_float(
+        self,
+        name: str,
+        low: float,
+        high: float,
+        *,
+        step: float | None = None,
+        log: bool = False,  # noqa: ARG002 a space's
+    ) -> float:
+        if low == high:
+            return float(self._suggest(name, 1, lambda _: low))
+        if step is None:
+            raise NotInSpaceError(name, f"a range from {low} to {high} without steps has no last value: give it a step")
+        return float(self._suggest(name, math.floor((high - low) / step + 1e-8) + 1, lambda place: low + place * step))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:  # noqa: ARG002 a space's
+        return int(self._suggest(name, (high - low) // step + 1, lambda place: low + place * step))
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest(name, len(choices), lambda place: choices[place])
+
+    def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
+        if name not in self.values:  # one that is asked for again has the value that it had
+            place = len(self.counts)
+            self.counts.append(count)
+            self.values[name] = value(self._places[place] if place < len(self._places) else 0)
+        return self.values[name]

@@ -12,6 +12,8 @@ from objectives.objective import Objective
 from objectives.training import Dataset, Splits, TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 YEAR = 52  # weeks
@@ -30,6 +32,16 @@ class Series(Objective):
     metric = "mae"
     direction = "minimize"
     epochs: ClassVar[int] = 20
+    # One hidden layer.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.003,
+        "weight_decay": 0.01,
+        "batch_size": 32,
+        "ema_decay": 0.99,
+        "layers": 1,
+        "width": 64,
+        "dropout": 0.0,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """An MLP, or with no layer a linear forecast, and how to train it."""
@@ -44,10 +56,6 @@ class Series(Objective):
                 "dropout": trial.suggest_float("dropout", 0.0, 0.3),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """One hidden layer."""
-        return TrainConfig(lr=3e-3, batch_size=32, ema_decay=0.99, model={"layers": 1, "width": 64, "dropout": 0.0})
 
     def data(self, seed: int) -> Splits:  # noqa: ARG002 time decides
         """Windows [n, 104] and what follows them [n, 13], in parts per million, numbered by the first week forecast."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -14,6 +14,8 @@ from objectives.objective import Objective
 from objectives.training import ByLength, Dataset, Splits, TrainConfig, padded
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from objectives.search_space import SearchSpace
 
 TOPICS = (
@@ -34,6 +36,17 @@ class Text(Objective):
     name: ClassVar[str] = "text"
     metric = "accuracy"
     epochs: ClassVar[int] = 15
+    # One layer.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 0.005,
+        "weight_decay": 0.1,
+        "batch_size": 32,
+        "label_smoothing": 0.1,
+        "layers": 1,
+        "width": 64,
+        "heads": 4,
+        "dropout": 0.3,
+    }
 
     def suggest(self, trial: SearchSpace) -> TrainConfig:
         """A transformer encoder, of no layer (a bag of words) up to two."""
@@ -49,11 +62,6 @@ class Text(Objective):
                 "dropout": trial.suggest_float("dropout", 0.0, 0.5),
             },
         )
-
-    def default_config(self) -> TrainConfig:
-        """One layer."""
-        model = {"layers": 1, "width": 64, "heads": 4, "dropout": 0.3}
-        return TrainConfig(lr=5e-3, weight_decay=0.1, batch_size=32, label_smoothing=0.1, model=model)
 
     def data(self, seed: int) -> Splits:
         """Word ids [t], 8 to 64 of a paragraph, and the number of its topic."""

@@ -22,10 +22,12 @@ class Kind(Options):
     Attributes:
         family: what is chosen, for messages; a direct subclass sets it.
         kinds: the choices of the family by their names.
+        refused: why some that one might look for are none of them, by their names.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
+    refused: ClassVar[Mapping[str, str]] = {}
     name: str
 
     @classmethod
@@ -52,6 +54,8 @@ class Kind(Options):
         name = value.get("name")
         kind: type[Self] | None = cls.kinds.get(str(name))
         if kind is None:
+            if (why := cls.refused.get(str(name))) is not None:
+                raise ValueError(f"{cls.family}: there is no {name!r}: {why}")
             raise ValueError(f"{cls.family}: unknown {cls.family} {name!r}{nearest(str(name), cls.kinds)}")
         try:
             return kind.model_validate(dict(value))
@@ -63,6 +67,8 @@ class Kind(Options):
         setting = ".".join(map(str, (cls.family, *first["loc"])))
         if first["type"] == "value_error":
             return f"{setting}: {first['ctx']['error']}"
+        if first["type"] == "missing":
+            return f"{setting} is not set: give it as an option of the {cls.family}"
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: no such option" + (

@@ -16,6 +16,7 @@ RUN_ID = "hpsearch:mlflow_run_id"  # on a study the parent run, on a trial its o
 RUN_URL = "hpsearch:mlflow_url"
 
 # Of a trial.
+ORIGIN = "hpsearch:origin"  # of one whose parameters somebody gave: "default", or the file and the line
 ATTEMPT = "hpsearch:attempt"  # how often it was started, from 1
 GOT_ON = "hpsearch:got_on"  # the last attempt but the first that added an epoch with a checkpoint: retries count anew
 WORKER = "hpsearch:worker"  # who runs it, or ran it last

@@ -11,7 +11,7 @@ from docs.tools.markdown import code, table, words_of
 from docs.tools.verbs import command_of, commands
 from objectives.training.config import TrainConfig
 from objectives.training.reports import describe
-from search.spec.spec import FLAGS, StudySpec
+from search.spec.spec import StudySpec, typed
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
 
@@ -26,7 +26,7 @@ def study_settings() -> str:
         words = field.description or (getattr(option, "help", "") or "").partition("  [default")[0]
         if not words:
             continue  # the version, and what `finalists` sets
-        flag = FLAGS.get(key, f"--{key}") if option else ""
+        flag = typed(key) if option else ""
         default = "the objective's" if key in FROM_THE_OBJECTIVE else _default(field)
         rows.append((code(flag), f"`{key}`", _allowed(schema, schema["properties"][key]), default, words))
     return table(("flag", "key", "type", "default", "what it does"), rows)

@@ -71,6 +71,8 @@ class Study:
         retry_on: builtins.list[str] | None = None,
         timeout: float | None = None,
         models: str | None = None,
+        default_first: bool | None = None,
+        enqueue: Path | str | None = None,
         **where: Unpack[Addresses],
     ) -> Study:  # a keyword for each setting that `hpsearch run` has as a flag
         """Create a study, or join the one of that name when what is given agrees with it.
@@ -79,7 +81,8 @@ class Study:
             objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
             name, trials, epochs, metric, direction: by default the objective's.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            seed, retries, retry_on, timeout, models: as docs/reference/settings.md says.
+            seed, retries, retry_on, timeout, models, default_first: as docs/reference/settings.md says.
+            enqueue: a .csv or .jsonl file of configurations that are run first.
             where: storage_url, tracking_uri, checkpoint_url, home.
 
         Example:
@@ -90,10 +93,10 @@ class Study:
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
             "sampler": sampler, "pruner": pruner, "seed": seed, "retries": retries, "retry_on": retry_on,
-            "timeout": timeout, "models": models,
+            "timeout": timeout, "models": models, "default_first": default_first,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
-        return cls.from_spec({"objective": reference_of(objective), **settings}, **where)
+        return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)
 
     @classmethod
     def from_spec(
@@ -101,9 +104,12 @@ class Study:
         spec: Mapping[str, Any] | Path | str,
         *,
         tracking_required: bool = False,
+        enqueue: Path | str | None = None,
         **where: Unpack[Addresses],
     ) -> Study:
         """Create or join a study by its spec: settings by their keys, or a .toml or .yaml file of them.
+
+        The configurations of the .csv or .jsonl file `enqueue` are run first.
 
         Example:
             study = Study.from_spec({"objective": "wine.py", "name": "example"})
@@ -122,7 +128,9 @@ class Study:
         options = WorkerOptions(
             there.storage_url, there.tracking_uri, there.checkpoint_url, there.home, tracking_required=tracking_required
         )
-        services, stored, created = begin_search(settings, options, PlainConsole())
+        services, stored, created = begin_search(
+            settings, options, PlainConsole(), None if enqueue is None else Path(enqueue)
+        )
         study = cls(stored, services, checkpoint_url=there.checkpoint_url)
         study._created = created
         return study
@@ -396,8 +404,10 @@ class Study:
 
         return start_study(self.stored)
 
-    def extend(self, trials: int | str) -> Extended:
+    def extend(self, trials: int | str, *, enqueue: Path | str | None = None) -> Extended:
         """Change the budget: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
+
+        The configurations of the file `enqueue` are enqueued with it, or nothing is changed.
 
         Example:
             assert study.extend("+1").after == 4
@@ -406,10 +416,38 @@ class Study:
         from search.publish.study import reopen_study
         from search.study.steering import extend_study
 
-        done = extend_study(self.stored, str(trials))
+        stored = self.stored
+        done = extend_study(stored, str(trials), [] if enqueue is None else self._rows(stored, enqueue))
         if done.before != done.after:
             tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
         return done
+
+    def enqueue(self, path: Path | str) -> int:
+        """Enqueue the configurations of a .csv or .jsonl file, which are run before new ones and count in the budget.
+
+        A configuration that was enqueued before is not enqueued again.
+
+        Returns:
+            How many were enqueued now.
+
+        Example:
+            from pathlib import Path
+
+            Path("more.csv").write_text("lr,batch_size\\n0.003,16\\n0.01,\\n")
+            study.extend("+2")
+            assert study.enqueue("more.csv") == 2
+        """
+        from search.study.enqueue import enqueue
+
+        stored = self.stored
+        return enqueue(stored, self._rows(stored, path))
+
+    @staticmethod
+    def _rows(stored: StoredStudy, path: Path | str) -> builtins.list[FrozenTrial]:
+        from objectives import load_objective
+        from search.study.enqueue import read_rows
+
+        return read_rows(Path(path), load_objective(stored.spec.objective))
 
     def retry(self, trial: int, *, from_start: bool = False) -> int | None:
         """Run a failed or infeasible trial again: same number, same parameters, same MLflow run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -116,5 +117,13 @@ Stall = Annotated[
         envvar="HPSEARCH_STALL",
         show_envvar=True,
         help="Restart a worker, and give its trial back, when it takes no step for so many times its longest pause.",
+    ),
+]
+Enqueue = Annotated[
+    Path | None,
+    typer.Option(
+        "--enqueue",
+        metavar="FILE",
+        help="A .csv or .jsonl file of configurations, which are run before others and count in the budget.",
     ),
 ]

@@ -50,6 +50,10 @@ def _parameters(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         ]
     if key == "objective":
         return [_parameter(key, Annotated[str | None, typer.Argument(metavar="[OBJECTIVE]", help=field.description)])]
+    if field.annotation is bool:
+        switch = f"{specs.typed(key)}/--no-{specs.typed(key).removeprefix('--')}"
+        words = typer.Option(switch, show_default=specs.typed(key).removeprefix("--"), help=field.description)
+        return [_parameter(key, Annotated[bool | None, words])]
     default = "the objective's" if field.is_required() else "none" if field.default is None else field.default
     option = typer.Option(specs.typed(key), show_default=str(default), help=field.description)
     kinds = {field.annotation, *get_args(field.annotation)}

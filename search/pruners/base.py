@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from search.kinds import Kind
@@ -24,6 +25,10 @@ class PrunerSpec(Kind):
     """A pruner and its options."""
 
     family: ClassVar[str] = "pruner"
+    refused: ClassVar[Mapping[str, str]] = {
+        "wilcoxon": "its test takes the steps of a trial for independent measurements, as of folds, and the epochs of "
+        "one training are not; use 'median', or 'patient'"
+    }
 
     def for_epochs(self, epochs: int) -> Self:
         """Return the options for full trials of so many epochs, with nothing left open.

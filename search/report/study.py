@@ -12,7 +12,7 @@ from search.report.summary import summary_lines
 from search.report.trial import why_waiting
 from search.study.study import StoredStudy
 from search.study.summary import format_value, summarise
-from storage.attributes import REASON, STOPPED, WORKER
+from storage.attributes import ORIGIN, REASON, STOPPED, WORKER
 
 _LAST = 20
 
@@ -43,14 +43,15 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
         table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
     trials, waiting = study.trials(), why_waiting(study)
     for trial in trials if every else trials[-_LAST:]:
-        reason = waiting.get(trial.number) or trial.user_attrs.get(REASON, "")
+        attrs = trial.user_attrs
+        reason = "; ".join(filter(None, [attrs.get(ORIGIN), waiting.get(trial.number) or attrs.get(REASON)]))
         table.add_row(
             str(trial.number),
             trial.state.name,
             str(len(trial.intermediate_values)),
             "" if trial.value is None else format_value(trial.value),
-            trial.user_attrs.get(WORKER, ""),
-            str(reason).splitlines()[0] if reason else "",
+            attrs.get(WORKER, ""),
+            reason.splitlines()[0] if reason else "",
         )
     if not every and len(trials) > _LAST:
         console.print(f"the last {_LAST} of {len(trials)} trials; all of them with --all")

@@ -13,7 +13,7 @@ from search.study.rungs import seconds_run
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
-from storage.attributes import INFEASIBLE, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from storage.attributes import INFEASIBLE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from storage.study_storage.rungs import rung_key
 from storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
 
@@ -59,7 +59,11 @@ def _why(trial: FrozenTrial, last: AttemptRecord | None) -> str:
 def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
     attrs = trial.user_attrs
     reason = why_waiting(study).get(trial.number) or attrs.get(REASON)
-    facts: list[tuple[str, object]] = [("reason", reason), ("pruning", _pruning(attrs.get(PRUNING)))]
+    facts: list[tuple[str, object]] = [
+        ("given by", attrs.get(ORIGIN)),
+        ("reason", reason),
+        ("pruning", _pruning(attrs.get(PRUNING))),
+    ]
     if trial.value is not None:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
         facts.append(("value", f"{study.spec.metric} {format_value(trial.value)}{last}"))

@@ -22,6 +22,7 @@ from search.run.drive import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
+from search.study.enqueue import read_rows
 from search.study.folders import report_path
 from search.study.prepare import load_for_search, prepare_study, start_clock
 from search.study.smoke import smoke_test
@@ -56,9 +57,11 @@ class Ran:
 
 
 def begin_search(
-    settings: dict[str, Any], options: WorkerOptions, console: Console
+    settings: dict[str, Any], options: WorkerOptions, console: Console, enqueue: Path | None = None
 ) -> tuple[Services, StoredStudy, bool]:
     """Create or join the study that `settings` describe; return where it is kept, the study, and whether it is new.
+
+    The configurations of the file `enqueue` are run before others.
 
     Raises:
         SearchError: a setting is wrong or differs from the stored spec.
@@ -70,6 +73,7 @@ def begin_search(
     with steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
+        enqueued = read_rows(enqueue, objective) if enqueue else []
         services = find_services(
             options.storage_url,
             options.tracking_uri,
@@ -79,7 +83,7 @@ def begin_search(
             progress=tell,
         )
         tell("opening the study")
-        study, created = prepare_study(services, settings, objective)
+        study, created = prepare_study(services, settings, objective, enqueued)
         if options.checkpoint_url is not None:
             note_checkpoints(study, options.checkpoint_url)
     return services, study, created

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from search.kinds import Kind
 
 if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
     from optuna.samplers import BaseSampler
 
+    from objectives import BaseObjective
+
 
 class SamplerSpec(Kind):
     """A sampler and its options."""
 
     family: ClassVar[str] = "sampler"
+
+    # Whether what it suggests stands, though another trial had the same: it is the trial's by its number.
+    by_number: ClassVar[bool] = False
+    # Whether it suggests what another trial had, number for number, though there are ranges of floats.
+    repeats: ClassVar[bool] = False
+
+    def most(self) -> int | None:
+        """How many trials it has something to suggest for; None where that has no end, or is not known yet."""
+        return None
+
+    def for_objective(self, objective: BaseObjective) -> Self:
+        """Return the options for an objective's search space, with nothing left open; called for a new study.
+
+        Raises:
+            ValueError: they do not fit; one line says why.
+        """
+        return self
+
+    def for_trials(self, n_trials: int) -> None:
+        """Check that the options go with a budget.
+
+        Raises:
+            ValueError: they do not; one line says why.
+        """
+        if (most := self.most()) is not None and n_trials > most:
+            raise ValueError(
+                f"--trials {n_trials}: {self.name} has {most} configurations, and runs none twice: "
+                "give no more, or leave --trials out"
+            )
 
     @abstractmethod
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:

@@ -19,6 +19,7 @@ from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective, ObjectiveError
+from search.samplers import SamplerSpec
 from search.sampling.seeds import derive_seed, make_sampler
 from search.spec.spec import StudySpec
 from storage.database.locks import suggestion_turn
@@ -38,9 +39,10 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
     """Return the configuration of a claimed trial; its parameters are written when this returns.
 
     A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first
-    suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless all of its
-    parameters are discrete and another trial has the same; then the sampler is asked again with another seed, and
-    after that a configuration is chosen that no trial has. When there is none the repetition is accepted.
+    suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless another trial has
+    the same, and all parameters are discrete or the sampler is one that repeats itself; then the sampler is asked again
+    with another seed, and after that a configuration is chosen that no trial has. When there is none the repetition is
+    accepted.
 
     Args:
         objective: suggests and checks the configuration.
@@ -69,7 +71,7 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
             made = storage.get_trial(claim.trial_id)
             if spec.finalists_of is not None:
                 _require_same(made, spec.finalists_of.assignment(claim.number)[0])
-            if given.params or _is_free(made):
+            if given.params or spec.sampler.by_number or _is_free(made, spec.sampler):
                 return config
             take_turn()
             twin = _twin(storage, study._study_id, made)
@@ -98,11 +100,11 @@ def _require_same(trial: FrozenTrial, finalist: int) -> None:
         )
 
 
-def _is_free(trial: FrozenTrial) -> bool:
+def _is_free(trial: FrozenTrial, sampler: SamplerSpec) -> bool:
     """Whether the trial may be run whatever the others are: by chance it repeats none, or somebody wants it so."""
     fixed = trial.system_attrs.get("fixed_params", {})
     free = {name: d for name, d in trial.distributions.items() if name not in fixed}
-    return not free or any(math.isinf(_choices(distribution)) for distribution in free.values())
+    return not free or (not sampler.repeats and any(math.isinf(_choices(given)) for given in free.values()))
 
 
 def _twin(storage: PostgresStorage, study_id: int, trial: FrozenTrial) -> int | None:

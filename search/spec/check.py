@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from search.errors import SearchError
-from search.spec.spec import parse_spec
+from search.spec.spec import parse_spec, usual_trials
 
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
     if "finalists_of" in settings:
         raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000, "n_trials": 1}
-    parse_spec({**stand_in, **settings})
+    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000}
+    parse_spec({**stand_in, "n_trials": usual_trials(settings, 1_000_000), **settings})

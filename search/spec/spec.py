@@ -73,6 +73,9 @@ class StudySpec(Options):
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
+    default_first: bool = Field(
+        default=True, description="Whether the first trial runs the objective's defaults, where it has some"
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
         default=2,
@@ -108,6 +111,11 @@ class StudySpec(Options):
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
         return self
 
+    @model_validator(mode="after")
+    def _enough_configurations(self) -> Self:
+        self.sampler.for_trials(self.n_trials)
+        return self
+
 
 def typed(setting: str) -> str:
     """Return what a user types for a setting: its flag, the argument's name, or its key in a spec file."""
@@ -135,6 +143,15 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         return StudySpec.model_validate(values)
     except ValidationError as error:
         raise SearchError(_first_line(error)) from None
+
+
+def usual_trials(settings: dict[str, Any], otherwise: int) -> int:
+    """Return the budget of a study where `settings` give none: what the sampler has to suggest, or `otherwise`."""
+    try:
+        sampler = SamplerSpec.parse(settings.get("sampler", StudySpec.model_fields["sampler"].default))
+    except ValueError:  # which is told when the settings are parsed
+        return otherwise
+    return sampler.most() or otherwise
 
 
 def _first_line(error: ValidationError) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
-from search.spec.spec import StudySpec, differences, parse_spec, searched_by
+from search.sampling.given import default_params, waiting_trial
+from search.spec.spec import StudySpec, differences, parse_spec, searched_by, usual_trials
+from search.study.enqueue import enqueue, require_room
 from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
 from storage.attributes import FOLDER, SOURCE, SPEC
@@ -34,7 +37,7 @@ def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dic
         "metric": metric,
         "direction": own_way,
         "epochs": objective.epochs,
-        "n_trials": objective.n_trials,
+        "n_trials": usual_trials(settings, objective.n_trials),
     }
     return {**defaults, **settings}
 
@@ -45,11 +48,13 @@ def create_or_join(
     objective: BaseObjective,
     *,
     rehearse: Callable[[BaseObjective, StudySpec], None],
+    enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 
     Settings that are not given are taken from the stored spec on joining, from the objective on creating.
-    `rehearse` is called before a study is created, and raises when the objective cannot be searched.
+    `rehearse` is called before a study is created, and raises when the objective cannot be searched. The `enqueued`
+    trials are in a new study from its beginning; they are added to one that is joined, each once.
 
     Returns:
         The study, and whether it was created now.
@@ -58,14 +63,31 @@ def create_or_join(
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
     wanted = parse_spec(complete_settings(settings, objective))
-    rehearsed = functools.cache(lambda: rehearse(objective, wanted))  # once, however often a connection is cut
     made: list[int] = []
 
+    @functools.cache  # once, however often a connection is cut
+    def rehearsed() -> StudySpec:
+        spec = _fitted(wanted, settings, objective)
+        rehearse(objective, spec)
+        return spec
+
     def once() -> tuple[StoredStudy, bool]:
-        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made)
+        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made, enqueued)
+        if enqueued and not created:
+            enqueue(study, enqueued)
         return study, created or bool(made)
 
     return retrying(also=LockLostError)(once)
+
+
+def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:
+    """Return the spec of a new study, with what its sampler makes of the objective's search space."""
+    try:
+        sampler = spec.sampler.for_objective(objective)
+    except ValueError as error:
+        raise SearchError(str(error)) from None
+    budget = {} if "n_trials" in settings else {"n_trials": sampler.most() or spec.n_trials}
+    return parse_spec({**spec.model_dump(), "sampler": sampler.model_dump(), **budget})
 
 
 def _create_or_join(
@@ -73,8 +95,9 @@ def _create_or_join(
     wanted: StudySpec,
     settings: dict[str, Any],
     objective: BaseObjective,
-    rehearse: Callable[[], None],
+    rehearse: Callable[[], StudySpec],
     made: list[int],
+    enqueued: Sequence[FrozenTrial],
 ) -> tuple[StoredStudy, bool]:
     """Do so once; `made` takes the number of a study that is created."""
     with name_lock(storage.engine, wanted.name) as lock:
@@ -85,11 +108,15 @@ def _create_or_join(
                     f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
                     f"{command('finalists', searched)}, or choose another --name"
                 )
-            rehearse()
+            spec = rehearse()
+            first = _first_trials(spec, objective, enqueued)
             still_held(lock)
-            direction = optuna.study.StudyDirection[wanted.direction.upper()]
-            study_id = storage.create_new_study([direction], wanted.name)
+            direction = optuna.study.StudyDirection[spec.direction.upper()]
+            study_id = storage.create_filled_study(
+                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=first
+            )
             made.append(study_id)
+            return _made(spec, storage, study_id), True
         stored = storage.get_study_user_attrs(study_id).get(SPEC)
         if stored is not None:
             if (of := parse_spec(stored).finalists_of) is not None:
@@ -107,15 +134,40 @@ def _create_or_join(
                     + (more if spec.n_trials != stored["n_trials"] else "")
                 )
             return StoredStudy(spec, storage, study_id), False
-        # No spec: made by somebody else, or by a process that died between the two steps.
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
-        storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
-        storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
-        storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
-        name_metric(storage, wanted)
-        note_release(made_now := StoredStudy(wanted, storage, study_id))
-        return made_now, True
+        spec = rehearse()
+        storage.import_trials(study_id, _first_trials(spec, objective, enqueued))
+        for key, value in _first_attrs(spec, objective).items():
+            storage.set_study_user_attr(study_id, key, value)
+        return _made(spec, storage, study_id), True
+
+
+def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials that a new study is made with: the objective's default, then what somebody enqueued.
+
+    A grid lists what is run, and has no default.
+    """
+    if enqueued:
+        require_room(spec, len(enqueued))
+    default = default_params(objective) if spec.default_first and not spec.sampler.by_number else None
+    if default is None:
+        return list(enqueued)
+    others = [trial for trial in enqueued if trial.system_attrs["fixed_params"] != default]
+    require_room(spec, 1 + len(others))
+    return [waiting_trial(default, "default"), *others]
+
+
+def _first_attrs(spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
+    """Return what a new study has; the spec is last: one that has it is whole."""
+    folder = f"{spec.name}-{secrets.token_hex(8)}"
+    return {SOURCE: source_hash(objective), FOLDER: folder, SPEC: spec.model_dump()}
+
+
+def _made(spec: StudySpec, storage: PostgresStorage, study_id: int) -> StoredStudy:
+    name_metric(storage, spec)
+    note_release(made := StoredStudy(spec, storage, study_id))
+    return made
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import optuna
 import torch
+from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective, Objective, load_objective
 from objectives.errors import MetricError
@@ -25,15 +26,23 @@ from storage.study_storage.opening import open_storage
 from storage.trials.claims import running_now
 
 
-def prepare_study(services: Services, settings: dict[str, Any], objective: BaseObjective) -> tuple[StoredStudy, bool]:
+def prepare_study(
+    services: Services, settings: dict[str, Any], objective: BaseObjective, enqueued: Sequence[FrozenTrial] = ()
+) -> tuple[StoredStudy, bool]:
     """Create or join the study and make it ready for workers; return it and whether it is new.
+
+    Args:
+        services: where it is kept.
+        settings: of it.
+        objective: that it searches.
+        enqueued: trials that it is to run before others.
 
     Raises:
         SearchError: a setting is wrong or differs from the stored spec.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(services.storage_url, application_name="hpsearch run")
-    study, created = create_or_join(storage, settings, objective, rehearse=rehearse)
+    study, created = create_or_join(storage, settings, objective, rehearse=rehearse, enqueued=enqueued)
     tracking = services.open_tracking()
     study.set_attr(TRACKING_URI, tracking.uri)
     start_clock(study)

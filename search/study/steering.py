@@ -6,7 +6,8 @@ import datetime
 import getpass
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,6 +17,7 @@ from search.console import command
 from search.errors import SearchError
 from search.pruning import study_rungs
 from search.spec.spec import parse_spec
+from search.study.enqueue import add
 from search.study.study import StoredStudy
 from storage.attributes import REASON, STOPPED
 from storage.trials.claims import running_now
@@ -59,22 +61,25 @@ def whoami() -> str:
 
 @dataclass(frozen=True)
 class Extended:
-    """A budget before and after, and how many of its trials were started."""
+    """A budget before and after, how many of its trials were started, and how many were enqueued now."""
 
     before: int
     after: int
     started: int
+    enqueued: int = 0
 
 
-def extend_study(study: StoredStudy, trials: str) -> Extended:
+def extend_study(study: StoredStudy, trials: str, enqueued: Sequence[FrozenTrial] = ()) -> Extended:
     """Change the budget of a study, running or not.
 
     Args:
         study: the study.
         trials: ``+50`` for fifty more, or the new budget as a number.
+        enqueued: what the study is to run before others, with the budget or not at all.
 
     Raises:
-        SearchError: that is no such number, too large, or no more than was started already; or they are finalists.
+        SearchError: that is no such number, too large, or no more than was started already; the budget has no room for
+            all that is enqueued; or they are finalists.
     """
     if (of := study.spec.finalists_of) is not None:
         raise SearchError(
@@ -97,6 +102,7 @@ def extend_study(study: StoredStudy, trials: str) -> Extended:
         return parse_spec({**spec, "n_trials": after}).model_dump()
 
     def wait(connection: sa.Connection, spec: dict[str, Any]) -> None:
+        changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, parse_spec(spec), enqueued)))
         if (rungs := study_rungs(parse_spec(spec))) is not None:
             wait_again(connection, study.study_id, places=spec["n_trials"] // rungs.factor)
 

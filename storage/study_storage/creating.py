@@ -128,6 +128,26 @@ def insert_by(connection: sa.Connection, study_id: int, trials: Sequence[FrozenT
     _insert(connection, study_id, _batches(trials))
 
 
+def insert_missing_by(connection: sa.Connection, study_id: int, trials: Sequence[FrozenTrial]) -> tuple[int, int]:
+    """Insert those of the trials whose fixed parameters no trial of the study has been given.
+
+    The transaction must have the study's lock.
+
+    Returns:
+        How many these were, and how many trials the study has now.
+    """
+    statement = """
+        SELECT value_json FROM trial_system_attributes JOIN trials USING (trial_id)
+         WHERE study_id = :study_id AND key = 'fixed_params'
+    """
+    known = [json.loads(row.value_json) for row in connection.execute(text(statement), {"study_id": study_id})]
+    missing = [trial for trial in trials if trial.system_attrs["fixed_params"] not in known]
+    if missing:
+        insert_by(connection, study_id, missing)
+    count = "SELECT count(*) FROM trials WHERE study_id = :study_id"
+    return len(missing), int(connection.execute(text(count), {"study_id": study_id}).scalar_one())
+
+
 def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
     return [_columns(trials[first : first + _AT_ONCE]) for first in range(0, len(trials), _AT_ONCE)]
 

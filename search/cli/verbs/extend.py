@@ -19,6 +19,7 @@ def extend(
     trials: Annotated[
         str, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
     ],
+    enqueue: o.Enqueue = None,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     home: o.Home = None,
@@ -27,7 +28,9 @@ def extend(
     from search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
-    done = study.extend(trials)
+    done = study.extend(trials, enqueue=enqueue)
+    if enqueue is not None:
+        typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if done.before == done.after:
         typer.echo(f"{name} has a budget of {done.after} trials already, {done.started} of them are started")
         return

@@ -30,6 +30,7 @@ def run(
             "--workers-per-gpu", min=1, max=64, help="In place of --workers: so many on each GPU, for small models."
         ),
     ] = None,
+    enqueue: o.Enqueue = None,
     devices_per_trial: o.DevicesPerTrial = 1,
     collective_timeout: o.CollectiveTimeout = None,
     grace: o.Grace = 30.0,
@@ -62,7 +63,7 @@ def run(
 
     study = Study.from_spec(
         settings, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
-        tracking_required=tracking_required,
+        tracking_required=tracking_required, enqueue=enqueue,
     )  # fmt: skip
     ran = study.run_fleet(
         workers, tracking_required=tracking_required,

@@ -65,6 +65,11 @@ hyperbands = st.fixed_dictionaries(
 )
 
 
+def patient(wrapped: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
+    options = {"patience": st.integers(0, 4), "min_delta": st.sampled_from([0.0, 0.1, 1.0]), "wrapped": wrapped}
+    return st.fixed_dictionaries({"name": st.just("patient"), **options})
+
+
 def spec_of(pruner: dict[str, object], direction: str) -> StudySpec:
     return parse_spec(
         {
@@ -124,6 +129,11 @@ def test_threshold(options, direction, curve) -> None:
     check_against_finished({"name": "threshold", **dict(zip(names, options, strict=True))}, direction, [], curve)
 
 
+@given(patient(st.one_of(st.none(), medians, percentiles)), directions, st.lists(curves, max_size=6), curves)
+def test_patient(pruner, direction, history, curve) -> None:
+    check_against_finished(pruner, direction, history, curve)
+
+
 @given(directions, st.lists(curves, max_size=3), curves)
 def test_none_never_prunes(direction, history, curve) -> None:
     check_against_finished({"name": "none"}, direction, history, curve)
@@ -161,7 +171,7 @@ class _InMemory(StoredPeers):
 
 
 @given(
-    st.one_of(halvings, hyperbands),
+    st.one_of(halvings, hyperbands, patient(st.one_of(halvings, hyperbands))),
     directions,
     st.lists(curves, min_size=1, max_size=12),
     st.sampled_from(["in turn", "together"]),

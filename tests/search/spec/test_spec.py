@@ -66,7 +66,33 @@ def test_defaults_are_written_down() -> None:
         ({"sampler": {"name": "random", "x": 3}}, ["sampler.x", "none"]),
         ({"sampler": {"name": "tpe", "n_startup_trials": "auto"}}, ["sampler.n_startup_trials", "'auto'", "integer"]),
         ({"pruner": {"name": "hyperband", "max_resource": "auto"}}, ["pruner.max_resource", "'auto'", "integer"]),
+        ({"sampler": {"name": "grid"}}, ["sampler.search_space is not set"]),
+        ({"sampler": {"name": "grid", "search_space": {"lr": 0.1}}}, ["sampler.search_space", "table of lists"]),
+        ({"sampler": {"name": "grid", "search_space": {"lr": []}}}, ["sampler.search_space", "lr has no value"]),
+        ({"sampler": {"name": "grid", "search_space": {"lr": [1, 1.0]}}}, ["sampler.search_space", "1.0 twice"]),
+        ({"sampler": {"name": "grid", "search_space": {"lr": [0.1, 0.2]}}}, ["--trials 24", "2 configurations"]),
+        (
+            {"sampler": {"name": "grid", "search_space": {c: list(range(9)) for c in "abcdef"}}},
+            ["531441 points", "100000"],
+        ),
+        ({"sampler": {"name": "nsga2"}}, ["population_size 50", "24 trials", "lower it"]),
+        ({"sampler": {"name": "nsga3", "population_size": 1}}, ["sampler.population_size is 1", "at least 2"]),
+        (
+            {"sampler": {"name": "cmaes", "with_margin": True, "lr_adapt": True}},
+            ["with_margin and lr_adapt", "choose one"],
+        ),
+        ({"sampler": {"name": "cmaes", "popsize": 3}}, ["sampler.popsize is 3", "at least 4"]),
+        ({"sampler": {"name": "brute_force", "configurations": 5}}, ["--trials 24", "5 configurations"]),
         ({"pruner": {"name": "medan"}}, ["pruner", "'medan'", "'median'"]),
+        ({"pruner": {"name": "wilcoxon"}}, ["'wilcoxon'", "independent", "'median'"]),
+        ({"pruner": {"name": "patient", "patience": -1}}, ["pruner.patience is -1", "at least 0"]),
+        ({"pruner": {"name": "patient", "min_delta": -0.1}}, ["pruner.min_delta is -0.1", "at least 0"]),
+        ({"pruner": {"name": "patient", "wrapped": {"name": "medan"}}}, ["pruner.wrapped", "'medan'", "'median'"]),
+        ({"pruner": {"name": "patient", "wrapped": {"name": "asha"}}}, ["pruner", "asha pauses", "wrap another"]),
+        (
+            {"pruner": {"name": "patient", "wrapped": {"name": "successive_halving", "min_resource": 99}}},
+            ["min_resource 99", "epochs 12"],
+        ),
         ({"pruner": {"name": "threshold"}}, ["lower or upper"]),
         ({"pruner": {"name": "threshold", "lower": 2, "upper": 1}}, ["lower 2", "upper 1"]),
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
@@ -95,9 +121,26 @@ def test_hyperband_writes_its_largest_resource_down() -> None:
     assert spec.model_dump()["pruner"]["max_resource"] == 12
 
 
+# What a sampler cannot be without, so that it suggests for 24 trials of `x`.
+NEEDED: dict[str, dict[str, Any]] = {
+    "grid": {"search_space": {"x": [number / 24 for number in range(24)]}},
+    "nsga2": {"population_size": 10},
+    "nsga3": {"population_size": 10},
+}
+
+
+def test_a_wrapped_pruner_is_written_down_whole_and_may_be_named_alone() -> None:
+    spec = parse_spec({**BASE, "pruner": {"name": "patient", "wrapped": "hyperband"}})
+    dumped = spec.model_dump()["pruner"]
+    assert (dumped["patience"], dumped["min_delta"]) == (3, 0.0)
+    assert (dumped["wrapped"]["name"], dumped["wrapped"]["max_resource"]) == ("hyperband", 12)
+    assert parse_spec(spec.model_dump()) == spec
+
+
 @pytest.mark.parametrize("name", SamplerSpec.kinds)
 def test_every_sampler_suggests(name: str) -> None:
-    spec = parse_spec({**BASE, "sampler": {"name": name}})
+    spec = parse_spec({**BASE, "sampler": {"name": name, **NEEDED.get(name, {})}})
+    step = 1 / 128 if name == "brute_force" else None
 
     def first_values(seed: int) -> list[float]:
         study = optuna.create_study()
@@ -105,7 +148,7 @@ def test_every_sampler_suggests(name: str) -> None:
         for number in range(3):
             study.sampler = make_sampler(spec.sampler, study_seed=seed, trial_number=number, epochs=1)
             trial = study.ask()
-            values.append(trial.suggest_float("x", 0, 1))
+            values.append(trial.suggest_float("x", 0, 1, step=step))
             study.tell(trial, values[-1])
         return values
 

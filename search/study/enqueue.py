@@ -1,0 +1,136 @@
+"""Configurations of somebody's own, from a file: all checked before one is written, each enqueued once."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial
+
+from objectives import BaseObjective
+from objectives.search_space import Given, NotInSpaceError, Written
+from search.errors import SearchError
+from search.sampling.given import asked_for, waiting_trial
+from search.spec.spec import StudySpec, parse_spec
+from search.study.study import StoredStudy
+from storage.study_storage.creating import insert_missing_by
+from storage.trials.spec_change import change_spec
+
+
+def read_rows(path: Path, objective: BaseObjective) -> list[FrozenTrial]:
+    """Return the trials that a file asks for, in its order.
+
+    Args:
+        path: a .csv file with the names of parameters above, or a .jsonl file of objects; a cell that is empty, and a
+            name that is left out, is up to the sampler.
+        objective: whose search space the values must be in.
+
+    Raises:
+        SearchError: the file cannot be read, or a line of it is wrong; it names the line.
+        ObjectiveError: `suggest` failed.
+    """
+    read = {".csv": _cells, ".jsonl": _objects}.get(path.suffix.lower())
+    if read is None:
+        raise SearchError(f"--enqueue {path}: unknown file type {path.suffix!r}; use .csv or .jsonl")
+    trials: list[FrozenTrial] = []
+    lines: list[tuple[dict[str, Any], int]] = []
+    try:
+        for line, space in read(path):
+            try:
+                params = asked_for(objective, space)
+            except NotInSpaceError as error:
+                raise _wrong(path, line, str(error)) from None
+            if not params:
+                raise _wrong(path, line, "no parameter has a value")
+            for earlier, place in lines:
+                if earlier == params:
+                    raise _wrong(path, line, f"the same as line {place}: leave one out")
+            lines.append((params, line))
+            trials.append(waiting_trial(params, f"{path.name}, line {line}"))
+    except OSError as error:
+        raise SearchError(f"--enqueue {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
+    if not trials:
+        raise SearchError(f"--enqueue {path}: has no configuration")
+    return trials
+
+
+def _cells(path: Path) -> Iterator[tuple[int, Given]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            names = [name.strip() for name in next(rows, [])]
+            if twice := [name for name in names if not name or names.count(name) > 1]:
+                raise _wrong(path, 1, f"column {twice[0]!r} is there twice" if twice[0] else "a column has no name")
+            for cells in rows:
+                if cells and len(cells) != len(names):
+                    raise _wrong(path, rows.line_num, f"{len(cells)} cells under {len(names)} columns")
+                if cells:
+                    given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
+                    yield rows.line_num, Written(given)
+        except csv.Error as error:
+            raise _wrong(path, rows.line_num, str(error)) from None
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Given]]:
+    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise _wrong(path, line, f"no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise _wrong(path, line, f'{given!r} is no object such as {{"lr": 0.001}}')
+        yield line, Given(given)
+
+
+def _wrong(path: Path, line: int, why: str) -> SearchError:
+    return SearchError(f"--enqueue {path}: line {line}: {why}")
+
+
+def require_room(spec: StudySpec, trials: int) -> None:
+    """Refuse more trials than the budget has, and any for a grid.
+
+    Raises:
+        SearchError: one line with the remedy.
+    """
+    if spec.sampler.by_number:
+        raise SearchError(f"--enqueue: {spec.sampler.name} runs what its search_space lists: add the values there")
+    if trials > spec.n_trials:
+        raise SearchError(
+            f"--enqueue: with it there would be {trials} trials, and the budget is {spec.n_trials}: "
+            "give more --trials, or fewer lines"
+        )
+
+
+def enqueue(study: StoredStudy, trials: Sequence[FrozenTrial]) -> int:
+    """Enqueue the trials that the study does not have; return how many these were.
+
+    A configuration that was enqueued before, by this file or another, is not enqueued again.
+
+    Raises:
+        SearchError: the budget does not have so many; nothing was written.
+    """
+    made: list[int] = []
+
+    def insert(connection: sa.Connection, spec: dict[str, Any]) -> None:
+        made.append(add(connection, study.study_id, parse_spec(spec), trials))
+
+    change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=insert)
+    return made[-1]
+
+
+def add(connection: sa.Connection, study_id: int, spec: StudySpec, trials: Sequence[FrozenTrial]) -> int:
+    """Do as `enqueue` does, in a transaction that has the study's lock."""
+    if not trials:
+        return 0
+    new, total = insert_missing_by(connection, study_id, trials)
+    if new:
+        require_room(spec, total)
+    return new

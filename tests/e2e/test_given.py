@@ -1,0 +1,53 @@
+"""What a search is told to begin with is run first, once, and within the budget, though workers are killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from tests.e2e.support import Cli
+from tests.e2e.test_samplers import CHEAP
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
+
+STARTED = f"{CHEAP}:Started"
+
+
+def test_the_default_and_a_file_come_first_and_an_extension_brings_its_own(cli: Cli, tmp_path: Path) -> None:
+    file, deaths = tmp_path / "mine.csv", tmp_path / "deaths"
+    deaths.mkdir()
+    file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n")
+    command = ("run", STARTED, "--name", "given", "--trials", "5", "--enqueue", str(file), "--workers", "2")
+    cli(*command, "--pruner", "none", DEATHS=str(deaths))
+    found = cli.study("given").trials
+    assert {t.state for t in found} == {TrialState.COMPLETE}
+    assert len(found) == 5
+    assert found[0].params == {"lr": 0.1, "width": 24, "kind": "b"}
+    assert found[1].params == {"lr": 0.5, "width": 8, "kind": "a"}
+    assert found[2].params["lr"] == 0.02
+    assert list(deaths.iterdir())
+    shown = cli("show", "given")
+    assert "default; " in shown
+    assert "mine.csv, line 2; " in shown
+    assert "given by  default" in cli("show", "given", "--trial", "0")
+    assert "the budget is spent" in cli(*command), "what is there is not enqueued again"
+    file.write_text("lr,width,kind\n0.5,8,a\n0.02,,\n0.03,24,b\n")
+    told = cli("extend", "given", "--trials", "+1", "--enqueue", str(file))
+    assert "given: 5 -> 6 trials" in told
+    assert f"1 of the configurations of {file} enqueued" in told
+    cli("run", STARTED, "--name", "given", "--workers", "1")
+    found = cli.study("given").trials
+    assert len(found) == 6
+    assert found[5].params == {"lr": 0.03, "width": 24, "kind": "b"}
+
+
+def test_without_a_default_and_with_a_wrong_file(cli: Cli, tmp_path: Path) -> None:
+    cli("run", STARTED, "--name", "no.default", "--no-default-first", "--trials", "2", "--workers", "0")
+    assert cli.study("no.default").trials == []
+    file = tmp_path / "wrong.csv"
+    file.write_text("lr\n0.1\n7\n")
+    refused = cli("run", STARTED, "--name", "wrong.file", "--enqueue", str(file), code=2)
+    assert f"--enqueue {file}: line 3: lr: 7 is not in [0.01, 1.0]" in refused
+    assert "wrong.file" not in cli("studies")

@@ -1,0 +1,337 @@
+"""Samplers that keep something of a study: what they learn from, that processes agree, that nothing is run twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from objectives import ObjectiveError
+from objectives.search_space import every_configuration
+from search.samplers import SamplerSpec
+from search.sampling.paused import as_sampled
+from storage.trials.claims import Claim, Claims
+from storage.trials.outcome import Outcome
+from storage.trials.rungs import Rungs
+from tests.search.sampling.test_suggest import Small, Worker, branches, distinct, nine
+
+GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}
+
+
+def plane(trial: optuna.Trial) -> None:
+    trial.suggest_float("lr", 0.01, 1.0, log=True)
+    trial.suggest_int("width", 8, 32, step=8)
+
+
+def mixed(trial: optuna.Trial) -> None:
+    plane(trial)
+    trial.suggest_categorical("optimizer", ["adam", "sgd"])
+
+
+def finite(trial: optuna.Trial) -> None:
+    trial.suggest_categorical("lr", [0.01, 0.1, 1.0])
+    trial.suggest_int("width", 8, 32, step=8)
+
+
+LEARN: dict[str, dict[str, object]] = {
+    "cmaes": {"popsize": 4},
+    "cmaes margin": {"popsize": 4, "with_margin": True},
+    "nsga2": {"population_size": 4},
+    "nsga3": {"population_size": 4},
+    "grid": {"search_space": GRID},
+}
+
+
+def sampler(key: str) -> dict[str, object]:
+    return {"name": key.partition(" ")[0], **LEARN.get(key, {})}
+
+
+def run(worker: Worker, *, end: Callable[[int], Outcome] = lambda _: Outcome.COMPLETE) -> dict[str, object]:
+    claim = worker.claim()
+    params = worker.suggest(claim)
+    outcome = end(claim.number)
+    badness = abs(math.log10(float(str(params["lr"]))) + 1) + int(str(params["width"])) / 32
+    if outcome is Outcome.PRUNED:
+        worker.claims.report(claim, 0, -badness)
+    worker.claims.settle(claim, outcome, value=None if outcome is Outcome.FAILED else -badness)
+    return params
+
+
+@pytest.mark.parametrize("key", LEARN)
+def test_who_has_run_all_trials_and_who_joins_for_each_suggest_the_same(database_url: str, key: str) -> None:
+    settings = {"sampler": sampler(key), "n_trials": 12}
+    stays = Worker(database_url, plane, name="stays", **settings)
+    found = [run(stays) for _ in range(12)]
+    assert found == [run(Worker(database_url, plane, name="joins", **settings)) for _ in range(12)]
+    assert distinct(found) == 12
+    other = [run(Worker(database_url, plane, name="other", seed=1, **settings)) for _ in range(12)]
+    assert found != other
+
+
+def goes_on(url: str, name: str, key: str, trials: int) -> list[dict[str, object]]:
+    space = finite if key == "brute_force" else mixed
+    worker = Worker(url, space, name=name, sampler=sampler(key), n_trials=12)
+    return [run(worker) for _ in range(trials)]
+
+
+PROGRAM = """
+import json, sys
+from tests.search.sampling.test_samplers import KEYS, goes_on
+print(json.dumps([goes_on(sys.argv[1], f"{key}-{sys.argv[2]}", key, 2) for key in KEYS]))
+"""
+KEYS = ("cmaes", "nsga2", "nsga3", "brute_force")
+
+
+@pytest.mark.slow
+def test_processes_suggest_the_same(database_url: str) -> None:
+    """Of studies in the same state, with a categorical parameter besides."""
+    for key in KEYS:
+        before = [goes_on(database_url, f"{key}-{name}", key, 6) for name in "ab"]
+        assert before[0] == before[1]
+    command = [sys.executable, "-c", PROGRAM, database_url]
+    processes = [subprocess.Popen([*command, name], stdout=subprocess.PIPE) for name in "ab"]
+    told = [json.loads(process.communicate()[0]) for process in processes]
+    assert told[0] == told[1]
+    assert [distinct(found) for found in told[0]] == [2] * len(KEYS)
+
+
+@pytest.mark.parametrize("key", ["cmaes", "nsga2", "nsga3"])
+def test_workers_that_suggest_before_any_has_ended_get_different_points(database_url: str, key: str) -> None:
+    first = Worker(database_url, plane, sampler=sampler(key))
+    for _ in range(5):
+        run(first)
+    workers = [first, *(Worker(database_url, plane, sampler=sampler(key)) for _ in range(3))]
+    claims = [worker.claim() for worker in workers]
+    suggested = [worker.suggest(claim) for worker, claim in zip(workers, claims, strict=True)]
+    assert distinct(suggested) == 4
+
+
+def attrs(worker: Worker, prefix: str) -> dict[int, object]:
+    return {
+        trial.number: value
+        for trial in worker.study.get_trials(deepcopy=False)
+        for key, value in trial.system_attrs.items()
+        if key == prefix
+    }
+
+
+def test_cmaes_gets_nearer_to_the_optimum(database_url: str) -> None:
+    worker = Worker(database_url, plane, sampler=sampler("cmaes"))
+    found = [abs(math.log10(float(str(run(worker)["lr"]))) + 1) for _ in range(40)]
+    assert sum(found[-10:]) < 0.75 * sum(found[:10])
+
+
+def test_cmaes_keeps_its_generations_in_trials_and_goes_on_after_one_was_taken_up_again(database_url: str) -> None:
+    worker = Worker(database_url, plane, sampler=sampler("cmaes margin"))
+    run(worker)
+    claims = [worker.claim() for _ in range(6)]
+    lost, *others = claims
+    params = worker.suggest(lost)
+    noted = dict(worker.storage.read_trial(lost.trial_id).system_attrs)
+    assert noted["cmawm:generation"] == 0
+    worker.claims.settle(lost, Outcome.LOST, retry=True)
+    for claim in others:
+        worker.suggest(claim)
+        worker.claims.settle(claim, Outcome.COMPLETE, value=1.0)
+    again = Worker(database_url, plane, sampler=sampler("cmaes margin"))
+    taken = again.claim()
+    assert taken.trial_id == lost.trial_id
+    assert again.suggest(taken) == params
+    assert again.storage.read_trial(lost.trial_id).system_attrs == noted, "it is of the generation that it was"
+    again.claims.settle(taken, Outcome.COMPLETE, value=1.0)
+    run(again)
+    assert attrs(again, "cmawm:generation")[7] == 1
+    assert any("cmawm:optimizer:0" in t.system_attrs for t in again.study.get_trials(deepcopy=False))
+
+
+def test_a_configuration_of_somebody_is_no_sample_of_cmaes(database_url: str) -> None:
+    worker = Worker(database_url, plane, sampler=sampler("cmaes"))
+    for _ in range(2):
+        run(worker)
+    worker.study.enqueue_trial({"lr": 0.5})
+    assert run(worker)["lr"] == 0.5
+    run(worker)
+    assert sorted(attrs(worker, "cma:generation")) == [1, 3]
+
+
+@pytest.mark.parametrize("state", ["pruned", "paused", "diverged"])
+def test_cmaes_learns_from_trials_that_were_pruned_where_it_is_told_to(database_url: str, state: str) -> None:
+    """From the trials of two generations of which none has run to its end, one excepted."""
+
+    def generations(consider: bool) -> set[object]:
+        name = f"{state}-{consider}"
+        options = {"name": "cmaes", "popsize": 4, "consider_pruned_trials": consider}
+        worker = Worker(database_url, plane, name=name, sampler=options)
+        worker.study = as_sampled(worker.study)
+        rungs = Rungs("asha", (1,), 2, 10, maximize=True)
+        worker.claims = Claims(worker.storage.engine, worker.study._study_id, worker="w", rungs=rungs)
+        run(worker)
+        for number in range(9):
+            claim = worker.claim()
+            worker.suggest(claim)
+            worker.claims.report(claim, 0, math.nan if state == "diverged" and number % 2 else float(number))
+            if state == "paused":
+                assert not worker.claims.reach(claim, 0, float(number)).promoted
+            else:
+                worker.claims.settle(claim, Outcome.PRUNED if state == "pruned" else Outcome.INFEASIBLE)
+        states = {"pruned": "PRUNED", "paused": "WAITING", "diverged": "PRUNED"}
+        assert [t.state.name for t in worker.study.get_trials()] == ["COMPLETE", *[states[state]] * 9]
+        return set(attrs(worker, "cma:generation").values())
+
+    assert generations(consider=False) == {0}
+    assert generations(consider=True) >= {0, 1, 2}
+
+
+def test_generations_are_kept_in_the_trials_and_pruned_ones_are_no_parents(database_url: str) -> None:
+    worker = Worker(database_url, plane, sampler=sampler("nsga2"))
+    for _ in range(16):
+        run(worker, end=lambda number: Outcome.PRUNED if number % 2 else Outcome.COMPLETE)
+    kept = attrs(worker, "NSGAIISampler:generation")
+    assert [kept[number] for number in range(16)] == [0] * 7 + [1] * 8 + [2]
+    parents = worker.storage.get_study_system_attrs(worker.study._study_id)["NSGAIISampler:parent:1"]
+    numbers = {t.number for t in worker.study.get_trials(deepcopy=False) if t._trial_id in parents}
+    assert numbers == {0, 2, 4, 6}
+
+
+def points() -> set[tuple[object, ...]]:
+    return set(product(GRID["lr"], GRID["width"]))
+
+
+def of_grid(params: dict[str, object]) -> tuple[object, object]:
+    return params["lr"], params["width"]
+
+
+def test_killed_workers_leave_no_hole_in_a_grid(database_url: str) -> None:
+    """Four workers at once, of which one in three is killed with its trial, before or after it has suggested."""
+    settings = {"sampler": sampler("grid"), "n_trials": 12}
+    Worker(database_url, plane, **settings)
+    died = Counter[int]()
+
+    def work(index: int) -> None:
+        while True:
+            worker = Worker(database_url, plane, **settings)
+            claim = worker.claims.claim()
+            if not isinstance(claim, Claim):
+                return
+            if (claim.number + index) % 3 == 0 and claim.attempt < 3:
+                died[claim.number] += 1
+                if claim.attempt == 2:
+                    worker.suggest(claim)
+                worker.claims.settle(claim, Outcome.LOST, retry=True)
+                continue
+            worker.suggest(claim)
+            worker.claims.settle(claim, Outcome.COMPLETE, value=1.0)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    look = Worker(database_url, plane, **settings)
+    trials = look.study.get_trials()
+    assert sum(died.values()) > 2
+    assert [t.state for t in trials] == [TrialState.COMPLETE] * 12
+    assert {of_grid(t.params) for t in trials} == points()
+
+
+def test_part_of_a_grid_is_spread_over_it_and_another_seed_has_another_part(database_url: str) -> None:
+    def part(seed: int) -> list[tuple[object, object]]:
+        worker = Worker(database_url, plane, name=f"s{seed}", sampler=sampler("grid"), n_trials=12, seed=seed)
+        return [of_grid(run(worker)) for _ in range(4)]
+
+    assert len({lr for lr, _ in part(0)}) > 1
+    assert part(0) != part(1)
+
+
+def test_what_somebody_enqueued_takes_no_point_of_the_grid(database_url: str) -> None:
+    worker = Worker(database_url, plane, sampler=sampler("grid"), n_trials=12)
+    for _ in range(2):
+        worker.study.enqueue_trial({"lr": 0.5, "width": 8})
+    found = [of_grid(run(worker)) for _ in range(12)]
+    assert found[:2] == [(0.5, 8)] * 2
+    without = Worker(database_url, plane, name="without", sampler=sampler("grid"), n_trials=12)
+    assert found[2:] == [of_grid(run(without)) for _ in range(10)]
+
+
+def test_no_configuration_is_run_twice_by_brute_force_whoever_waits(database_url: str) -> None:
+    worker = Worker(database_url, nine, sampler={"name": "brute_force"}, n_trials=9)
+    waiting = [worker.claim() for _ in range(7)]
+    kept = [worker.suggest(claim) for claim in waiting]
+    for claim in waiting:
+        worker.claims.settle(claim, Outcome.RELEASED)
+    # New trials, which no worker is given while others wait.
+    for _ in range(2):
+        trial_id = worker.storage.create_new_trial(worker.study._study_id)
+        number = worker.storage.get_trial(trial_id).number
+        kept.append(worker.suggest(Claim(trial_id, number, 1)))
+    assert distinct(kept) == 9
+
+
+def test_every_configuration_of_a_space_with_branches_is_counted() -> None:
+    def forked(trial: optuna.Trial) -> None:
+        kind = trial.suggest_categorical("kind", ["tree", "line", None])
+        if kind == "tree":
+            trial.suggest_int("depth", 1, 3)
+        elif kind == "line":
+            trial.suggest_float("slope", 0.0, 0.3, step=0.1)
+            trial.suggest_float("only", 1.0, 1.0)
+
+    found = list(every_configuration(Small(forked).suggest))
+    assert len(found) == 3 + 4 + 1
+    assert distinct(found) == 8
+    spec = SamplerSpec.parse({"name": "brute_force"}).for_objective(Small(forked))
+    assert spec.most() == 8
+    assert spec.model_dump()["configurations"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "space", "words"),
+    [
+        ({"name": "brute_force"}, branches, "brute_force cannot search Small: bend: a range from 0.0 to 1.0 without"),
+        ({"name": "grid", "search_space": {"lr": [5.0], "width": [8]}}, plane, "sampler.search_space.lr: 5.0 is not"),
+        ({"name": "grid", "search_space": {"lr": [0.1], "width": [9]}}, plane, "width: 9 is not in [8, 32] by 8"),
+        ({"name": "grid", "search_space": {"lr": ["x"], "width": [8]}}, plane, "lr: 'x' is no number"),
+        ({"name": "grid", "search_space": {"lr": [0.1]}}, plane, "has no 'width', which Small asks for"),
+        (
+            {"name": "grid", "search_space": {**GRID, "widht": [8]}},
+            plane,
+            "search_space.widht: no parameter of Small; did you mean 'width'?",
+        ),
+        (
+            {"name": "grid", "search_space": {**GRID, "optimizer": ["adam", "lion"]}},
+            mixed,
+            "optimizer: 'lion' is none of 'adam', 'sgd'",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_objective_is_one_line(
+    options: dict[str, object], space: Callable[[optuna.Trial], object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        SamplerSpec.parse(options).for_objective(Small(space))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_space_that_fails_is_the_objectives_mistake() -> None:
+    class Broken(Small):
+        def suggest(self, trial):
+            raise ValueError("a bug")
+
+    for options in ({"name": "brute_force"}, {"name": "grid", "search_space": GRID}):
+        with pytest.raises(ObjectiveError, match=r"Broken.suggest: .*test_samplers.py:\d+: ValueError: a bug"):
+            SamplerSpec.parse(options).for_objective(Broken(plane))
+
+
+def test_a_grid_of_the_command_line_may_have_exponents() -> None:
+    grid = SamplerSpec.parse({"name": "grid", "search_space": {"lr": ["1e-3", "1E-2"], "kind": ["a", "e5"]}})
+    assert grid.options["search_space"] == {"lr": [0.001, 0.01], "kind": ["a", "e5"]}

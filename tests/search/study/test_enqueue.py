@@ -1,0 +1,190 @@
+"""Configurations of somebody's own are checked whole, come first, and are run once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objectives import LoopObjective, ObjectiveError, load_objective
+from objectives.loading import BUILTIN
+from search.errors import SearchError
+from search.sampling.given import default_params
+from search.study.create_or_join import create_or_join
+from search.study.enqueue import enqueue, read_rows
+from search.study.steering import extend_study
+from search.study.study import StoredStudy, load_study
+from storage.attributes import ORIGIN
+from storage.study_storage.opening import open_storage
+
+
+class Wide(LoopObjective):
+    metric, direction = "distance", "minimize"
+
+    def suggest(self, trial):
+        return {
+            "lr": trial.suggest_float("lr", 0.01, 1.0, log=True),
+            "width": trial.suggest_int("width", 8, 32, step=8),
+            "kind": trial.suggest_categorical("kind", ["a", "b", None, True, 3]),
+        }
+
+    def run(self, trial):
+        raise NotImplementedError
+
+
+class Started(Wide):
+    defaults = {"lr": 0.1, "kind": "b"}  # noqa: RUF012 as users write it
+
+
+class Misspelt(Wide):
+    defaults = {"lr": 0.1, "knid": "b"}  # noqa: RUF012 as users write it
+
+
+def rows(tmp_path: Path, text: str, name: str = "rows.csv") -> list[Any]:
+    path = tmp_path / name
+    path.write_text(text)
+    return read_rows(path, Wide())
+
+
+def fixed(trials: list[Any]) -> list[dict[str, Any]]:
+    return [trial.system_attrs["fixed_params"] for trial in trials]
+
+
+def study_of(url: str, objective: LoopObjective, enqueued: list[Any] = (), **settings: Any) -> StoredStudy:  # type: ignore[assignment]
+    storage = open_storage(url, application_name="test")
+    given = {"objective": "x.py", "name": "s", **settings}
+    return create_or_join(storage, given, objective, rehearse=lambda *_: None, enqueued=enqueued)[0]
+
+
+def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
+    found = rows(tmp_path, "lr, width,kind\n1e-1,16,a\n0.5,,none\n,8,TRUE\n\n1,32,3.0\n")
+    assert fixed(found) == [
+        {"lr": 0.1, "width": 16, "kind": "a"},
+        {"lr": 0.5, "kind": None},
+        {"width": 8, "kind": True},
+        {"lr": 1.0, "width": 32, "kind": 3},
+    ]
+    assert [trial.user_attrs[ORIGIN] for trial in found] == [f"rows.csv, line {line}" for line in (2, 3, 4, 6)]
+    objects = '{"lr": 0.1, "kind": null}\n\n{"width": 8}\n'
+    assert fixed(rows(tmp_path, objects, "rows.jsonl")) == [{"lr": 0.1, "kind": None}, {"width": 8}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr\n0.1\n5\n", "line 3: lr: 5 is not in [0.01, 1.0]"),
+        ("lr\nfast\n", "line 2: lr: 'fast' is no number"),
+        ("width\n9\n", "line 2: width: 9 is not in [8, 32] by 8"),
+        ("kind\nc\n", "line 2: kind: 'c' is none of 'a', 'b', None, True, 3"),
+        ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide asks for no such parameter: did you mean 'width'?"),
+        ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' is there twice"),
+        ("lr,\n0.1,\n", "line 1: a column has no name"),
+        ("lr,width\n0.1\n", "line 2: 1 cells under 2 columns"),
+        ("lr,kind\n0.1,a\n0.2,a\n1e-1,a\n", "line 4: the same as line 2"),
+        ("lr,kind\n,\n", "line 2: no parameter has a value"),
+        ("lr\n", "has no configuration"),
+        ("", "has no configuration"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_line_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        rows(tmp_path, text)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("--enqueue ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("rows.txt", "", "unknown file type '.txt'; use .csv or .jsonl"),
+        ("rows.jsonl", "{", "line 1: no JSON"),
+        ("rows.jsonl", "[1]", "line 1: [1] is no object"),
+        ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is no number"),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path: Path, name: str, text: str, words: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        rows(tmp_path, text, name)
+    assert words in str(caught.value)
+    with pytest.raises(SearchError, match=r"nowhere\.csv: cannot be read"):
+        read_rows(tmp_path / "nowhere.csv", Wide())
+
+
+def test_a_study_begins_with_the_default_and_then_what_was_enqueued(database_url: str, tmp_path: Path) -> None:
+    given = rows(tmp_path, "lr,width,kind\n0.5,8,a\n0.1,24,b\n")  # the second is the default
+    study = study_of(database_url, Started(), given)
+    trials = study.trials()
+    assert fixed(trials) == [{"lr": 0.1, "width": 24, "kind": "b"}, {"lr": 0.5, "width": 8, "kind": "a"}]
+    assert [trial.user_attrs[ORIGIN] for trial in trials] == ["default", "rows.csv, line 2"]
+    study_of(database_url, Started(), given)
+    assert len(study.trials()) == 2, "joined, it has each once"
+
+
+def test_no_default_where_nobody_gives_one_or_it_is_not_wanted(database_url: str) -> None:
+    assert study_of(database_url, Wide(), name="none").trials() == []
+    assert study_of(database_url, Started(), name="off", default_first=False).trials() == []
+    grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
+    assert study_of(database_url, Started(), name="grid", sampler=grid).trials() == []
+
+
+def test_a_default_that_the_space_does_not_have_is_refused_before_there_is_a_study(database_url: str) -> None:
+    with pytest.raises(ObjectiveError, match=r"Misspelt.defaults: knid: .*--no-default-first"):
+        study_of(database_url, Misspelt())
+    with pytest.raises(SearchError, match="no study 's'"):
+        load_study(open_storage(database_url, application_name="test"), "s")
+    assert study_of(database_url, Misspelt(), default_first=False).trials() == []
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_defaults_of_each_built_in_are_in_its_space(name: str) -> None:
+    objective = load_objective(name)
+    params = default_params(objective)
+    assert params is not None
+    assert params == dict(objective.defaults), "all parameters are named"
+
+
+def test_what_is_enqueued_twice_at_once_is_there_once(database_url: str, tmp_path: Path) -> None:
+    study_of(database_url, Wide())
+    given = rows(tmp_path, "lr\n0.1\n0.2\n0.5\n")
+    start, made = threading.Barrier(4), []
+
+    def work() -> None:
+        study = load_study(open_storage(database_url, application_name="test"), "s")
+        start.wait()
+        made.append(enqueue(study, given))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [0, 0, 0, 3]
+    study = load_study(open_storage(database_url, application_name="test"), "s")
+    assert fixed(study.trials()) == [{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.5}]
+    longer = rows(tmp_path, "lr\n0.1\n0.2\n0.5\n0.7\n")
+    assert enqueue(study, longer) == 1
+
+
+def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tmp_path: Path) -> None:
+    given = rows(tmp_path, "lr\n0.1\n0.2\n0.5\n")
+    with pytest.raises(SearchError, match="there would be 3 trials, and the budget is 2"):
+        study_of(database_url, Wide(), given, n_trials=2)
+    study = study_of(database_url, Wide(), n_trials=2)
+    with pytest.raises(SearchError, match="there would be 3 trials, and the budget is 2"):
+        enqueue(study, given)
+    with pytest.raises(SearchError, match="there would be 4 trials, and the budget is 3"):
+        extend_study(study, "+1", rows(tmp_path, "lr\n0.1\n0.2\n0.5\n0.6\n"))
+    assert study.trials() == []
+    assert study.budget == 2
+    done = extend_study(study, "+1", given)
+    assert (done.after, done.enqueued, study.budget) == (3, 3, 3)
+    assert len(study.trials()) == 3
+
+
+def test_a_grid_takes_no_other_configurations(database_url: str, tmp_path: Path) -> None:
+    grid = {"name": "grid", "search_space": {"lr": [0.1], "width": [8], "kind": ["a"]}}
+    with pytest.raises(SearchError, match="grid runs what its search_space lists"):
+        study_of(database_url, Wide(), rows(tmp_path, "lr\n0.1\n"), sampler=grid)
