@@ -98,7 +98,7 @@ def extend_study(study: StoredStudy, trials: str) -> Extended:
 
     def wait(connection: sa.Connection, spec: dict[str, Any]) -> None:
         if (rungs := study_rungs(parse_spec(spec))) is not None:
-            wait_again(connection, study.study_id, places=spec["n_trials"] // rungs.factor)
+            wait_again(connection, study.study_id, rungs, n_trials=spec["n_trials"])
 
     change_spec(study.engine, study.study_id, change, then=wait)
     return changed[-1]
@@ -119,7 +119,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start)
+    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start, rungs=study_rungs(study.spec))
     if not reopened:
         why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")

@@ -67,7 +67,7 @@ _CHOICE = """
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
           FROM trials t WHERE study_id = :study AND state = 'WAITING' {which}
     )
-    SELECT (SELECT count(*) FROM trials WHERE study_id = :study) AS total,
+    SELECT (SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study) AS total,
            (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
            (SELECT trial_id FROM waiting WHERE started ORDER BY number LIMIT 1) AS given_back,
            (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
@@ -91,10 +91,14 @@ _LEASED = """
     )
 """
 
+# A trial that was given back has its first start again.
 TAKE = sa.text(f"""
     WITH mine AS (
         UPDATE trials t
-           SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', clock_timestamp()))
+           SET state = 'RUNNING',
+               datetime_start = coalesce(datetime_start, timezone('utc', coalesce(
+                   (SELECT min(started_at) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id),
+                   clock_timestamp())))
          WHERE trial_id = :trial AND state = 'WAITING'
         RETURNING trial_id, number,
                   (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)

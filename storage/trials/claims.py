@@ -166,7 +166,7 @@ class Claims:
         may_open = open_new and row.total - row.enqueued < study.n_trials
         trial_id, rung = row.given_back, None
         if trial_id is None and self._rungs is not None:
-            if open_new and (waiting := next_promoted(connection, self._study_id, self._rungs)):
+            if open_new and (waiting := next_promoted(connection, self._study_id)):
                 trial_id, rung = waiting
             elif retired := self._retire(connection, n_trials=study.n_trials, over=not may_open and row.running == 0):
                 return retired
@@ -326,15 +326,16 @@ class Claims:
 
         def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
             words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-            connection.execute(sql.STUDY, words)
+            study = connection.execute(sql.STUDY, words).one_or_none()
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
-            if connection.execute(sql.MAY, mine).one_or_none() is None:
+            if study is None or connection.execute(sql.MAY, mine).one_or_none() is None:
                 if repeated and settling.ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
-                    return replace(standing(connection, claim.trial_id, rungs, rung), promoted=False)
+                    return replace(standing(connection, claim.trial_id, rung), promoted=False)
                 return None
-            note(connection, self._study_id, claim.trial_id, rungs, rung=rung, value=value)
-            at = standing(connection, claim.trial_id, rungs, rung)
+            at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
+            note(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+            at = standing(connection, claim.trial_id, rung)
             if at.promoted:
                 promote(connection, claim.trial_id, rung)
             else:

@@ -55,7 +55,8 @@ _COUNTS = sa.text("""
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
            (SELECT count(*) FROM hpsearch_rungs r JOIN trials t USING (trial_id)
-             WHERE r.study_id = :study AND r.promoted_at IS NULL AND t.state = 'WAITING') AS paused,
+             WHERE r.study_id = :study AND r.promoted_at IS NULL AND r.retired_at IS NULL
+               AND t.state = 'WAITING') AS paused,
            (SELECT count(*) FROM trial_intermediate_values v JOIN trials t USING (trial_id)
              WHERE t.study_id = :study) AS epochs
       FROM trials WHERE study_id = :study
