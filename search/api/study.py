@@ -70,6 +70,8 @@ class Study:
         retries: int | None = None,
         retry_on: builtins.list[str] | None = None,
         timeout: float | None = None,
+        budget_epochs: int | None = None,
+        budget_seconds: float | None = None,
         models: str | None = None,
         **where: Unpack[Addresses],
     ) -> Study:  # a keyword for each setting that `hpsearch run` has as a flag
@@ -77,9 +79,10 @@ class Study:
 
         Args:
             objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
-            name, trials, epochs, metric, direction: by default the objective's.
+            name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
+                budget is given.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            seed, retries, retry_on, timeout, models: as docs/reference/settings.md says.
+            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models: as docs/reference/settings.md says.
             where: storage_url, tracking_uri, checkpoint_url, home.
 
         Example:
@@ -90,7 +93,7 @@ class Study:
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
             "sampler": sampler, "pruner": pruner, "seed": seed, "retries": retries, "retry_on": retry_on,
-            "timeout": timeout, "models": models,
+            "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds, "models": models,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, **where)
@@ -396,8 +399,14 @@ class Study:
 
         return start_study(self.stored)
 
-    def extend(self, trials: int | str) -> Extended:
-        """Change the budget: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
+    def extend(
+        self,
+        trials: int | str | None = None,
+        *,
+        budget_epochs: int | str | None = None,
+        budget_seconds: int | str | None = None,
+    ) -> Extended:
+        """Change one of the budgets: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
 
         Example:
             assert study.extend("+1").after == 4
@@ -406,7 +415,12 @@ class Study:
         from search.publish.study import reopen_study
         from search.study.steering import extend_study
 
-        done = extend_study(self.stored, str(trials))
+        given = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
+        amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
+        if len(amounts) != 1:
+            raise SearchError("extend one budget at a time: --trials, --budget-epochs or --budget-seconds")
+        [(setting, amount)] = amounts.items()
+        done = extend_study(self.stored, amount, setting=setting)
         if done.before != done.after:
             tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
         return done

@@ -14,13 +14,14 @@ from objectives import BaseObjective
 from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
-from search.spec.spec import StudySpec, differences, parse_spec, searched_by
+from search.spec.spec import BUDGETS, MOST_TRIALS, StudySpec, differences, parse_spec, searched_by, typed
 from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
 from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import LockLostError, name_lock, still_held
 from storage.database.retry import retrying
 from storage.study_storage import PostgresStorage
+from storage.trials.spending import open_spending
 
 
 def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dic
         "metric": metric,
         "direction": own_way,
         "epochs": objective.epochs,
-        "n_trials": objective.n_trials,
+        "n_trials": MOST_TRIALS if {"budget_epochs", "budget_seconds"} & settings.keys() else objective.n_trials,
     }
     return {**defaults, **settings}
 
@@ -85,6 +86,7 @@ def _create_or_join(
                     f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
                     f"{command('finalists', searched)}, or choose another --name"
                 )
+            _check_budget(wanted)
             rehearse()
             still_held(lock)
             direction = optuna.study.StudyDirection[wanted.direction.upper()]
@@ -100,11 +102,12 @@ def _create_or_join(
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             # Parsed first: a setting that a later version has, with its default, is no difference.
             if lines := differences(parse_spec(stored).model_dump(), spec.model_dump()):
-                more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
+                grown = [key for key in BUDGETS if getattr(spec, key) not in (stored.get(key), None)]
+                option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
+                more = f"; its budget is changed by hpsearch extend {wanted.name} {' '.join(option)}" if grown else ""
                 raise SearchError(
                     f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
-                    "leave these settings out to go on with it, or choose another --name"
-                    + (more if spec.n_trials != stored["n_trials"] else "")
+                    "leave these settings out to go on with it, or choose another --name" + more
                 )
             return StoredStudy(spec, storage, study_id), False
         # No spec: made by somebody else, or by a process that died between the two steps.
@@ -112,10 +115,21 @@ def _create_or_join(
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
         storage.set_study_user_attr(study_id, SOURCE, source_hash(objective))
         storage.set_study_user_attr(study_id, FOLDER, f"{wanted.name}-{study_id}-{secrets.token_hex(4)}")
+        if wanted.metered:
+            with storage.engine.begin() as connection:
+                open_spending(connection, study_id, epochs=wanted.budget_epochs, seconds=wanted.budget_seconds)
         storage.set_study_user_attr(study_id, SPEC, wanted.model_dump())
         name_metric(storage, wanted)
         note_release(made_now := StoredStudy(wanted, storage, study_id))
         return made_now, True
+
+
+def _check_budget(spec: StudySpec) -> None:
+    if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
+        raise SearchError(
+            f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs: none would run "
+            "to its end; raise it, or lower --epochs"
+        )
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:

@@ -42,4 +42,5 @@ OUR_TABLES = (
     "hpsearch_workers",
     "hpsearch_rungs",
     "hpsearch_rung_cuts",
+    "hpsearch_spending",
 )

@@ -1,14 +1,14 @@
 """A trial that failed is made claimable again: the same trial, from its last checkpoint or from its beginning.
 
 Optuna's storages let no trial leave a finished state, so that this is a statement of our own. So are those that waited
-at a rung in vain, when the budget grows.
+at a rung in vain, or ran when the budget was spent, when it grows.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
+from storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
 from storage.database.locks import UNLESS_FROZEN
 from storage.trials.cuts import count_anew
 from storage.trials.rungs import Rungs
@@ -37,6 +37,10 @@ _REOPEN = sa.text("""
     ), steps AS (
         DELETE FROM trial_intermediate_values v USING mine, resumed
          WHERE v.trial_id = mine.trial_id AND v.step > coalesce(resumed.epoch, -1)
+        RETURNING v.trial_id
+    ), spent AS (
+        UPDATE hpsearch_spending s SET epochs = s.epochs - (SELECT count(*) FROM steps)
+          FROM trials t WHERE t.trial_id = :trial AND s.study_id = t.study_id
     ), pointers AS (
         DELETE FROM hpsearch_checkpoints c USING mine WHERE c.trial_id = mine.trial_id AND :from_start
     ), rungs AS (
@@ -93,6 +97,33 @@ def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tria
     count_anew(connection, study_id, factor=rungs.factor, places=rungs.places(n_trials))
     words = {"pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
     return int(connection.execute(_WAIT_AGAIN, {"study": study_id, **words}).scalar_one())
+
+
+_GO_ON_AGAIN = sa.text("""
+    WITH mine AS (
+        UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
+          FROM trial_user_attributes a
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = :cut
+        RETURNING t.trial_id
+    ), result AS (
+        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
+    ), said AS (
+        DELETE FROM trial_user_attributes a USING mine
+         WHERE a.trial_id = mine.trial_id AND a.key IN (:cut, :pruning, :reason, :tracking)
+    )
+    SELECT count(*) FROM mine
+""")
+
+
+def go_on_again(connection: sa.Connection, study_id: int) -> int:
+    """Let trials go on that ran when the budget was spent; return how many do: after their last checkpoint.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+    """
+    words = {"cut": CUT, "pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
+    return int(connection.execute(_GO_ON_AGAIN, {"study": study_id, **words}).scalar_one())
 
 
 def reopen_trial(

@@ -82,6 +82,7 @@ class Retired:
         attempt: its last.
         reason: in one line for a person.
         grounds: the same as numbers, by the names of a pruner's decision.
+        cut: whether it ran when the budget was spent, and goes on where that grows.
     """
 
     trial_id: int
@@ -89,6 +90,7 @@ class Retired:
     attempt: int
     reason: str
     grounds: dict[str, Any]
+    cut: bool = False
 
 
 _NOTE = sa.text("""
@@ -199,7 +201,7 @@ def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
 
 
 def next_retired(
-    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
 ) -> Retired | None:
     """Return the worst waiting trial that will never go on, where there is one.
 
@@ -209,6 +211,7 @@ def next_retired(
         rungs: of the study.
         n_trials: its budget.
         over: whether nothing will reach a rung any more, so that all who wait have waited in vain.
+        why: nothing will.
     """
     arguments = {
         "study": study_id,
@@ -223,10 +226,10 @@ def next_retired(
     if not over:
         on = f"where the best {row.places} of {n_trials} trials go on"
     elif row.better < row.places:
-        on = "and the time was up"
+        on = f"and {why}"
     else:
         on = f"where the best {row.places} went on" if row.places else "where none went on"
-    why = (
+    reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached} at rung "
         f"{row.rung}, {on}"
     )
@@ -238,4 +241,4 @@ def next_retired(
         "peers": row.reached - 1,
         "rung": row.rung,
     }
-    return Retired(row.trial_id, row.number, row.attempt, why, grounds)
+    return Retired(row.trial_id, row.number, row.attempt, reason, grounds)

@@ -1,4 +1,4 @@
-"""Where the places at each rung end, and an index of the trials that wait to be taken: a promotion counts no rows."""
+"""Where the places at each rung end, what waits to be taken, and what is spent of budgets in epochs and seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GIVEN_BACK = """
 
 
 def upgrade() -> None:
-    """Add the table, the column and the indexes."""
+    """Add the tables, the columns and the indexes."""
     op.add_column("hpsearch_rungs", sa.Column("retired_at", sa.DateTime(timezone=True)))
     op.execute(_RETIRED)
     op.drop_index("hpsearch_rungs_paused", "hpsearch_rungs")
@@ -69,10 +69,23 @@ def upgrade() -> None:
         ["study_id", "number"],
         postgresql_where=sa.text("state = 'WAITING' AND datetime_start IS NULL"),
     )
+    op.add_column("hpsearch_attempts", sa.Column("reported_at", sa.DateTime(timezone=True)))
+    op.create_table(
+        "hpsearch_spending",
+        sa.Column("study_id", sa.Integer, sa.ForeignKey("studies.study_id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("budget_epochs", sa.Integer),
+        sa.Column("budget_seconds", sa.Double),
+        sa.Column("epochs", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("seconds", sa.Double, nullable=False, server_default="0"),
+        # The last line of defence: no statement counts an epoch past the budget.
+        sa.CheckConstraint("epochs <= budget_epochs", name="hpsearch_spending_epochs"),
+    )
 
 
 def downgrade() -> None:
     """Drop what `upgrade` made."""
+    op.drop_table("hpsearch_spending")
+    op.drop_column("hpsearch_attempts", "reported_at")
     op.drop_index("hpsearch_trials_waiting", "trials")
     op.drop_table("hpsearch_rung_cuts")
     op.drop_index("hpsearch_rungs_paused", "hpsearch_rungs")
