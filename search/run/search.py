@@ -141,7 +141,7 @@ def _more(study: StoredStudy, begin: Summary) -> tuple[str, str]:
         return "--trials", f"+{spec.n_trials}"
     if spending.budget_epochs is not None and spending.epochs >= spending.budget_epochs:
         return "--budget-epochs", f"+{spending.budget_epochs}"
-    return "--budget-seconds", f"+{spending.budget_seconds:g}"
+    return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
 
 
 def _tell_begin(

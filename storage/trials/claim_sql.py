@@ -202,11 +202,8 @@ IS_WHOLE = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WH
 
 CUT = sa.text("""
     SELECT t.number, (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS attempt,
-           v.step, v.intermediate_value AS value
-      FROM trials t LEFT JOIN LATERAL (
-        SELECT step, intermediate_value FROM trial_intermediate_values i
-         WHERE i.trial_id = t.trial_id ORDER BY step DESC LIMIT 1) v ON true
-     WHERE t.trial_id = :trial
+           (SELECT max(step) FROM trial_intermediate_values v WHERE v.trial_id = t.trial_id) AS step
+      FROM trials t WHERE t.trial_id = :trial
 """)
 
 FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")

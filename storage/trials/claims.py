@@ -223,9 +223,8 @@ class Claims:
         at = connection.execute(sql.CUT, {"trial": trial_id}).one()
         epochs = 0 if at.step is None else at.step + 1
         reason = f"after epoch {epochs} of {self._metered}: {spending.why}"
-        grounds = {"pruner": "budget"} | ({} if at.step is None else {"epoch": at.step, "value": at.value})
-        settling.retire(connection, trial_id, attrs={REASON: reason, PRUNING: grounds, CUT: True})
-        return Retired(trial_id, at.number, at.attempt, reason, grounds, cut=True)
+        settling.retire(connection, trial_id, attrs={REASON: reason, CUT: True})
+        return Retired(trial_id, at.number, at.attempt, reason, {}, cut=True)
 
     def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> Retired | None:
         """End a trial that waits at a rung and will never go on, where there is one."""

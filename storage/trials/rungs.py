@@ -81,7 +81,7 @@ class Retired:
         trial_id, number: the trial's.
         attempt: its last.
         reason: in one line for a person.
-        grounds: the same as numbers, by the names of a pruner's decision.
+        grounds: the same as numbers, by the names of a pruner's decision; none where it was cut.
         cut: whether it ran when the budget was spent, and goes on where that grows.
     """
 

@@ -68,7 +68,9 @@ def done(finished: int, n_trials: int, spending: Spending | None) -> str:
     """Return for a person how much of its budgets a study has spent: ``12/50 trials, 120/2000 epochs``."""
     if spending is None:
         return f"{finished}/{n_trials} trials"
-    return f"{finished}{f'/{n_trials}' if n_trials < UNBOUNDED else ''} trials, {spending.spent}"
+    if n_trials < UNBOUNDED:
+        return f"{finished}/{n_trials} trials, {spending.spent}"
+    return f"{finished} {'trial' if finished == 1 else 'trials'}, {spending.spent}"
 
 
 _OPEN = sa.text("""

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from search.spec.spec import MOST_TRIALS
-from storage.attributes import CUT, PRUNING, REASON, SPEC
+from storage.attributes import CUT, REASON, SPEC
 from storage.trials.claims import Claim, Claims, Nothing, Retired
 from storage.trials.outcome import Outcome
 from storage.trials.reopening import go_on_again, reopen_trial
@@ -75,7 +75,7 @@ def test_a_trial_is_cut_where_the_budget_ends_and_pruned_with_a_reason_that_name
     assert not claims.any_left()
     trial = storage.get_trial(retired.trial_id)
     assert (trial.state, trial.value, trial.user_attrs[REASON]) == (TrialState.PRUNED, 0.5, retired.reason)
-    assert trial.user_attrs[PRUNING] == {"pruner": "budget", "epoch": 1, "value": 0.5}
+    assert trial.user_attrs[CUT] is True
     assert spent(engine, study_id) == 6
 
 
@@ -156,7 +156,7 @@ def test_with_a_larger_budget_trials_go_on_that_were_cut(
     again = take(claims)
     trial = storage.get_trial(again.trial_id)
     assert (again.number, again.attempt, trial.value) == (0, 2, None)
-    assert not {CUT, REASON, PRUNING} & trial.user_attrs.keys()
+    assert not {CUT, REASON} & trial.user_attrs.keys()
     assert run(claims, again, first=2)
     assert not run(claims, take(claims))
     assert spent(engine, study_id) == 5
@@ -172,7 +172,7 @@ def test_seconds_are_those_between_reports_and_a_trial_is_cut_after_the_epoch_in
         with engine.begin() as connection:
             for column in ("started_at", "reported_at"):
                 connection.execute(
-                    sa.text(f"UPDATE hpsearch_attempts SET {column} = {column} - {seconds} * interval '1 second'")  # noqa: S608
+                    sa.text(f"UPDATE hpsearch_attempts SET {column} = {column} - {seconds} * interval '1 second'")
                 )
 
     let_pass(60)
