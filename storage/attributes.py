@@ -23,6 +23,7 @@ WORKER = "hpsearch:worker"  # who runs it, or ran it last
 REASON = "hpsearch:reason"  # why it ended as it did, for a person
 INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart
 PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a search.pruning.Decision
+CUT = "hpsearch:cut"  # it ran when the budget in epochs or seconds was spent: it goes on where that grows
 RUNG = "hpsearch:rung"  # where it was paused last: rung, epoch (from 0), rank, how many had reached it
 PACE = "hpsearch:pace"  # of one trained on several devices: the medians of its epochs' metrics of that, by their names
 MODEL = "hpsearch:mlflow_model_id"

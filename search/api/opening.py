@@ -60,6 +60,7 @@ class StudyRow:
     Attributes:
         name, objective, metric: of the study; of one that hpsearch did not make the name alone.
         finished, budget: trials that have ended, and are to end; among them complete, pruned and failed ones.
+        done: how much of all its budgets is spent, for a person.
         running: trials that are being run.
         best_value, best_number: of the best trial; None without a complete one.
         promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
@@ -73,6 +74,7 @@ class StudyRow:
     metric: str = ""
     finished: int = 0
     budget: int = 0
+    done: str = ""
     complete: int = 0
     pruned: int = 0
     failed: int = 0
@@ -131,6 +133,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         metric=spec.metric,
         finished=at.finished,
         budget=spec.n_trials,
+        done=at.done,
         complete=at.complete,
         pruned=at.pruned,
         failed=at.fail,

@@ -70,6 +70,8 @@ class Study:
         retries: int | None = None,
         retry_on: builtins.list[str] | None = None,
         timeout: float | None = None,
+        budget_epochs: int | None = None,
+        budget_seconds: float | None = None,
         models: str | None = None,
         default_first: bool | None = None,
         enqueue: Path | str | None = None,
@@ -79,9 +81,11 @@ class Study:
 
         Args:
             objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
-            name, trials, epochs, metric, direction: by default the objective's.
+            name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
+                budget is given.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            seed, retries, retry_on, timeout, models, default_first: as docs/reference/settings.md says.
+            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models, default_first: as
+                docs/reference/settings.md says.
             enqueue: a .csv or .jsonl file of configurations that are run first.
             where: storage_url, tracking_uri, checkpoint_url, home.
 
@@ -93,7 +97,8 @@ class Study:
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
             "sampler": sampler, "pruner": pruner, "seed": seed, "retries": retries, "retry_on": retry_on,
-            "timeout": timeout, "models": models, "default_first": default_first,
+            "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds, "models": models,
+            "default_first": default_first,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)
@@ -404,8 +409,15 @@ class Study:
 
         return start_study(self.stored)
 
-    def extend(self, trials: int | str, *, enqueue: Path | str | None = None) -> Extended:
-        """Change the budget: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
+    def extend(
+        self,
+        trials: int | str | None = None,
+        *,
+        budget_epochs: int | str | None = None,
+        budget_seconds: int | str | None = None,
+        enqueue: Path | str | None = None,
+    ) -> Extended:
+        """Change one of the budgets: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
 
         The configurations of the file `enqueue` are enqueued with it, or nothing is changed.
 
@@ -416,8 +428,14 @@ class Study:
         from search.publish.study import reopen_study
         from search.study.steering import extend_study
 
+        given = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
+        amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
+        if len(amounts) != 1:
+            raise SearchError("extend one budget at a time: --trials, --budget-epochs or --budget-seconds")
+        [(setting, amount)] = amounts.items()
         stored = self.stored
-        done = extend_study(stored, str(trials), [] if enqueue is None else self._rows(stored, enqueue))
+        rows = [] if enqueue is None else self._rows(stored, enqueue)
+        done = extend_study(stored, amount, rows, setting=setting)
         if done.before != done.after:
             tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
         return done

@@ -41,12 +41,12 @@ class _Looks:
     def stands(self) -> Found:
         name = self.study.spec.name
         at = read_progress(self.study.engine, self.study.study_id, self.study.spec.direction)
-        said = f"{name}: {at.finished} of {at.budget} trials have ended, {len(at.running)} running"
+        said = f"{name}: {at.done} have ended, {len(at.running)} running"
         if why := self.study.attrs.get(STOPPED):
             return warning(f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
         if self.study.out_of_time:
             return ok(f"{said}; its time is up")
-        return ok(f"{said}; nothing is left to do" if at.finished >= at.budget else said)
+        return ok(f"{said}; nothing is left to do" if at.share >= 1 else said)
 
     def release(self) -> Found:
         check_release(self.study)

@@ -129,8 +129,8 @@ def _require_agreement(study: StoredStudy, chosen: StoredStudy, *, top: int | No
 
 def _require_over(study: StoredStudy) -> None:
     """Refuse to choose while better trials may come."""
-    finished, budget, name = summarise(study).finished, study.budget, study.spec.name
-    if finished >= budget:
+    finished, name = summarise(study).finished, study.spec.name
+    if study.is_spent(finished):
         return
     ended = study.attrs.get(STOPPED) is not None or study.out_of_time
     if ended and (running := running_trials(study)):
@@ -138,7 +138,7 @@ def _require_over(study: StoredStudy) -> None:
         raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
         raise SearchError(
-            f"study {name!r} is not over, {finished} of its {budget} trials are done: let it end, or stop it first: "
+            f"study {name!r} is not over, {study.done(finished)} are done: let it end, or stop it first: "
             f"{command('stop', name)}"
         )
 
@@ -175,6 +175,8 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "sampler": Random().model_dump(),
         "pruner": NoPruning().model_dump(),
         "timeout": None,
+        "budget_epochs": None,
+        "budget_seconds": None,
         # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
         "models": "none",
         "finalists_of": of.model_dump(),

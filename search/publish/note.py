@@ -24,8 +24,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, "
-        f"{summary.finished} of {study.budget} trials.",
+        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, {study.done(summary.finished)}.",
         "",
         f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{command('top', spec.name)}`",
     ]

@@ -45,7 +45,7 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tags=tags,
         metrics=metrics,
         step=summary.finished,
-        finished=summary.finished >= study.budget,
+        finished=study.is_spent(summary.finished),
     )
     write_note(study, summary)
 
@@ -66,7 +66,7 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
     Finalists have no run of their own: when they are done, the study that they are of has more to tell.
     """
     summary = summarise(study)
-    if summary.finished < study.budget:
+    if not study.is_spent(summary.finished):
         return
     try:
         if study.spec.finalists_of is not None:

@@ -98,7 +98,10 @@ def _cards(
         cards.append((f"{mean:.4f}", f"{metric} on {counted(len(finalists.seeds), 'fresh seed')}"))
     if summary.best is not None:
         cards.append((f"{summary.best.value:.4f}", f"best {metric} of the search, trial {summary.best.number}"))
-    cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
+    if (spending := study.spending) is None:
+        cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
+    else:
+        cards.append((spending.spent.replace("/", " / "), f"of the budget, {counted(summary.finished, 'trial')}"))
     if summary.epochs_saved:
         saved = format_seconds(summary.seconds_saved)
         cards.append((saved, f"saved by pruning, {counted(summary.epochs_saved, 'epoch')}"))

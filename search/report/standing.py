@@ -101,12 +101,13 @@ _PACE = sa.text("""
 
 
 def _eta(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
-    left = progress.budget - progress.finished
-    if not left:
+    if progress.share >= 1:
         return 0.0
     [row] = Database(study.engine).rows(_PACE, {"study": study.study_id, "at": at, "limit": _ENDS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
+    # At the pace of the last ends, by the budget of which most is spent.
+    left = progress.finished / progress.share * (1 - progress.share) if progress.share else progress.budget
     return float(row.seconds) / int(row.ends) * left
 
 

@@ -26,7 +26,7 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     counts += [f"{summary.failed} failed"]
     counts += [f"{summary.running} running"] if summary.running else []
     counts += [f"{summary.waiting} waiting"] if summary.waiting else []
-    lines = [f"study {spec.name}: {summary.finished} of {study.budget} trials ({', '.join(counts)})"]
+    lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
     if summary.best is not None:
         best = summary.best
         lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")

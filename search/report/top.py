@@ -61,7 +61,7 @@ def _title(standing: Standing) -> Text:
 
 def _bar(standing: Standing) -> Table:
     bar = Table.grid()  # a bar alone does not end its line
-    bar.add_row(ProgressBar(total=standing.progress.budget, completed=standing.progress.finished, width=60))
+    bar.add_row(ProgressBar(total=1, completed=standing.progress.share, width=60))
     return bar
 
 
@@ -72,7 +72,7 @@ def _counts(standing: Standing) -> Text:
     if progress.best_value is not None:
         best = f"{standing.metric} {progress.best_value:.6g} (trial {progress.best_number})"
     return Text(
-        f"{progress.finished}/{progress.budget} trials: {progress.complete} complete, {progress.pruned} pruned, "
+        f"{progress.done}: {progress.complete} complete, {progress.pruned} pruned, "
         f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
     )
 

@@ -81,7 +81,7 @@ class LiveView:
             return
         printed_at, finished = self._printed
         if (
-            progress.finished != finished and (progress.finished == progress.budget or now - printed_at > 2)
+            progress.finished != finished and (progress.share >= 1 or now - printed_at > 2)
         ) or now - printed_at > _PLAIN_EVERY:
             self._plain(progress, now)
 
@@ -98,7 +98,7 @@ class LiveView:
         if progress.best_value is not None:
             best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number})"
         return (
-            f"{progress.finished}/{progress.budget} trials: {progress.complete} done, {progress.pruned} pruned, "
+            f"{progress.done}: {progress.complete} done, {progress.pruned} pruned, "
             f"{progress.fail} failed, {len(progress.running)} running{paused}{best}"
         )
 
@@ -111,10 +111,10 @@ class LiveView:
     def _eta(self, progress: Progress) -> float | None:
         """Return the seconds left, by the pace of this run's trials so far."""
         assert self._first is not None
-        ended = progress.finished - self._first.finished
-        if ended <= 0:
+        spent = progress.share - self._first.share
+        if spent <= 0:
             return None
-        return (time.monotonic() - self._begin) / ended * (progress.budget - progress.finished)
+        return (time.monotonic() - self._begin) / spent * (1 - progress.share)
 
     def render(self, progress: Progress) -> RenderableType:
         """Return the view as something rich can draw."""
@@ -124,7 +124,7 @@ class LiveView:
             ("  elapsed ", "dim"), elapsed,
         )  # fmt: skip
         bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=progress.budget, completed=progress.finished, width=60))
+        bar.add_row(ProgressBar(total=1, completed=progress.share, width=60))
         workers = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("worker", "state", "trial", "epoch", self._spec.metric):
             workers.add_column(column, justify="left" if column in {"worker", "state"} else "right")

@@ -129,19 +129,30 @@ def run_search(
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return Ran(begin)
     interrupted, fleet = False, None
-    if begin.finished < spec.n_trials:
+    over = study.is_spent(begin.finished)
+    if not over or (spec.metered and begin.waiting):  # what waits is settled
         interrupted, fleet = drive(console, services, study, workers, options)
     else:
-        more = command("extend", spec.name, "--trials", f"+{spec.n_trials}")
+        more = command("extend", spec.name, *_more(study, begin))
         console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
     return _finish(console, services, study, interrupted=interrupted, fleet=fleet)
+
+
+def _more(study: StoredStudy, begin: Summary) -> tuple[str, str]:
+    """Return the option of `extend` for as much again of the budget that is spent."""
+    spec, spending = study.spec, study.spending
+    if begin.finished >= study.budget or spending is None:
+        return "--trials", f"+{spec.n_trials}"
+    if spending.budget_epochs is not None and spending.epochs >= spending.budget_epochs:
+        return "--budget-epochs", f"+{spending.budget_epochs}"
+    return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
 
 
 def _tell_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
-    what = f" ({at}): {counted(spec.n_trials, 'trial')} of {spec.objective}, {counted(workers, 'worker')}"
+    what = f" ({at}): {spec.budgets} of {spec.objective}, {counted(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if warning := study.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
@@ -175,7 +186,7 @@ def _finish(console: Console, services: Services, study: StoredStudy, *, interru
     if report is not None:
         console.print(f"report:             {report}")
     gave_up = tell_failed(console, fleet)
-    stopped, over = str(study.attrs.get(STOPPED) or ""), summary.finished >= study.budget
+    stopped, over = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
     if interrupted:
         console.print(f"interrupted; go on with: {study.go_on}")
     elif stopped:

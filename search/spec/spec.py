@@ -18,7 +18,10 @@ SPEC_VERSION: Literal[1] = 1
 
 # What a user types for a setting is the flag of its name, but for these; messages speak of it.
 FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
 IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
+
+MOST_TRIALS = 1_000_000  # of a study; with a budget in epochs or seconds alone, it is what `n_trials` is
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -69,7 +72,7 @@ class StudySpec(Options):
     objective: str = Field(min_length=1, description="digits or another built-in, package.module:Class or my_file.py.")
     metric: str = Field(min_length=1, description="Validation metric to optimise")
     direction: Literal["maximize", "minimize"] = Field(description="maximize or minimize")
-    n_trials: int = Field(ge=1, le=1_000_000, description="Budget: how many trials the study runs")
+    n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: how many trials the study runs")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
@@ -96,6 +99,19 @@ class StudySpec(Options):
         allow_inf_nan=False,
         description="Seconds after which no new trial is started",
     )
+    budget_epochs: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000_000,
+        description="Budget: how many epochs all trials report together, each counted once",
+    )
+    budget_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        strict=False,
+        allow_inf_nan=False,
+        description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
+    )
     models: Literal["complete", "all", "none"] = Field(
         default="complete", description="Which trials leave a registrable model: complete, all or none"
     )
@@ -105,6 +121,19 @@ class StudySpec(Options):
     def maximize(self) -> bool:
         """Whether a higher value of the metric is better."""
         return self.direction == "maximize"
+
+    @property
+    def budgets(self) -> str:
+        """All of them for a person: ``50 trials, 2000 epochs``."""
+        bounded = self.n_trials < MOST_TRIALS or not self.metered
+        parts = [f"{self.n_trials} trial{'s' if self.n_trials > 1 else ''}"] if bounded else []
+        parts += [f"{self.budget_epochs} epochs"] if self.budget_epochs is not None else []
+        return ", ".join(parts + ([f"{self.budget_seconds:g} s"] if self.budget_seconds is not None else []))
+
+    @property
+    def metered(self) -> bool:
+        """Whether the study has a budget in epochs or seconds beside the one in trials."""
+        return self.budget_epochs is not None or self.budget_seconds is not None
 
     @model_validator(mode="after")
     def _complete_pruner(self) -> Self:

@@ -182,7 +182,7 @@ def _run_dirs(study: StoredStudy, runs: Path) -> list[Garbage]:
     """Return the run directories here of a study that has ended, and those of attempts that came to nothing."""
     trials = {trial.number: trial for trial in study.trials()}
     summary = summarise(study)
-    over = summary.finished >= study.budget and not summary.running and not summary.waiting
+    over = study.is_spent(summary.finished) and not summary.running and not summary.waiting
     done: dict[int, list[Path]] = {}
     abandoned: dict[int, list[Path]] = {}
     for path in sorted(runs.iterdir()) if runs.is_dir() else []:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optuna
+import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
 from objectives import BaseObjective
@@ -16,7 +17,16 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
 from search.sampling.given import default_params, waiting_trial
-from search.spec.spec import StudySpec, differences, parse_spec, searched_by, usual_trials
+from search.spec.spec import (
+    BUDGETS,
+    MOST_TRIALS,
+    StudySpec,
+    differences,
+    parse_spec,
+    searched_by,
+    typed,
+    usual_trials,
+)
 from search.study.enqueue import enqueue, require_room
 from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
@@ -24,6 +34,7 @@ from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import LockLostError, name_lock, still_held
 from storage.database.retry import retrying
 from storage.study_storage import PostgresStorage
+from storage.trials.spending import open_spending
 
 
 def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
@@ -32,12 +43,13 @@ def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dic
 
     metric = settings.get("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
+    metered = bool({"budget_epochs", "budget_seconds"} & settings.keys())
     defaults = {
         "name": objective.name,
         "metric": metric,
         "direction": own_way,
         "epochs": objective.epochs,
-        "n_trials": usual_trials(settings, objective.n_trials),
+        "n_trials": usual_trials(settings, otherwise=MOST_TRIALS if metered else objective.n_trials),
     }
     return {**defaults, **settings}
 
@@ -108,12 +120,13 @@ def _create_or_join(
                     f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
                     f"{command('finalists', searched)}, or choose another --name"
                 )
+            _check_budget(wanted)
             spec = rehearse()
             first = _first_trials(spec, objective, enqueued)
             still_held(lock)
             direction = optuna.study.StudyDirection[spec.direction.upper()]
             study_id = storage.create_filled_study(
-                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=first
+                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=first, also=_open_budgets(spec)
             )
             made.append(study_id)
             return _made(spec, storage, study_id), True
@@ -127,17 +140,20 @@ def _create_or_join(
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             # Parsed first: a setting that a later version has, with its default, is no difference.
             if lines := differences(parse_spec(stored).model_dump(), spec.model_dump()):
-                more = f"; its budget is changed by hpsearch extend {wanted.name} --trials {spec.n_trials}"
+                grown = [key for key in BUDGETS if getattr(spec, key) not in (stored.get(key), None)]
+                option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
+                more = f"; its budget is changed by hpsearch extend {wanted.name} {' '.join(option)}" if grown else ""
                 raise SearchError(
                     f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
-                    "leave these settings out to go on with it, or choose another --name"
-                    + (more if spec.n_trials != stored["n_trials"] else "")
+                    "leave these settings out to go on with it, or choose another --name" + more
                 )
             return StoredStudy(spec, storage, study_id), False
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
         spec = rehearse()
         storage.import_trials(study_id, _first_trials(spec, objective, enqueued))
+        with storage.engine.begin() as connection:
+            _open_budgets(spec)(connection, study_id)
         for key, value in _first_attrs(spec, objective).items():
             storage.set_study_user_attr(study_id, key, value)
         return _made(spec, storage, study_id), True
@@ -164,10 +180,28 @@ def _first_attrs(spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
     return {SOURCE: source_hash(objective), FOLDER: folder, SPEC: spec.model_dump()}
 
 
+def _open_budgets(spec: StudySpec) -> Callable[[sa.Connection, int], None]:
+    """Return what counts the epochs and seconds of a study's trials, where it has a budget in them."""
+
+    def opened(connection: sa.Connection, study_id: int) -> None:
+        if spec.metered:
+            open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
+
+    return opened
+
+
 def _made(spec: StudySpec, storage: PostgresStorage, study_id: int) -> StoredStudy:
     name_metric(storage, spec)
     note_release(made := StoredStudy(spec, storage, study_id))
     return made
+
+
+def _check_budget(spec: StudySpec) -> None:
+    if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
+        raise SearchError(
+            f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs: none would run "
+            "to its end; raise it, or lower --epochs"
+        )
 
 
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:

@@ -16,13 +16,14 @@ from optuna.trial import FrozenTrial, TrialState
 from search.console import command
 from search.errors import SearchError
 from search.pruning import study_rungs
-from search.spec.spec import parse_spec
+from search.spec.spec import parse_spec, typed
 from search.study.enqueue import add
 from search.study.study import StoredStudy
 from storage.attributes import REASON, STOPPED
 from storage.trials.claims import running_now
-from storage.trials.reopening import reopen_trial, wait_again
+from storage.trials.reopening import go_on_again, reopen_trial, wait_again
 from storage.trials.spec_change import change_spec
+from storage.trials.spending import change_budgets, spending_in
 
 
 def stop_study(study: StoredStudy) -> str | None:
@@ -61,52 +62,77 @@ def whoami() -> str:
 
 @dataclass(frozen=True)
 class Extended:
-    """A budget before and after, how many of its trials were started, and how many were enqueued now."""
+    """A budget before and after, in trials unless `unit` says otherwise; how many trials were started, and enqueued."""
 
-    before: int
-    after: int
+    before: float
+    after: float
     started: int
+    unit: str = "trials"
     enqueued: int = 0
 
 
-def extend_study(study: StoredStudy, trials: str, enqueued: Sequence[FrozenTrial] = ()) -> Extended:
-    """Change the budget of a study, running or not.
+_UNITS = {"n_trials": "trials", "budget_epochs": "epochs", "budget_seconds": "seconds"}
+
+
+def extend_study(
+    study: StoredStudy, more: str, enqueued: Sequence[FrozenTrial] = (), *, setting: str = "n_trials"
+) -> Extended:
+    """Change a budget of a study, running or not.
 
     Args:
         study: the study.
-        trials: ``+50`` for fifty more, or the new budget as a number.
+        more: ``+50`` for fifty more, or the new budget as a number.
         enqueued: what the study is to run before others, with the budget or not at all.
+        setting: which budget: ``n_trials``, ``budget_epochs`` or ``budget_seconds``.
 
     Raises:
-        SearchError: that is no such number, too large, or no more than was started already; the budget has no room for
-            all that is enqueued; or they are finalists.
+        SearchError: that is no such number, too large, or no more than was spent already; the study has no such
+            budget, or no room in it for all that is enqueued; or they are finalists.
     """
+    flag, unit = typed(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
         raise SearchError(
             f"study {study.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
             f"with {command('finalists', of.study, '--new-set')}"
         )
-    if not re.fullmatch(r"\+?[0-9]{1,12}", trials):
-        raise SearchError(f"--trials {trials!r}: give +N for N more trials, or the new budget as a number")
+    if not re.fullmatch(r"\+?[0-9]{1,12}", more):
+        raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
     changed: list[Extended] = []
 
     def change(spec: dict[str, Any], started: int) -> dict[str, Any]:
-        before = spec["n_trials"]
-        after = before + int(trials) if trials.startswith("+") else int(trials)
-        if after <= started:
+        before = spec.get(setting)
+        if before is None:
             raise SearchError(
-                f"--trials {trials}: {started} trials of {study.spec.name!r} are started already: "
+                f"{flag} {more}: study {study.spec.name!r} has no budget in {unit}, and gets none now: "
+                "extend one that it has, or give it to a new study"
+            )
+        after = before + int(more) if more.startswith("+") else int(more)
+        if setting == "n_trials" and after <= started:
+            raise SearchError(
+                f"--trials {more}: {started} trials of {study.spec.name!r} are started already: "
                 "give a larger number, or +N for N more"
             )
-        changed.append(Extended(before, after, started))
-        return parse_spec({**spec, "n_trials": after}).model_dump()
+        changed.append(Extended(before, after, started, unit))
+        return parse_spec({**spec, setting: after}).model_dump()
 
-    def wait(connection: sa.Connection, spec: dict[str, Any]) -> None:
-        changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, parse_spec(spec), enqueued)))
-        if (rungs := study_rungs(parse_spec(spec))) is not None:
-            wait_again(connection, study.study_id, places=spec["n_trials"] // rungs.factor)
+    def then(connection: sa.Connection, values: dict[str, Any]) -> None:
+        spec = parse_spec(values)
+        changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
+        if (rungs := study_rungs(spec)) is not None:
+            wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
+        if not spec.metered:
+            return
+        if not change_budgets(connection, study.study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds):
+            if setting == "n_trials":
+                return  # the other budget is spent, and stays as it is
+            spent = spending_in(connection, study.study_id)
+            raise SearchError(
+                f"{flag} {more}: {study.spec.name!r} has spent {spent.epochs} epochs and {spent.seconds:.0f} seconds "
+                "already: give a larger number, or +N for N more"
+            )
+        go_on_again(connection, study.study_id)
 
-    change_spec(study.engine, study.study_id, change, then=wait)
+    change_spec(study.engine, study.study_id, change, then=then)
     return changed[-1]
 
 
@@ -125,7 +151,7 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start)
+    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start, rungs=study_rungs(study.spec))
     if not reopened:
         why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")

@@ -18,6 +18,7 @@ from search.spec.spec import StudySpec, parse_spec
 from search.study.ranking import rank_trials
 from storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
 from storage.study_storage import PostgresStorage
+from storage.trials.spending import Spending, done, read_spending
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,21 @@ class StoredStudy:
     def budget(self) -> int:
         """How many trials the study is to have by now: `hpsearch extend` changes it while others have it open."""
         return int(self.attrs[SPEC]["n_trials"])
+
+    @property
+    def spending(self) -> Spending | None:
+        """What is spent of its budgets in epochs and seconds; None where it has none."""
+        return read_spending(self.engine, self.study_id) if self.spec.metered else None
+
+    def is_spent(self, finished: int) -> bool:
+        """Whether the budget is, in trials, epochs or seconds, with so many trials that have ended."""
+        return finished >= self.budget or ((spending := self.spending) is not None and spending.over)
+
+    def done(self, finished: int) -> str:
+        """Return for a person what is spent, with so many trials that have ended: ``12 of 50 trials``."""
+        if (spending := self.spending) is None:
+            return f"{finished} of {self.budget} trials"
+        return done(finished, self.budget, spending).replace("/", " of ")
 
     @property
     def out_of_time(self) -> bool:

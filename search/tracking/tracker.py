@@ -114,7 +114,8 @@ class Tracker:
         journal = self.begin(
             name, trial_id=retired.trial_id, number=retired.number, attempt=retired.attempt, resumed=True
         )
-        journal.append(pruning_tags(retired.grounds))
+        if retired.grounds:
+            journal.append(pruning_tags(retired.grounds))
         journal.append(journal_records.End(Outcome.PRUNED, retired.reason, at, kept=False))
         self.sender.wake(at_once=True)
 

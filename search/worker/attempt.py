@@ -96,7 +96,8 @@ class Attempt:
         if result.status == "stopped":
             self._give_back(Outcome.RELEASED)
             assert self._session is not None
-            log.info("trial %d: given back %s", self._claim.number, self._session.saved)
+            why = ": the budget has no room for its next epoch" if self._session.cut else ""
+            log.info("trial %d: given back %s%s", self._claim.number, self._session.saved, why)
             return None
         return self._settle(result)
 

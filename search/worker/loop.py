@@ -58,7 +58,8 @@ class Worker:
         lease: float = LEASE,
     ) -> None:
         rungs = study_rungs(study.spec)
-        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease, rungs=rungs)
+        metered = study.spec.epochs if study.spec.metered else None
+        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease, rungs=rungs, metered=metered)
         self._context = WorkerContext(
             study=study,
             sampled=as_sampled(study.open()),
@@ -133,10 +134,11 @@ class Worker:
         return Ended(Outcome.LOST, lost.reason)
 
     def _retired(self, retired: Retired) -> Ended:
-        """Tell of a trial that waited at a rung and will not go on, and remove what it would have gone on from."""
+        """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
         self._context.tracker.retired(retired, at=int(time.time() * 1000))
-        self._context.checkpoints.forget_trial(retired.number)
+        if not retired.cut:
+            self._context.checkpoints.forget_trial(retired.number)
         return Ended(Outcome.PRUNED, retired.reason)
 
     def _hopeless(self, last: Ended) -> bool:

@@ -18,7 +18,7 @@ from search.pruning import Decision
 from search.worker.checkpoints import TrialCheckpoints
 from search.worker.context import WorkerContext
 from storage.files import sync_folder
-from storage.trials.claims import Claim
+from storage.trials.claims import Claim, Reported
 from storage.trials.rungs import Standing
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class TrialSession(LocalSession):
         self.kept = TrialCheckpoints(context.checkpoints, self, claim)
         self.decision: Decision | None = None  # the last one
         self.standing: Standing | None = None  # at the last rung
+        self.cut = False  # whether the study's budget in epochs or seconds has no room for the trial's next epoch
         self.saved = "at its beginning"  # after which epoch or step
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._ask_at = 0.0
@@ -102,11 +103,14 @@ class TrialSession(LocalSession):
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
         # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
-        stopped = self._report(record.epoch, record.metrics[f"val_{self._context.spec.metric}"])
+        reported = self._report(record.epoch, record.metrics[f"val_{self._context.spec.metric}"])
         self._context.pulse.beat()
+        if not reported.counted:
+            self.cut = True
+            return Verdict.PAUSE  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
-        stopped = stopped or self._context.stopping()
+        stopped = reported.stopped or self._context.stopping()
         if record.epoch < max(self._values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
@@ -115,6 +119,9 @@ class TrialSession(LocalSession):
             if self.decision.prune:
                 return Verdict.PRUNE
             if not self._goes_on(record.epoch):
+                return Verdict.PAUSE
+            if not reported.room:
+                self.cut = True
                 return Verdict.PAUSE
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
@@ -128,12 +135,13 @@ class TrialSession(LocalSession):
         self.standing = self._context.claims.reach(self._claim, rungs.epochs.index(epoch + 1), best)
         return self.standing.promoted
 
-    def _report(self, epoch: int, value: float) -> bool:
+    def _report(self, epoch: int, value: float) -> Reported:
         pending = self.kept.pending
-        stopped = self._context.claims.report(self._claim, epoch, value, pending.stored if pending else None)
-        self.kept.committed()
-        self._values.setdefault(epoch, value)
-        return stopped
+        reported = self._context.claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        if reported.counted:
+            self.kept.committed()
+            self._values.setdefault(epoch, value)
+        return reported
 
     def _frozen(self) -> FrozenTrial:
         frozen = self._context.storage.get_trial(self._claim.trial_id)

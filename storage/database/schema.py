@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTUNA_REVISION = "v3.2.0.a"
 
 # The head of our own migrations (storage/migrations), and the table that holds it.
-REVISION = "0005"
+REVISION = "0006"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
@@ -41,4 +41,6 @@ OUR_TABLES = (
     "hpsearch_promotions",
     "hpsearch_workers",
     "hpsearch_rungs",
+    "hpsearch_rung_cuts",
+    "hpsearch_spending",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,6 +85,7 @@ class PostgresStorage(BaseStorage):
         *,
         user_attrs: Mapping[str, Any],
         trials: Sequence[FrozenTrial],
+        also: Callable[[sa.Connection, int], None] | None = None,
     ) -> int:
         """Create a study with attributes and trials, in one transaction: nobody sees it before it is whole.
 
@@ -93,6 +94,7 @@ class PostgresStorage(BaseStorage):
             study_name: Its name.
             user_attrs: Its user attributes.
             trials: As they are, numbered from 0; their distributions are not compared.
+            also: Writes what else belongs to the study of that number.
 
         Raises:
             DuplicatedStudyError: There is one of that name.
@@ -101,6 +103,8 @@ class PostgresStorage(BaseStorage):
         def fill(connection: sa.Connection, study_id: int) -> None:
             studies.set_attrs_by(connection, study_id, user_attrs)
             creating.insert_by(connection, study_id, trials)
+            if also is not None:
+                also(connection, study_id)
 
         return studies.create(self._database, study_name, directions, fill=fill)
 

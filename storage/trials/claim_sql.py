@@ -67,7 +67,7 @@ _CHOICE = """
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
           FROM trials t WHERE study_id = :study AND state = 'WAITING' {which}
     )
-    SELECT (SELECT count(*) FROM trials WHERE study_id = :study) AS total,
+    SELECT (SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study) AS total,
            (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
            (SELECT trial_id FROM waiting WHERE started ORDER BY number LIMIT 1) AS given_back,
            (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
@@ -91,10 +91,14 @@ _LEASED = """
     )
 """
 
+# A trial that was given back has its first start again.
 TAKE = sa.text(f"""
     WITH mine AS (
         UPDATE trials t
-           SET state = 'RUNNING', datetime_start = coalesce(datetime_start, timezone('utc', clock_timestamp()))
+           SET state = 'RUNNING',
+               datetime_start = coalesce(datetime_start, timezone('utc', coalesce(
+                   (SELECT min(started_at) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id),
+                   clock_timestamp())))
          WHERE trial_id = :trial AND state = 'WAITING'
         RETURNING trial_id, number,
                   (SELECT coalesce(max(attempt), 0) + 1 FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id)
@@ -148,8 +152,8 @@ KEEP = sa.text(f"""
     SELECT EXISTS (SELECT FROM mine) AS mine
 """)  # noqa: S608 the parts are constants
 
-REPORT = sa.text(f"""
-    WITH {_MINE}, valued AS (
+_REPORT = f"""
+    valued AS (
         INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
         SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
         ON CONFLICT (trial_id, step) DO NOTHING
@@ -159,10 +163,48 @@ REPORT = sa.text(f"""
          WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
            AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial_id AND epoch < :step)
     )
-    SELECT EXISTS (SELECT FROM mine) AS mine,
+    SELECT EXISTS (SELECT FROM {{live}}) AS mine,
            EXISTS (SELECT FROM study_user_attributes
                     WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
+"""  # noqa: S608 the parts are constants
+REPORT = sa.text(f"WITH {_MINE}, {_REPORT.format(live='mine')}")
+
+# Of a study with a budget in epochs or seconds. The update waits for those who count at the same moment, and looks
+# again: an epoch past the budget is not written. One that was reported before is counted already.
+REPORT_COUNTED = sa.text(f"""
+    WITH live AS (
+        UPDATE hpsearch_attempts a
+           SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
+          FROM trials t, hpsearch_attempts was
+         WHERE {MAY_WRITE} AND was.trial_id = a.trial_id AND was.attempt = a.attempt
+        RETURNING a.trial_id, a.attempt,
+                  extract(epoch FROM a.reported_at - coalesce(was.reported_at, was.started_at)) AS seconds
+    ), known AS (
+        SELECT FROM trial_intermediate_values WHERE trial_id = :trial_id AND step = :step
+    ), paid AS (
+        UPDATE hpsearch_spending s
+           SET epochs = s.epochs + (NOT EXISTS (SELECT FROM known))::int, seconds = s.seconds + live.seconds
+          FROM live
+         WHERE s.study_id = :study AND ((s.epochs < s.budget_epochs) IS NOT FALSE OR EXISTS (SELECT FROM known))
+        RETURNING s.budget_epochs, s.budget_seconds, s.epochs, s.seconds
+    ), mine AS (
+        SELECT trial_id, attempt FROM live WHERE EXISTS (SELECT FROM paid)
+    ), {_REPORT.format(live="live")},
+           EXISTS (SELECT FROM paid) AS counted,
+           coalesce((SELECT (epochs + (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+                                        WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL
+                                          AND a.trial_id <> :trial_id) < budget_epochs) IS NOT FALSE
+                        AND (seconds < budget_seconds) IS NOT FALSE FROM paid), false) AS room
 """)  # noqa: S608 the parts are constants
+
+# A trial that has reported all of its epochs needs none of the budget.
+IS_WHOLE = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WHERE trial_id = :trial")
+
+CUT = sa.text("""
+    SELECT t.number, (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS attempt,
+           (SELECT max(step) FROM trial_intermediate_values v WHERE v.trial_id = t.trial_id) AS step
+      FROM trials t WHERE t.trial_id = :trial
+""")
 
 FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
-from storage.attributes import ATTEMPT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
+from storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
 from storage.database.connect import each_committed
 from storage.database.retry import PATIENCE
 from storage.database.statements import Database
@@ -29,8 +29,9 @@ from storage.trials import settling
 from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_machine, current_process, has_ended
 from storage.trials.rungs import Retired, Rungs, Standing, next_promoted, next_retired, note, promote, standing
+from storage.trials.spending import Spending, spending_in
 
-__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Retired", "Stopped"]
+__all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
 
 LEASE = 60.0  # seconds
 
@@ -73,6 +74,21 @@ class Stopped:
     why: str
 
 
+@dataclass(frozen=True)
+class Reported:
+    """What a report is answered with.
+
+    Attributes:
+        stopped: whether the study was stopped: the trial is to be given back.
+        counted: whether the epoch was written; not when the study's budget in epochs was spent before.
+        room: whether the study's budgets in epochs and seconds have room for the trial's next epoch.
+    """
+
+    stopped: bool
+    counted: bool = True
+    room: bool = True
+
+
 class Checkpoint(Protocol):
     """Where a checkpoint is kept, and what it must be: see :mod:`storage.checkpoints.store`."""
 
@@ -94,6 +110,7 @@ class Claims:
         lease: seconds without a sign of life after which another worker may take a trial over.
         patience: seconds to wait for a database that does not answer.
         rungs: at which trials of the study wait, if they do.
+        metered: epochs of a full trial, where the study has a budget in epochs or seconds.
     """
 
     def __init__(
@@ -105,6 +122,7 @@ class Claims:
         lease: float = LEASE,
         patience: float = PATIENCE,
         rungs: Rungs | None = None,
+        metered: int | None = None,
     ) -> None:
         self._engine = engine
         self._database = Database(engine, patience)
@@ -113,6 +131,7 @@ class Claims:
         self._process = current_process()
         self.lease = lease
         self._rungs = rungs
+        self._metered = metered
         self._choice = sql.CHOICE if rungs is None else sql.CHOICE_BUT_PAUSED
         self._back_at = -math.inf  # when the database last came back after it had been away
 
@@ -163,12 +182,21 @@ class Claims:
             "lease": self.lease,
             "keys": [ATTEMPT, WORKER],
         }
-        may_open = open_new and row.total - row.enqueued < study.n_trials
+        spending = self._spending(connection)
+        room = spending is None or spending.room(row.running)
+        why = "the time was up" if spending is None or not spending.over else spending.why
+        may_open = open_new and room and row.total - row.enqueued < study.n_trials
         trial_id, rung = row.given_back, None
+        if trial_id is not None and spending is not None and not room and not self._is_whole(connection, trial_id):
+            if row.running == 0:
+                return self._cut(connection, trial_id, spending)
+            trial_id = None  # others may leave it some of the budget
         if trial_id is None and self._rungs is not None:
-            if open_new and (waiting := next_promoted(connection, self._study_id, self._rungs)):
+            if open_new and room and (waiting := next_promoted(connection, self._study_id)):
                 trial_id, rung = waiting
-            elif retired := self._retire(connection, n_trials=study.n_trials, over=not may_open and row.running == 0):
+            elif retired := self._retire(
+                connection, n_trials=study.n_trials, over=not may_open and row.running == 0, why=why
+            ):
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
@@ -183,10 +211,25 @@ class Claims:
             return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
 
-    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool) -> Retired | None:
+    def _spending(self, connection: sa.Connection) -> Spending | None:
+        return None if self._metered is None else spending_in(connection, self._study_id)
+
+    def _is_whole(self, connection: sa.Connection, trial_id: int) -> bool:
+        """Whether a trial has reported all of its epochs, so that only its end is left to write."""
+        return bool(connection.execute(sql.IS_WHOLE, {"trial": trial_id, "epochs": self._metered}).scalar())
+
+    def _cut(self, connection: sa.Connection, trial_id: int, spending: Spending) -> Retired:
+        """End a trial that was given back, for which nothing of the budget is left."""
+        at = connection.execute(sql.CUT, {"trial": trial_id}).one()
+        epochs = 0 if at.step is None else at.step + 1
+        reason = f"after epoch {epochs} of {self._metered}: {spending.why}"
+        settling.retire(connection, trial_id, attrs={REASON: reason, CUT: True})
+        return Retired(trial_id, at.number, at.attempt, reason, {}, cut=True)
+
+    def _retire(self, connection: sa.Connection, *, n_trials: int, over: bool, why: str) -> Retired | None:
         """End a trial that waits at a rung and will never go on, where there is one."""
         assert self._rungs is not None
-        retired = next_retired(connection, self._study_id, self._rungs, n_trials=n_trials, over=over)
+        retired = next_retired(connection, self._study_id, self._rungs, n_trials=n_trials, over=over, why=why)
         if retired is not None:
             settling.retire(connection, retired.trial_id, attrs={REASON: retired.reason, PRUNING: retired.grounds})
         return retired
@@ -222,7 +265,9 @@ class Claims:
             row = connection.execute(self._choice, {"study": self._study_id}).one()
             if self._rungs is not None and self._any_waits(connection):
                 return True
-        waits = open_new and row.total - row.enqueued < study.n_trials
+            spending = self._spending(connection)
+        room = spending is None or spending.room(row.running)
+        waits = open_new and room and row.total - row.enqueued < study.n_trials
         return bool(row.given_back or row.running or waits)
 
     def _any_waits(self, connection: sa.Connection) -> bool:
@@ -252,7 +297,7 @@ class Claims:
                 == 1
             )
 
-    def report(self, claim: Claim, step: int, value: float, checkpoint: Checkpoint | None = None) -> bool:
+    def report(self, claim: Claim, step: int, value: float, checkpoint: Checkpoint | None = None) -> Reported:
         """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
 
         Args:
@@ -262,7 +307,7 @@ class Claims:
             checkpoint: where the trial can be resumed after this epoch; the one before it is kept too.
 
         Returns:
-            Whether the study was stopped: the trial is to be given back.
+            Whether the trial may go on. Of an epoch that the study's budget has no room for nothing was written.
 
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
@@ -281,10 +326,10 @@ class Claims:
             "sha256": checkpoint.sha256 if checkpoint else None,
             "size": checkpoint.size if checkpoint else None,
         }
-        [row] = self._database.rows(sql.REPORT, arguments)
+        [row] = self._database.rows(sql.REPORT if self._metered is None else sql.REPORT_COUNTED, arguments)
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
-        return bool(row.stopped)
+        return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
 
     def keep(self, claim: Claim, epoch: int, checkpoint: Checkpoint) -> None:
         """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
@@ -326,15 +371,16 @@ class Claims:
 
         def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
             words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-            connection.execute(sql.STUDY, words)
+            study = connection.execute(sql.STUDY, words).one_or_none()
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
-            if connection.execute(sql.MAY, mine).one_or_none() is None:
+            if study is None or connection.execute(sql.MAY, mine).one_or_none() is None:
                 if repeated and settling.ended_as(*place, Outcome.PAUSED):  # and the answer to it was lost
-                    return replace(standing(connection, claim.trial_id, rungs, rung), promoted=False)
+                    return replace(standing(connection, claim.trial_id, rung), promoted=False)
                 return None
-            note(connection, self._study_id, claim.trial_id, rungs, rung=rung, value=value)
-            at = standing(connection, claim.trial_id, rungs, rung)
+            at_rung = {"rung": rung, "value": value, "n_trials": study.n_trials}
+            note(connection, self._study_id, claim.trial_id, rungs, **at_rung)
+            at = standing(connection, claim.trial_id, rung)
             if at.promoted:
                 promote(connection, claim.trial_id, rung)
             else:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from storage.attributes import SPEC
 from storage.database.retry import PATIENCE
 from storage.database.statements import Database
+from storage.trials.spending import Spending, done
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,23 @@ class Progress:
     best_number: int | None = None
     best_value: float | None = None
     running: list[Running] = field(default_factory=list)
+    spending: Spending | None = None  # where there is a budget in epochs or seconds
 
     @property
     def finished(self) -> int:
         """COMPLETE, PRUNED and FAIL together: what the budget has spent."""
         return self.complete + self.pruned + self.fail
+
+    @property
+    def done(self) -> str:
+        """How much of the budgets is spent, for a person."""
+        return done(self.finished, self.budget, self.spending)
+
+    @property
+    def share(self) -> float:
+        """How much of the budgets is spent, from 0 to 1: of the one of which most is."""
+        trials = self.finished / self.budget if self.budget else 1.0
+        return max(trials, 0.0 if self.spending is None else self.spending.share)
 
     @property
     def with_result(self) -> int:
@@ -55,9 +68,11 @@ _COUNTS = sa.text("""
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
            count(*) FILTER (WHERE state = 'WAITING') AS waiting,
            (SELECT count(*) FROM hpsearch_rungs r JOIN trials t USING (trial_id)
-             WHERE r.study_id = :study AND r.promoted_at IS NULL AND t.state = 'WAITING') AS paused,
+             WHERE r.study_id = :study AND r.promoted_at IS NULL AND r.retired_at IS NULL
+               AND t.state = 'WAITING') AS paused,
            (SELECT count(*) FROM trial_intermediate_values v JOIN trials t USING (trial_id)
-             WHERE t.study_id = :study) AS epochs
+             WHERE t.study_id = :study) AS epochs,
+           (SELECT to_jsonb(s) - 'study_id' FROM hpsearch_spending s WHERE study_id = :study) AS spending
       FROM trials WHERE study_id = :study
 """)
 
@@ -102,5 +117,6 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
         epochs=counts.epochs,
         best_number=best.number if best else None,
         best_value=best.value if best else None,
+        spending=None if counts.spending is None else Spending(**counts.spending),
         running=[Running(r.number, r.worker or "elsewhere", r.step, r.value) for r in running],
     )

@@ -1,21 +1,32 @@
 """A trial that failed is made claimable again: the same trial, from its last checkpoint or from its beginning.
 
 Optuna's storages let no trial leave a finished state, so that this is a statement of our own. So are those that waited
-at a rung in vain, when the budget grows.
+at a rung in vain, or ran when the budget was spent, when it grows.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, PRUNING, REASON, TRACKING
+from storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
+from storage.database.locks import UNLESS_FROZEN
+from storage.trials.cuts import count_anew
+from storage.trials.rungs import Rungs
+
+_LOCKED = sa.text(f"""
+    {UNLESS_FROZEN}
+    SELECT s.study_id, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials
+      FROM trials t JOIN studies s USING (study_id)
+      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
+     WHERE t.trial_id = :trial FOR UPDATE OF s, spec
+""")  # noqa: S608 the part is a constant
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
 # nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was
 # failed from outside, is ended: its worker has not noticed yet.
 _REOPEN = sa.text("""
     WITH mine AS (
-        UPDATE trials t SET state = 'WAITING', datetime_complete = NULL
+        UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
          WHERE trial_id = :trial
            AND (state = 'FAIL' OR state = 'PRUNED' AND EXISTS (
                 SELECT FROM trial_user_attributes a
@@ -26,6 +37,10 @@ _REOPEN = sa.text("""
     ), steps AS (
         DELETE FROM trial_intermediate_values v USING mine, resumed
          WHERE v.trial_id = mine.trial_id AND v.step > coalesce(resumed.epoch, -1)
+        RETURNING v.trial_id
+    ), spent AS (
+        UPDATE hpsearch_spending s SET epochs = s.epochs - (SELECT count(*) FROM steps)
+          FROM trials t WHERE t.trial_id = :trial AND s.study_id = t.study_id
     ), pointers AS (
         DELETE FROM hpsearch_checkpoints c USING mine WHERE c.trial_id = mine.trial_id AND :from_start
     ), rungs AS (
@@ -52,12 +67,12 @@ _REOPEN = sa.text("""
 _WAIT_AGAIN = sa.text("""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_complete = NULL
-          FROM hpsearch_rungs r
-         WHERE t.study_id = :study AND t.state = 'PRUNED' AND r.trial_id = t.trial_id AND r.promoted_at IS NULL
-           AND (SELECT count(*) FROM hpsearch_rungs o
-                 WHERE o.study_id = :study AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id)
-               ) < :places
+          FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND r.trial_id = t.trial_id AND r.study_id = :study
+           AND r.retired_at IS NOT NULL AND (r.loss, r.trial_id) <= (c.last_loss, c.last_trial)
         RETURNING t.trial_id
+    ), places AS (
+        UPDATE hpsearch_rungs r SET retired_at = NULL FROM mine WHERE r.trial_id = mine.trial_id
     ), result AS (
         DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
     ), said AS (
@@ -68,22 +83,59 @@ _WAIT_AGAIN = sa.text("""
 """)
 
 
-def wait_again(connection: sa.Connection, study_id: int, *, places: int) -> int:
-    """Let trials wait at their rungs again that were pruned there, where that many may go on; return how many do.
+def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> int:
+    """Let trials wait at their rungs again that were pruned there, where a budget has places; return how many do.
 
     Their checkpoints are gone: who goes on is trained anew to the rung, to the same values, which stay reported.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        rungs: of the study.
+        n_trials: its budget from now on.
     """
+    count_anew(connection, study_id, factor=rungs.factor, places=rungs.places(n_trials))
     words = {"pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
-    return int(connection.execute(_WAIT_AGAIN, {"study": study_id, "places": places, **words}).scalar_one())
+    return int(connection.execute(_WAIT_AGAIN, {"study": study_id, **words}).scalar_one())
 
 
-def reopen_trial(engine: sa.Engine, trial_id: int, *, from_start: bool) -> tuple[bool, int | None]:
+_GO_ON_AGAIN = sa.text("""
+    WITH mine AS (
+        UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
+          FROM trial_user_attributes a
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = :cut
+        RETURNING t.trial_id
+    ), result AS (
+        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
+    ), said AS (
+        DELETE FROM trial_user_attributes a USING mine
+         WHERE a.trial_id = mine.trial_id AND a.key IN (:cut, :pruning, :reason, :tracking)
+    )
+    SELECT count(*) FROM mine
+""")
+
+
+def go_on_again(connection: sa.Connection, study_id: int) -> int:
+    """Let trials go on that ran when the budget was spent; return how many do: after their last checkpoint.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+    """
+    words = {"cut": CUT, "pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
+    return int(connection.execute(_GO_ON_AGAIN, {"study": study_id, **words}).scalar_one())
+
+
+def reopen_trial(
+    engine: sa.Engine, trial_id: int, *, from_start: bool, rungs: Rungs | None = None
+) -> tuple[bool, int | None]:
     """Make a trial that is FAIL, or PRUNED as infeasible, the next to be claimed, with its number and parameters.
 
     Args:
         engine: of the study's database.
         trial_id: the trial.
         from_start: whether to forget its checkpoints and all it has reported.
+        rungs: of its study, if trials wait there.
 
     Returns:
         Whether the trial was in such a state (else nothing was written), and the last epoch, from 0, that it has a
@@ -97,5 +149,8 @@ def reopen_trial(engine: sa.Engine, trial_id: int, *, from_start: bool) -> tuple
         "from_start": from_start,
     }
     with engine.begin() as connection:
+        study = connection.execute(_LOCKED, {"trial": trial_id, "spec": SPEC}).one_or_none()
         row = connection.execute(_REOPEN, arguments).one_or_none()
+        if rungs is not None and study is not None and row is not None and row.epoch is None:  # it left them
+            count_anew(connection, study.study_id, factor=rungs.factor, places=rungs.places(study.n_trials))
     return row is not None, None if row is None else row.epoch

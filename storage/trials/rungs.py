@@ -2,7 +2,8 @@
 
 Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), without anybody who leads: the rows of
 ``hpsearch_rungs`` are all there is to know, and each decision is made in the transaction that acts on it, which holds
-the study's row as every claim does. A trial waits while its row has no `promoted_at`, and its state is WAITING.
+the study's row as every claim does. A trial waits while its row has neither `promoted_at` nor `retired_at`, and its
+state is WAITING. Where the places end is kept beside them (:mod:`storage.trials.cuts`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from storage.database.statements import Database
+from storage.trials import cuts
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Rungs:
         return -value if self.maximize else value
 
     value = loss  # and back
+
+    def places(self, n_trials: int) -> int:
+        """How many may go on from a rung, whichever: of trials that come the better the later, all do."""
+        return n_trials // self.factor
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class Retired:
         trial_id, number: the trial's.
         attempt: its last.
         reason: in one line for a person.
-        grounds: the same as numbers, by the names of a pruner's decision.
+        grounds: the same as numbers, by the names of a pruner's decision; none where it was cut.
+        cut: whether it ran when the budget was spent, and goes on where that grows.
     """
 
     trial_id: int
@@ -83,6 +90,7 @@ class Retired:
     attempt: int
     reason: str
     grounds: dict[str, Any]
+    cut: bool = False
 
 
 _NOTE = sa.text("""
@@ -90,16 +98,17 @@ _NOTE = sa.text("""
     ON CONFLICT (trial_id, rung) DO NOTHING
 """)
 
-# What is counted is found in an index: the better ones have been promoted, all but a few.
+# For a person to read: no decision needs it.
 _BETTER = """
     (SELECT count(*) FROM hpsearch_rungs o
       WHERE o.study_id = r.study_id AND o.rung = r.rung AND (o.loss, o.trial_id) < (r.loss, r.trial_id))
 """
-_REACHED = "(SELECT count(*) FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung)"
 
 _STANDING = sa.text(f"""
-    SELECT promoted_at IS NOT NULL AS promoted, {_BETTER} AS better, {_REACHED} AS reached
-      FROM hpsearch_rungs r WHERE trial_id = :trial AND rung = :rung
+    SELECT r.promoted_at IS NOT NULL OR (r.loss, r.trial_id) <= (c.best_loss, c.best_trial) AS promoted,
+           {_BETTER} AS better, c.reached
+      FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
+     WHERE r.trial_id = :trial AND r.rung = :rung
 """)  # noqa: S608 the parts are constants
 
 _OCCUPANCY = sa.text("""
@@ -113,38 +122,38 @@ _PROMOTE = sa.text("""
      WHERE trial_id = :trial AND rung = :rung AND promoted_at IS NULL
 """)
 
+# Found in an index: who waits there, but for one that was ended from outside, goes on sooner or later or is retired.
 _WAITING_AT = """
-    FROM generate_series(:top, 0, -1) AS k (rung)
     JOIN LATERAL (
         SELECT r.trial_id, r.study_id, r.rung, r.loss, t.number FROM hpsearch_rungs r JOIN trials t USING (trial_id)
-         WHERE r.study_id = :study AND r.rung = k.rung AND r.promoted_at IS NULL AND t.state = 'WAITING'
-         ORDER BY r.loss {order}, r.trial_id {order} LIMIT 1) r ON true
+         WHERE r.study_id = c.study_id AND r.rung = c.rung AND r.promoted_at IS NULL AND r.retired_at IS NULL
+           AND t.state = 'WAITING'
+         ORDER BY r.study_id {order}, r.rung {order}, r.loss {order}, r.trial_id {order} LIMIT 1) r
 """
 
 # From the highest rung that has one.
 _NEXT = sa.text(f"""
-    SELECT r.trial_id, r.rung {_WAITING_AT.format(order="")}
-     WHERE {_BETTER} < {_REACHED} / :factor
-     ORDER BY r.rung DESC LIMIT 1
-""")
-
-_LAST = sa.text(f"""
-    SELECT r.trial_id, r.number, r.rung, r.loss, s.*,
-           (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt,
-           (SELECT o.loss FROM hpsearch_rungs o WHERE o.study_id = r.study_id AND o.rung = r.rung
-             ORDER BY o.loss, o.trial_id OFFSET greatest(s.places - 1, 0) LIMIT 1) AS cutoff
-      {_WAITING_AT.format(order="DESC")}
-      JOIN LATERAL (
-        SELECT *, CASE WHEN :over THEN reached / :factor ELSE :places END AS places
-          FROM (SELECT {_BETTER} AS better, {_REACHED} AS reached OFFSET 0) AS counted) AS s ON true
-     WHERE :over OR s.better >= s.places
-     ORDER BY r.rung, s.better DESC LIMIT 1
+    SELECT r.trial_id, r.rung
+      FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON (r.loss, r.trial_id) <= (c.best_loss, c.best_trial)
+     WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-# Hashed once, rather than looked up for each of the thousands that wait.
-BUT_PAUSED = (
-    "AND t.trial_id NOT IN (SELECT trial_id FROM hpsearch_rungs WHERE study_id = :study AND promoted_at IS NULL)"
-)
+_LAST = sa.text(f"""
+    SELECT r.*, {_BETTER} AS better,
+           (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
+      FROM (
+        SELECT r.*, c.reached, CASE WHEN :over THEN c.reached / :factor ELSE :places END AS places,
+               CASE WHEN :over THEN c.best_loss ELSE c.last_loss END AS cutoff
+          FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="DESC")}
+            ON :over OR (r.loss, r.trial_id) > (c.last_loss, c.last_trial)
+         WHERE c.study_id = :study ORDER BY c.rung LIMIT 1) AS r
+""")  # noqa: S608 the parts are constants
+
+# Who waits to be taken has no start, but at a rung: so that those thousands need not be looked at.
+BUT_PAUSED = """
+    AND datetime_start IS NULL
+    AND NOT EXISTS (SELECT FROM hpsearch_rungs r WHERE r.trial_id = t.trial_id AND r.promoted_at IS NULL)
+"""
 
 
 def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
@@ -152,7 +161,9 @@ def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
     return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
 
 
-def note(connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float) -> None:
+def note(
+    connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float, n_trials: int
+) -> None:
     """Note a trial's value at a rung, once.
 
     Args:
@@ -162,22 +173,25 @@ def note(connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, 
         rungs: of the study.
         rung: that it has reached, from 0.
         value: its best up to there.
+        n_trials: the study's budget.
     """
-    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
-    connection.execute(_NOTE, arguments)
+    loss = rungs.loss(value)
+    cuts.open_rung(connection, study_id, rung)
+    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": loss}
+    if connection.execute(_NOTE, arguments).rowcount == 1:
+        places = rungs.places(n_trials)
+        cuts.move(connection, study_id, rung, trial_id=trial_id, loss=loss, factor=rungs.factor, places=places)
 
 
-def standing(connection: sa.Connection, trial_id: int, rungs: Rungs, rung: int) -> Standing:
+def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
     """Return where a trial stands at a rung that it has reached, and whether it may go on from there."""
     row = connection.execute(_STANDING, {"trial": trial_id, "rung": rung}).one()
-    promoted = row.promoted or row.better < row.reached // rungs.factor
-    return Standing(rung, row.better + 1, row.reached, promoted)
+    return Standing(rung, row.better + 1, row.reached, row.promoted)
 
 
-def next_promoted(connection: sa.Connection, study_id: int, rungs: Rungs) -> tuple[int, int] | None:
+def next_promoted(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
     """Return the waiting trial that is to go on, and from which rung; None where there is none."""
-    arguments = {"study": study_id, "top": len(rungs.epochs) - 1, "factor": rungs.factor}
-    row = connection.execute(_NEXT, arguments).one_or_none()
+    row = connection.execute(_NEXT, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
@@ -187,7 +201,7 @@ def promote(connection: sa.Connection, trial_id: int, rung: int) -> None:
 
 
 def next_retired(
-    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool
+    connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int, over: bool, why: str = "the time was up"
 ) -> Retired | None:
     """Return the worst waiting trial that will never go on, where there is one.
 
@@ -197,13 +211,12 @@ def next_retired(
         rungs: of the study.
         n_trials: its budget.
         over: whether nothing will reach a rung any more, so that all who wait have waited in vain.
+        why: nothing will.
     """
     arguments = {
         "study": study_id,
-        "top": len(rungs.epochs) - 1,
         "factor": rungs.factor,
-        # From whichever rung: of trials that come the better the later, all go on.
-        "places": n_trials // rungs.factor,
+        "places": rungs.places(n_trials),
         "over": over,
     }
     row = connection.execute(_LAST, arguments).one_or_none()
@@ -213,10 +226,10 @@ def next_retired(
     if not over:
         on = f"where the best {row.places} of {n_trials} trials go on"
     elif row.better < row.places:
-        on = "and the time was up"
+        on = f"and {why}"
     else:
         on = f"where the best {row.places} went on" if row.places else "where none went on"
-    why = (
+    reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached} at rung "
         f"{row.rung}, {on}"
     )
@@ -228,4 +241,4 @@ def next_retired(
         "peers": row.reached - 1,
         "rung": row.rung,
     }
-    return Retired(row.trial_id, row.number, row.attempt, why, grounds)
+    return Retired(row.trial_id, row.number, row.attempt, reason, grounds)

@@ -83,12 +83,14 @@ _NOTED = """
     SELECT count(*) FROM mine
 """
 
+# A trial that is given back has no start until it is taken again, by which claims tell it from those at rungs.
 _SETTLE = sa.text(f"""
     WITH mine AS (
         UPDATE hpsearch_attempts a SET ended_at = clock_timestamp(), outcome = :outcome FROM trials t WHERE {MAY_WRITE}
         RETURNING a.trial_id
     ), ended AS (
         UPDATE trials SET state = CAST(:state AS trialstate),
+               datetime_start = CASE WHEN :state = 'WAITING' AND :outcome <> 'paused' THEN NULL ELSE datetime_start END,
                datetime_complete = CASE WHEN :state = 'WAITING' THEN NULL ELSE timezone('utc', clock_timestamp()) END
          WHERE trial_id IN (SELECT trial_id FROM mine)
     ), valued AS (
@@ -104,6 +106,9 @@ _RETIRE = sa.text(f"""
         UPDATE trials SET state = 'PRUNED', datetime_complete = timezone('utc', clock_timestamp())
          WHERE trial_id = :trial_id AND state = 'WAITING'
         RETURNING trial_id
+    ), retired AS (
+        UPDATE hpsearch_rungs SET retired_at = clock_timestamp()
+         WHERE trial_id IN (SELECT trial_id FROM mine) AND promoted_at IS NULL
     ), valued AS (
         INSERT INTO trial_values (trial_id, objective, value, value_type)
         SELECT trial_id, 0, intermediate_value, CAST(intermediate_value_type::text AS trialvaluetype)

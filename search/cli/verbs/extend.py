@@ -1,4 +1,4 @@
-"""``hpsearch extend``: more trials for a study, running or not."""
+"""``hpsearch extend``: a larger budget for a study, running or not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ def register(app: typer.Typer) -> None:
 def extend(
     name: o.StudyName,
     trials: Annotated[
-        str, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
-    ],
+        str | None, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
+    ] = None,
+    budget_epochs: Annotated[
+        str | None, typer.Option("--budget-epochs", metavar="N", help="The same of a budget in epochs.")
+    ] = None,
+    budget_seconds: Annotated[
+        str | None, typer.Option("--budget-seconds", metavar="N", help="The same of a budget in seconds of training.")
+    ] = None,
+    *,
     enqueue: o.Enqueue = None,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -28,11 +35,12 @@ def extend(
     from search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
-    done = study.extend(trials, enqueue=enqueue)
+    done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
+    of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
-        typer.echo(f"{name} has a budget of {done.after} trials already, {done.started} of them are started")
+        typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
         return
-    typer.echo(f"{name}: {done.before} -> {done.after} trials, {done.started} of them are started")
+    typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
     typer.echo(f"workers that run take it up; else: {study.stored.go_on}")

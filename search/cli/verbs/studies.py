@@ -56,7 +56,7 @@ def _cells(row: StudyRow) -> dict[str, str]:
     return {
         "study": name,
         "objective": f"{shown(path)}{colon}{cls}" if path.startswith("/") else row.objective,
-        "trials": f"{row.finished}/{row.budget}",
+        "trials": row.done.removesuffix(" trials"),
         **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
         "best": best,
         "promoted": ", ".join(row.promoted),

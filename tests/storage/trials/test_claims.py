@@ -146,10 +146,10 @@ def test_a_stopped_study_hands_out_nothing_and_says_so_at_the_next_report(
 ) -> None:
     claims = join()
     claim = take(claims)
-    assert claims.report(claim, 0, 0.5) is False
+    assert not claims.report(claim, 0, 0.5).stopped
     storage.set_study_user_attr(study_id, STOPPED, "by ada at noon")
     assert claims.claim() == Stopped("by ada at noon")
-    assert claims.report(claim, 1, 0.5) is True
+    assert claims.report(claim, 1, 0.5).stopped
     claims.settle(claim, Outcome.RELEASED)
     storage.set_study_user_attr(study_id, STOPPED, None)
     assert take(claims).number == 0

@@ -231,7 +231,7 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     best = take(claims)
     assert claims.reach(best, 0, 0.9).promoted
     claims.settle(best, Outcome.FAILED)
-    reopen_trial(engine, best.trial_id, from_start=True)
+    reopen_trial(engine, best.trial_id, from_start=True, rungs=RUNGS)
     assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
     assert take(claims).number == 1
 
@@ -250,7 +250,7 @@ def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_plac
     assert [type(claims.claim()) for _ in range(3)] == [Retired, Retired, Nothing]
     budget(storage, study_id, n_trials=6)  # three places
     with engine.begin() as connection:
-        assert wait_again(connection, study_id, places=3) == 1
+        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 1
     waits = storage.get_trial(held[3].trial_id)
     assert (waits.state, waits.value) == (TrialState.WAITING, None)
     assert waits.intermediate_values == {0: 0.2}

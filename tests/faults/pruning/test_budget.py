@@ -1,0 +1,100 @@
+"""Budgets in epochs and seconds, while workers die: what is counted is what was reported, to the epoch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+import sqlalchemy as sa
+
+from storage.attributes import CUT, REASON
+from tests.faults.harness import Arena
+from tests.faults.invariants import Trial, read_trials
+from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
+
+N_TRIALS = 6
+
+Undisturbed = Callable[[int], list[list[float]]]
+
+
+def rows(arena: Arena, query: str) -> list[tuple[object, ...]]:
+    engine = sa.create_engine(arena.storage_url, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(sa.text(query), {"study": arena.name})]
+
+
+COUNTED = "SELECT epochs, budget_epochs FROM hpsearch_spending JOIN studies USING (study_id) WHERE study_name = :study"
+REASONS = f"""
+    SELECT t.number, r.value_json FROM trials t JOIN studies USING (study_id)
+      JOIN trial_user_attributes r ON r.trial_id = t.trial_id AND r.key = '{REASON}'
+      JOIN trial_user_attributes c ON c.trial_id = t.trial_id AND c.key = '{CUT}' WHERE study_name = :study
+"""
+
+
+def check(arena: Arena, undisturbed: list[list[float]], budget: int) -> list[Trial]:
+    """Exactly the budget is reported, and counted, and each epoch gave what it gives to who is not disturbed."""
+    trials = read_trials(arena.storage_url, arena.name)
+    assert sum(len(trial.values) for trial in trials) == budget
+    assert rows(arena, COUNTED) == [(budget, budget)]
+    for trial in trials:
+        assert list(trial.values.values()) == undisturbed[trial.number][: len(trial.values)]
+        assert trial.state == ("COMPLETE" if len(trial.values) == EPOCHS else "PRUNED")
+        assert all(attempt.ended is not None for attempt in trial.attempts)
+    return trials
+
+
+def test_killed_on_the_way_and_where_the_budget_ends_and_extended(arena: Arena, undisturbed: Undisturbed) -> None:
+    budget = 2 * EPOCHS + 2
+    orders = [
+        Order("report", "kill", trial=0, epoch=1),
+        Order("report", "kill", trial=1, when="after", epoch=0),
+        Order(
+            "report", "kill", trial=1, attempt=2, when="after", epoch=EPOCHS - 1
+        ),  # reported in full, and not settled
+        Order("report", "kill", trial=2, epoch=1),  # the last that is left
+        Order("report", "kill", trial=2, attempt=2, when="after", epoch=1),
+    ]
+    arena.create(N_TRIALS, orders, settings=f"--budget-epochs {budget}", retries=5)
+    arena.work(1)
+    missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]
+    assert not missed, f"nobody was killed at {missed}"
+    trials = check(arena, undisturbed(N_TRIALS), budget)
+    assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED"]
+    assert rows(arena, REASONS) == [(2, f'"after epoch 2 of {EPOCHS}: the budget of {budget} epochs was spent"')]
+
+    said = arena.run("extend", arena.name, "--budget-epochs", f"+{EPOCHS}")
+    assert f"{budget} -> {budget + EPOCHS} epochs" in said
+    arena.work(1)
+    trials = check(arena, undisturbed(N_TRIALS), budget + EPOCHS)
+    assert [(trial.state, len(trial.values)) for trial in trials] == [
+        ("COMPLETE", EPOCHS), ("COMPLETE", EPOCHS), ("COMPLETE", EPOCHS), ("PRUNED", 2)
+    ]  # fmt: skip
+    assert f"{budget + EPOCHS} of {budget + EPOCHS} epochs" in arena.run("show", arena.name)
+
+
+def test_several_workers_on_one_budget(arena: Arena, undisturbed: Undisturbed) -> None:
+    """With the pruner that pauses, too: who waits when the budget is spent is pruned."""
+    budget = 3 * EPOCHS + 1
+    settings = f"--budget-epochs {budget} --pruner asha --pruner-option reduction_factor=2"
+    arena.create(20, [Order("report", "kill", trial=1), Order("report", "kill", trial=3)], settings=settings, retries=5)
+    arena.work(3)
+    check(arena, undisturbed(20), budget)
+
+
+def test_seconds_end_a_search_after_the_epochs_they_end_in(arena: Arena, undisturbed: Undisturbed) -> None:
+    arena.create(N_TRIALS, [], settings="--budget-seconds 0.001")
+    arena.work(2, codes=(-signal.SIGKILL,))
+    trials = read_trials(arena.storage_url, arena.name)
+    assert 1 <= len(trials) <= 2, "one for each worker"
+    for trial in trials:
+        assert_attempts_of_cut(trial, undisturbed(N_TRIALS))
+
+
+def assert_attempts_of_cut(trial: Trial, undisturbed: list[list[float]]) -> None:
+    assert (trial.state, len(trial.values)) == ("PRUNED", 1)
+    assert trial.value == undisturbed[trial.number][0]
+    assert trial.outcomes == ["released"]

@@ -1,0 +1,154 @@
+"""Budgets in epochs and seconds as a person gives, changes and reads them."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from objectives import load_objective
+from search.api.opening import Where, list_studies
+from search.cli import _run
+from search.errors import SearchError
+from search.report.standing import read_standing
+from search.report.top import render
+from search.spec.spec import MOST_TRIALS, parse_spec
+from search.study.create_or_join import complete_settings, create_or_join
+from search.study.study import StoredStudy, load_study
+from storage.attributes import CUT, SPEC
+from storage.study_storage import PostgresStorage
+from storage.trials.claims import Claims, Retired
+from storage.trials.outcome import Outcome
+from storage.trials.spending import open_spending
+from tests.search.pruning.test_reasons import spec_of
+from tests.search.study.steering.support import Say, take
+
+
+@pytest.fixture
+def study(storage: PostgresStorage) -> optuna.Study:
+    study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
+    spec = {**spec_of(name="none").model_dump(), "n_trials": MOST_TRIALS, "budget_epochs": 2}
+    with storage.engine.begin() as connection:
+        open_spending(connection, study._study_id, epochs=2, seconds=None)
+    storage.set_study_user_attr(study._study_id, SPEC, spec)
+    return study
+
+
+@pytest.fixture
+def claims(study: optuna.Study, storage: PostgresStorage) -> Claims:
+    metered = load_study(storage, "s").spec.epochs
+    return Claims(storage.engine, study._study_id, worker="host:1", metered=metered)
+
+
+def cut(claims: Claims) -> Retired:
+    """Spend the budget, and return the trial that it cuts."""
+    claim = take(claims)
+    assert claims.report(claim, 0, 0.5).room
+    assert not claims.report(claim, 1, 0.6).room
+    claims.settle(claim, Outcome.RELEASED)
+    retired = claims.claim()
+    assert isinstance(retired, Retired)
+    return retired
+
+
+def test_what_is_spent_is_told_in_its_unit(
+    say: Say, claims: Claims, storage: PostgresStorage, database_url: str
+) -> None:
+    retired = cut(claims)
+    shown = say("show", "s")
+    assert "study s: 1 trial, 2 of 2 epochs (0 complete, 1 pruned" in shown
+    assert "the budget of 2 epochs was spent" in shown
+    assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
+    standing = read_standing(load_study(storage, "s"))
+    assert (standing.progress.done, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
+    assert render(standing, None)
+    assert load_study(storage, "s").is_spent(1)
+    assert "1 trial, 2/2 epochs" in say("studies")
+    [row] = list_studies(Where(database_url, None, None, None))
+    assert row.done == "1 trial, 2/2 epochs"
+    assert storage.get_trial(retired.trial_id).user_attrs[CUT] is True
+
+
+def test_an_extended_budget_lets_the_study_go_on(say: Say, claims: Claims, storage: PostgresStorage) -> None:
+    retired = cut(claims)
+    assert "s: 2 -> 5 epochs" in say("extend", "s", "--budget-epochs", "+3")
+    again = take(claims)
+    assert (again.trial_id, again.attempt) == (retired.trial_id, 2)
+    stored = load_study(storage, "s")
+    assert stored.spec.budget_epochs == 5
+    assert stored.spending is not None
+    assert stored.spending.budget_epochs == 5
+    assert "s has a budget of 5 epochs already" in say("extend", "s", "--budget-epochs", "5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget-epochs", "2"], ["--budget-epochs 2", "spent 2 epochs", "+N"]),
+        (["--budget-epochs", "0"], ["--budget-epochs"]),
+        (["--budget-epochs", "nan"], ["--budget-epochs 'nan'", "+N"]),
+        (["--budget-seconds", "+5"], ["--budget-seconds", "no budget in seconds"]),
+        (["--budget-epochs", "+5", "--trials", "+5"], ["one budget at a time"]),
+        ([], ["one budget at a time"]),
+    ],
+)
+def test_a_wrong_budget_is_refused_and_changes_nothing(
+    say: Say, claims: Claims, storage: PostgresStorage, arguments: list[str], words: list[str]
+) -> None:
+    cut(claims)
+    message = say("extend", "s", *arguments, code=2)
+    for word in words:
+        assert word in message
+    stored = load_study(storage, "s")
+    assert stored.spec.budget_epochs == 2
+    assert stored.spending is not None
+    assert stored.spending.budget_epochs == 2
+
+
+def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() -> None:
+    digits = load_objective("digits")
+    of_epochs = parse_spec(complete_settings({"objective": "digits", "budget_epochs": 100}, digits))
+    assert of_epochs.n_trials == MOST_TRIALS
+    assert of_epochs.budgets == "100 epochs"
+    both = parse_spec(complete_settings({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits))
+    assert both.n_trials == 5
+    assert both.budgets == "5 trials, 60 s"
+
+
+def _create(storage: PostgresStorage, **settings: object) -> StoredStudy:
+    digits = load_objective("digits")
+    given = {"objective": "digits", "name": "made", **settings}
+    return create_or_join(storage, given, digits, rehearse=lambda *_: None)[0]
+
+
+def test_a_study_is_made_with_its_row_and_joined_without_another(storage: PostgresStorage) -> None:
+    made = _create(storage, budget_epochs=100, budget_seconds=5.5)
+    assert made.spending is not None
+    assert (made.spending.budget_epochs, made.spending.budget_seconds) == (100, 5.5)
+    assert _create(storage).spec == made.spec
+    with pytest.raises(SearchError, match="extend made --budget-epochs 200"):
+        _create(storage, budget_epochs=200)
+
+
+def test_a_budget_below_one_full_trial_is_refused(storage: PostgresStorage) -> None:
+    with pytest.raises(SearchError, match="--budget-epochs 5 is less than one full trial of 6 epochs"):
+        _create(storage, epochs=6, budget_epochs=5)
+    assert storage.get_all_studies() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--budget-epochs", "0"],
+        ["--budget-epochs", "-3"],
+        ["--budget-epochs", "2.5"],
+        ["--budget-seconds", "0"],
+        ["--budget-seconds", "-1"],
+        ["--budget-seconds", "nan"],
+        ["--budget-seconds", "inf"],
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["run", "digits", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert arguments[0] in said
+    assert said.count("\n") == 1, said

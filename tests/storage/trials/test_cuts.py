@@ -1,0 +1,155 @@
+"""Where the places at a rung end is known without counting, and is what counting says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState, create_trial
+
+from storage.attributes import SPEC
+from storage.database import migrations
+from storage.database.migrate import migrate
+from storage.trials.claims import Claim, Claims
+from storage.trials.cuts import count_anew
+from storage.trials.outcome import Outcome
+from storage.trials.rungs import Rungs, note
+from tests.storage.trials.support import budget, rows, take
+
+CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"
+
+
+@pytest.mark.parametrize(("factor", "n_trials"), [(2, 7), (2, 60), (3, 2), (3, 60), (4, 1000)])
+def test_the_cuts_that_move_are_those_that_are_counted(
+    storage: BaseStorage, study_id: int, engine: sa.Engine, factor: int, n_trials: int
+) -> None:
+    rungs = Rungs("asha", (1, 2), 4, factor, maximize=False)
+    drawn = random.Random(factor * n_trials)
+    trials = [storage.create_new_trial(study_id) for _ in range(60)]
+    # Equal ones among them, and both infinities.
+    values = [drawn.choice([0.1, 0.2, drawn.random(), float("inf"), -float("inf")]) for _ in trials]
+    noted = [(trial, rung, value) for trial, value in zip(trials, values, strict=True) for rung in (0, 1)]
+    drawn.shuffle(noted)
+    noted += noted[:5]  # again, after a crash
+    for trial, rung, value in noted:
+        with engine.begin() as connection:
+            note(connection, study_id, trial, rungs, rung=rung, value=value, n_trials=n_trials)
+        moved = rows(engine, CUTS, study=study_id)
+        with engine.begin() as connection:
+            count_anew(connection, study_id, factor=factor, places=rungs.places(n_trials))
+        assert moved == rows(engine, CUTS, study=study_id)
+    assert [row.reached for row in rows(engine, CUTS, study=study_id)] == [60, 60]
+
+
+# All trials of a study have reached the first rung; a third of them went on, but for a few that are to.
+_FILL = """
+    UPDATE trials t SET datetime_start = now() WHERE study_id = :study;
+    INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss)
+    SELECT trial_id, 0, study_id, (number * 7919 % :trials)::float FROM trials WHERE study_id = :study;
+    INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at, ended_at, outcome)
+    SELECT trial_id, 1, gen_random_uuid(), 'w', 'p', now(), now(), 'paused' FROM trials WHERE study_id = :study;
+    UPDATE hpsearch_rungs SET promoted_at = now() WHERE study_id = :study AND loss < :trials / 3 - 20;
+    UPDATE trials SET state = 'COMPLETE'
+     WHERE trial_id IN (SELECT trial_id FROM hpsearch_rungs WHERE study_id = :study AND promoted_at IS NOT NULL)
+"""
+
+
+def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engine, trials: int) -> int:
+    """How many rows the server reads for a claim that promotes, in a study of so many trials."""
+    study_id = storage.create_new_study([optuna.study.StudyDirection.MINIMIZE], f"of {trials}")
+    budget(storage, study_id, n_trials=2 * trials)
+    storage.import_trials(study_id, [create_trial(state=TrialState.WAITING)] * trials)  # type: ignore[attr-defined]
+    with engine.begin() as connection:
+        connection.execute(sa.text(_FILL), {"study": study_id, "trials": trials})
+        count_anew(connection, study_id, factor=3, places=2 * trials // 3)
+    with owner.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(sa.text("VACUUM ANALYZE trials, hpsearch_rungs, hpsearch_attempts, hpsearch_rung_cuts"))
+    claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1, 3, 9), 27, 3, maximize=False))
+    take(claims)
+    read: list[int] = []
+
+    def at_commit(connection: sa.Connection) -> None:
+        seen = sa.text("""
+            SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0) + n_tup_ins + n_tup_upd)
+              FROM pg_stat_xact_user_tables
+        """)
+        read.append(int(connection.execute(seen).scalar_one()))
+
+    for _ in range(10):
+        with engine.begin() as connection:  # what was counted before counts no more
+            connection.execute(sa.text("SELECT pg_stat_force_next_flush()"))
+        sa.event.listen(engine, "commit", at_commit)
+        assert take(claims).attempt == 2, "it waited"
+        sa.event.remove(engine, "commit", at_commit)
+    assert len(read) == 10
+    return max(read)
+
+
+def test_a_promotion_reads_no_more_rows_of_ten_thousand_trials_than_of_a_thousand(
+    storage: BaseStorage, engine: sa.Engine, owner_url: str
+) -> None:
+    owner = sa.create_engine(owner_url, poolclass=sa.NullPool)
+    few, many = (_rows_of_a_promotion(storage, engine, owner, trials) for trials in (1_000, 10_000))
+    assert many <= few + 20
+    assert many < 150
+
+
+def test_who_goes_on_is_the_best_of_those_among_the_best(
+    storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=90)
+    rungs = Rungs("asha", (1,), 3, 3, maximize=True)
+    claims, drawn = Claims(engine, study_id, worker="w", rungs=rungs), random.Random(3)
+    came: dict[int, float] = {}
+    gone: set[int] = set()
+    while isinstance(claim := claims.claim(), Claim):
+        best = sorted(came, key=lambda number: (-came[number], number))[: len(came) // 3]
+        waits = [number for number in best if number not in gone]
+        assert claim.attempt == (2 if waits else 1)
+        if waits:
+            assert claim.number == waits[0]
+            gone.add(claim.number)
+            continue
+        came[claim.number] = drawn.choice([0.5, drawn.random()])
+        if claims.reach(claim, 0, came[claim.number]).promoted:
+            gone.add(claim.number)
+    assert len(came) > 30
+
+
+def test_a_study_from_before_there_were_cuts_goes_on(
+    storage: BaseStorage, study_id: int, engine: sa.Engine, owner_url: str
+) -> None:
+    storage.set_study_user_attr(
+        study_id, SPEC, {"retries": 1, "n_trials": 6, "pruner": {"name": "asha", "reduction_factor": 2}}
+    )
+    claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1,), 2, 2, maximize=True))
+    held = [take(claims) for _ in range(6)]
+    given_back = held.pop()
+    claims.settle(given_back, Outcome.RELEASED)
+    for claim, value in zip(held, (0.5, 0.4, 0.3, 0.2, 0.1), strict=True):
+        claims.reach(claim, 0, value)
+    assert take(claims).number == given_back.number
+    storage.set_trial_state_values(held[-1].trial_id, TrialState.FAIL)
+    cuts = rows(engine, CUTS, study=study_id)
+    engine.dispose()
+    _downgrade(owner_url, "0005")
+    with sa.create_engine(owner_url, poolclass=sa.NullPool).begin() as connection:  # as earlier releases left them
+        connection.execute(sa.text("UPDATE trials SET state = 'WAITING' WHERE number = 5"))
+        connection.execute(sa.text("UPDATE hpsearch_attempts SET ended_at = now(), outcome = 'lost' WHERE attempt = 2"))
+    migrate(owner_url)
+    assert rows(engine, CUTS, study=study_id) == cuts
+    assert [take(claims).number for _ in range(2)] == [5, 0], "the one that was given back, and the best that waits"
+
+
+def _downgrade(owner_url: str, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    with sa.create_engine(owner_url, poolclass=sa.NullPool).connect() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
