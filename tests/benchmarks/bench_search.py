@@ -121,10 +121,11 @@ class Bench:
 
     def _ours(self, name: str) -> tuple[list[list[str]], str]:
         settings: dict[str, Any] = {
-            "objective": OBJECTIVE, "name": name, "n_trials": self.trials, "epochs": self.epochs, "seed": 0
+            "objective": OBJECTIVE, "name": name, "n_trials": self.trials, "epochs": self.epochs, "seed": 0,
+            "default_first": False,
         }  # fmt: skip
         flags = [f"--{flag}={value}" for flag, value in (("name", name), ("trials", self.trials), ("seed", 0))]
-        flags += [f"--epochs={self.epochs}", f"--workers={self.workers}"]
+        flags += [f"--epochs={self.epochs}", f"--workers={self.workers}", "--no-default-first"]
         if self.configurations:
             settings, objective = load_for_search(settings)
             study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)

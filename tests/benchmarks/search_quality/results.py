@@ -68,8 +68,9 @@ def digest(one: Search, setting: Setting) -> str:
     if not one.way.startswith("hpsearch"):
         sources.append(HERE / "peers.py")
     else:
-        sources += [HERE / "production.py", HERE / "stored.py", ROOT / "storage/trials/rungs.py"]
-        rooms = ("samplers", "pruners", "sampling")
+        sources += [HERE / "production.py", HERE / "stored.py"]
+        sources += [ROOT / "storage/trials" / name for name in ("rungs.py", "cuts.py")]
+        rooms = ("curves", "samplers", "pruners", "sampling")
         sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     text = json.dumps([asdict(one), asdict(setting), made_of(one.objective), code])

@@ -108,7 +108,8 @@ class Scores:
         """Values of scores, none worse than the worst that was trained; what is better goes on as the best ones do."""
         scores = self.sign * scores
         values = np.interp(scores, self.scores, self.values)
-        low, high = (0, TAIL) if self.sign > 0 else (-TAIL - 1, -1)
+        tail = min(TAIL, len(self.values) - 1)
+        low, high = (0, tail) if self.sign > 0 else (-tail - 1, -1)
         slope = (self.values[high] - self.values[low]) / (self.scores[high] - self.scores[low])
         best = 0 if self.sign > 0 else -1
         beyond = (scores - self.scores[best]) * slope

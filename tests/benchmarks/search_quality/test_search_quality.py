@@ -12,6 +12,7 @@ import numpy as np
 import optuna
 import pytest
 
+from objectives.breast_cancer import BreastCancer
 from search.samplers import SamplerSpec
 from search.sampling.seeds import make_sampler
 from tests.benchmarks.search_quality.curves import DATA, read_curves
@@ -29,7 +30,7 @@ from tests.benchmarks.search_quality.ways import BASELINE, halving, median
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-PROBLEM = PROBLEMS["breast_cancer"]
+PROBLEM = Problem(BreastCancer, "tuning")
 BUDGET = 400
 
 
@@ -252,13 +253,24 @@ def test_scores_keep_the_order_and_lead_back():
     assert scores.value(found)[known] == pytest.approx(values[known])
 
 
+@pytest.mark.parametrize("maximize", [True, False])
+def test_what_is_better_than_all_that_was_trained_has_a_better_value_yet(maximize):
+    scores = Scores.of(np.array([1.0, 2.0, 3.0, 5.0]), maximize=maximize)
+    best = scores.score(np.array([5.0 if maximize else 1.0]))
+    beyond = scores.value(best - np.array([0.0, 0.1, 0.2]))
+    steps = np.diff(beyond)
+    assert beyond[0] == (5.0 if maximize else 1.0)
+    assert steps == pytest.approx([steps[0]] * 2)
+    assert (steps > 0).all() if maximize else (steps < 0).all()
+
+
 def test_a_ratio_is_that_of_epochs_to_the_baselines_quality():
     def arriving(at: int) -> History:
         return History(spent=[1, at], best=[0.0, 1.0], epochs=150)
 
     slow, fast = [arriving(at) for at in (40, 80, 90)], [arriving(at) for at in (20, 40, 45)]
     never = [History(spent=[1], best=[0.0], epochs=150)] * 3
-    cells = [Cell("breast_cancer", "gp", {BASELINE: slow, "fast": fast, "never": never})]
+    cells = [Cell("denoise", "gp", {BASELINE: slow, "fast": fast, "never": never})]
     setting = Setting(budget=100, workers=8)
     assert ratio(BASELINE, cells, setting).middle == pytest.approx(1.0)
     assert ratio("fast", cells, setting).middle == pytest.approx(0.5)

@@ -1,0 +1,230 @@
+"""Real searches: the wall time until a trial reports the quality that TPE and the median pruner end with.
+
+    python tests/benchmarks/bench_quality.py [--objectives NAME ...] [--ways NAME ...] [--seeds 5] [--seconds S]
+
+Each way searches for so many seconds, from the command to its end with all imports, on the same machine, with as many
+workers, for the same objective, trained by the same loop. The services of hpsearch run beforehand, as Optuna's
+database does; Optuna and Ray Tune log nothing anywhere, hpsearch all that it logs. What counts is each value that a
+trial reports, at the time at which it is in the database, or in Ray's results. The target of an objective is the
+median over seeds of the best that `hpsearch tpe + median` has at the end; who never has it counts as having it then.
+`search_quality` asks the same of simulated searches, which can be many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+import sqlalchemy as sa
+from bench_search import own_environment, say, services
+
+from objectives.base import BaseObjective
+from objectives.loading import load_objective
+from search.fleet.cores import cores, thread_settings
+from storage.embedded import stack
+
+HERE = Path(__file__).parent
+OBJECTIVES = {
+    "digits": "tests.benchmarks.search_quality.likelihood:DigitsLikelihood",
+    "breast_cancer": "tests.benchmarks.search_quality.likelihood:BreastCancerLikelihood",
+    "denoise": "denoise",
+}
+EPOCHS = 27
+BASELINE = "hpsearch tpe + median"
+NO_END = 100_000  # trials: the time ends a search
+POLL = 0.25  # seconds
+
+_BEST = sa.text("""
+    SELECT min(v.intermediate_value) AS low, max(v.intermediate_value) AS high, count(*) AS epochs
+      FROM trial_intermediate_values v JOIN trials USING (trial_id) JOIN studies USING (study_id)
+     WHERE study_name = :name AND intermediate_value_type = 'FINITE'
+""")
+
+
+@dataclass
+class Trace:
+    """A search: seconds since its command at which the best reported value was first so good."""
+
+    times: list[float]
+    best: list[float]  # lower is better
+    epochs: int = 0
+
+    def note(self, seconds: float, loss: float) -> None:
+        if not self.best or loss < self.best[-1]:
+            self.times.append(seconds)
+            self.best.append(loss)
+
+    def reached(self, target: float, end: float) -> float:
+        return next((at for at, loss in zip(self.times, self.best, strict=True) if loss <= target), end)
+
+
+@dataclass
+class Case:
+    """One search that is to be made."""
+
+    objective: BaseObjective
+    reference: str
+    seed: int
+    seconds: float
+    workers: int
+    home: Path
+    storage: str
+
+    @property
+    def sign(self) -> float:
+        return -1.0 if self.objective.direction == "maximize" else 1.0
+
+
+def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
+    """`hpsearch run` as a user starts it."""
+
+    def made(case: Case, name: str) -> Trace:
+        flags = {
+            "name": name, "trials": NO_END, "epochs": EPOCHS, "timeout": case.seconds, "workers": case.workers,
+            "seed": case.seed, "sampler": sampler, "pruner": pruner,
+        }  # fmt: skip
+        given = [f"--{flag}={value}" for flag, value in flags.items()]
+        command = [sys.executable, "-P", "-m", "search.cli", "run", case.reference, "--no-default-first", *given]
+        return watched(case, name, [command])
+
+    return made
+
+
+def plain_optuna(case: Case, name: str) -> Trace:
+    """Optuna's own loop in a process for each worker, on the same Postgres."""
+    optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
+    script = [sys.executable, str(HERE / "plain_quality.py"), "optuna", case.reference, name]
+    script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}"]
+    return watched(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
+
+
+def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
+    """Ray Tune's ASHA, with as many trials at once."""
+
+    def made(case: Case, name: str) -> Trace:
+        script = [sys.executable, str(HERE / "plain_quality.py"), "ray", case.reference, name, f"--searcher={searcher}"]
+        script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}", f"--workers={case.workers}"]
+        results = case.home / f"{name}.jsonl"
+        started = time.time()
+        run([[*script, f"--seed={case.seed}", f"--results={results}"]], case, name)
+        trace = Trace([], [])
+        for line in results.read_text().splitlines():
+            at, value = json.loads(line)
+            trace.note(at - started, case.sign * value)
+            trace.epochs += 1
+        return trace
+
+    return made
+
+
+WAYS: dict[str, Callable[[Case, str], Trace]] = {
+    BASELINE: hpsearch("tpe", "median"),
+    "hpsearch curves + asha": hpsearch("curves", "asha"),
+    "hpsearch random + asha": hpsearch("random", "asha"),
+    "Optuna TPE + median": plain_optuna,
+    "Ray Tune ASHA, random": ray_tune("random"),
+    "Ray Tune ASHA, HyperOpt": ray_tune("hyperopt"),
+}
+
+
+def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
+    """Runs commands, and looks into their study as they go."""
+    trace, over = Trace([], []), threading.Event()
+    engine = sa.create_engine(case.storage)
+    started = time.time()
+
+    def look() -> None:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            while not over.wait(POLL):
+                row = connection.execute(_BEST, {"name": name}).one()
+                trace.epochs = row.epochs
+                best = row.high if case.sign < 0 else row.low
+                if best is not None:
+                    trace.note(time.time() - started, case.sign * best)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        run(commands, case, name)
+    finally:
+        over.set()
+        thread.join()
+        engine.dispose()
+    return trace
+
+
+def run(commands: list[list[str]], case: Case, name: str) -> None:
+    """Run all at once, and wait for all; they must succeed."""
+    environment = {
+        **own_environment(),
+        **thread_settings(case.workers),
+        "HPSEARCH_HOME": str(case.home),
+        "BENCH_STORAGE": case.storage,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    log = case.home / f"{name}.log"
+    with log.open("w") as output:
+        began = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            for command in commands
+        ]
+        codes = [process.wait() for process in began]
+    if any(codes):
+        raise SystemExit(f"{commands[0]} ended with {codes}:\n{log.read_text()[-3000:]}")
+
+
+def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> None:
+    """A line for each way: its ratio to the baseline, and all its times."""
+    ends = [trace.best[-1] for trace in traces[BASELINE]]
+    target = statistics.median(ends)
+    print(f"\n{objective}: target {target:.5g} (the baseline's ends: {' '.join(f'{end:.5g}' for end in sorted(ends))})")
+    times = {way: [trace.reached(target, seconds) for trace in found] for way, found in traces.items()}
+    base = statistics.geometric_mean(times[BASELINE])
+    for way, found in traces.items():
+        ratio = statistics.geometric_mean(times[way]) / base
+        spread = " ".join(f"{at:.0f}" for at in sorted(times[way]))
+        last = " ".join(f"{trace.best[-1]:.5g}" for trace in found)
+        epochs = statistics.median(trace.epochs for trace in found)
+        print(f"{way:28} {ratio:5.2f}  seconds {spread:30} best {last:45} epochs {epochs:.0f}", flush=True)
+
+
+def main() -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    ways = list(dict.fromkeys([BASELINE, *given.ways]))
+    with services() as home:
+        info = stack.up(home, progress=say)
+        print(f"{given.seconds:g} s, {given.workers} workers on {cores()} cores, load {os.getloadavg()[0]:.1f}")
+        for objective in given.objectives:
+            loaded = load_objective(OBJECTIVES[objective])
+            traces: dict[str, list[Trace]] = {way: [] for way in ways}
+            for seed in range(given.seeds):
+                where = (given.seconds, given.workers, home, info.storage_url)
+                for place, way in enumerate(
+                    ways[:: -1 if seed % 2 else 1]
+                ):  # in turns, so that none has the quiet hours
+                    case = Case(loaded, OBJECTIVES[objective], seed, *where)
+                    traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
+                    say(f"{objective}, seed {seed}, {way}: {traces[way][-1].best[-1]:.5g}")
+            table(objective, traces, given.seconds)
+
+
+if __name__ == "__main__":
+    main()
