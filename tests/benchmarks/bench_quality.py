@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -63,6 +64,10 @@ class Trace:
         if not self.best or loss < self.best[-1]:
             self.times.append(seconds)
             self.best.append(loss)
+
+    @property
+    def last(self) -> float:
+        return self.best[-1] if self.best else math.inf
 
     def reached(self, target: float, end: float) -> float:
         return next((at for at, loss in zip(self.times, self.best, strict=True) if loss <= target), end)
@@ -186,7 +191,7 @@ def run(commands: list[list[str]], case: Case, name: str) -> None:
 
 def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> None:
     """A line for each way: its ratio to the baseline, and all its times."""
-    ends = [trace.best[-1] for trace in traces[BASELINE]]
+    ends = [trace.last for trace in traces[BASELINE]]
     target = statistics.median(ends)
     print(f"\n{objective}: target {target:.5g} (the baseline's ends: {' '.join(f'{end:.5g}' for end in sorted(ends))})")
     times = {way: [trace.reached(target, seconds) for trace in found] for way, found in traces.items()}
@@ -222,7 +227,7 @@ def main() -> None:
                 ):  # in turns, so that none has the quiet hours
                     case = Case(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
-                    say(f"{objective}, seed {seed}, {way}: {traces[way][-1].best[-1]:.5g}")
+                    say(f"{objective}, seed {seed}, {way}: {traces[way][-1].last:.5g}")
             table(objective, traces, given.seconds)
 
 

@@ -160,7 +160,7 @@ def test_eight_processes_make_one_set(study: StoredStudy, database_url: str) -> 
 
 def test_finalists_wait_for_the_end_of_the_search(storage: PostgresStorage) -> None:
     study = search(storage, "s", [finished(0, 0.5)], budget=2)
-    with pytest.raises(SearchError, match=r"'s' is not over, 1 of its 2 trials are done.*: hpsearch stop s$"):
+    with pytest.raises(SearchError, match=r"'s' is not over, 1 of 2 trials are done.*: hpsearch stop s$"):
         create_or_join(study, top=1, seeds=1)
     claim = Claims(storage.engine, study.study_id, worker="host:1").claim()
     assert isinstance(claim, Claim)
