@@ -82,12 +82,20 @@ def _objects(path: Path) -> Iterator[tuple[int, Given]]:
         if not text.strip():
             continue
         try:
-            given = json.loads(text)
-        except ValueError as error:
+            given = json.loads(text, object_pairs_hook=_each_once)
+        except (ValueError, RecursionError) as error:
             raise _wrong(path, line, f"no JSON: {error}") from None
         if not isinstance(given, dict):
             raise _wrong(path, line, f'{given!r} is no object such as {{"lr": 0.001}}')
         yield line, Given(given)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:  # json would take the last one in silence
+            raise ValueError(f"{name!r} is there twice: leave one out")
+    return dict(pairs)
 
 
 def _wrong(path: Path, line: int, why: str) -> SearchError:

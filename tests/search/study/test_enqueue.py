@@ -103,6 +103,8 @@ def test_what_is_wrong_with_a_table_is_one_line_with_its_place(tmp_path: Path, t
         ("rows.jsonl", "{", "line 1: no JSON"),
         ("rows.jsonl", "[1]", "line 1: [1] is no object"),
         ("rows.jsonl", '{"lr": "0.1"}', "line 1: lr: '0.1' is no number"),
+        ("rows.jsonl", '{"lr": 0.1, "lr": 0.2}', "line 1: no JSON: 'lr' is there twice: leave one out"),
+        pytest.param("rows.jsonl", "[" * 100_000, "line 1: no JSON: maximum recursion depth exceeded", id="deep"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path: Path, name: str, text: str, words: str) -> None:
