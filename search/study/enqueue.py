@@ -69,7 +69,7 @@ def _cells(path: Path) -> Iterator[tuple[int, Given]]:
                 raise _wrong(path, 1, f"column {twice[0]!r} is there twice" if twice[0] else "a column has no name")
             for cells in rows:
                 if cells and len(cells) != len(names):
-                    raise _wrong(path, rows.line_num, f"{len(cells)} cells under {len(names)} columns")
+                    raise _wrong(path, rows.line_num, f"{len(cells)} of {len(names)} columns have a cell")
                 if cells:
                     given = {name: cell.strip() for name, cell in zip(names, cells, strict=True) if cell.strip()}
                     yield rows.line_num, Written(given)
@@ -78,7 +78,7 @@ def _cells(path: Path) -> Iterator[tuple[int, Given]]:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Given]]:
-    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
         try:

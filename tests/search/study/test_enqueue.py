@@ -81,7 +81,7 @@ def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
         ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide asks for no such parameter: did you mean 'width'?"),
         ("lr,lr\n0.1,0.1\n", "line 1: column 'lr' is there twice"),
         ("lr,\n0.1,\n", "line 1: a column has no name"),
-        ("lr,width\n0.1\n", "line 2: 1 cells under 2 columns"),
+        ("lr,width\n0.1\n", "line 2: 1 of 2 columns have a cell"),
         ("lr,kind\n0.1,a\n0.2,a\n1e-1,a\n", "line 4: the same as line 2"),
         ("lr,kind\n,\n", "line 2: no parameter has a value"),
         ("lr\n", "has no configuration"),
