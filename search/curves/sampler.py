@@ -13,6 +13,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from search.curves.foreseen import CHOSEN, band
 from search.curves.points import Seen, seen
 from search.curves.process import Points, Posterior, Process, log_expected_improvement
 from search.curves.space import Space
@@ -74,7 +75,16 @@ class CurvesSampler(BaseSampler):
         running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
-        return space.params(self._best(posterior, space, foreseen))
+        row, top = self._best(posterior, space, foreseen)
+        if not trial.params and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
+            maximize = study.direction == StudyDirection.MAXIMIZE
+            mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
+            middle, low, high = band(points, mean.item(), deviation.item(), maximize=maximize)
+            best, _, _ = band(points, float(foreseen.min()), 0.0, maximize=maximize)
+            near = None if top is None else told[top].number
+            note: Any = {"foreseen": middle, "band": [low, high], "best": best, "near": near}
+            study._storage.set_trial_system_attr(trial._trial_id, CHOSEN, note)
+        return space.params(row)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -82,8 +92,12 @@ class CurvesSampler(BaseSampler):
         """A parameter at random: at the start, or one that no trial had."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def _best(self, posterior: Posterior, space: Space, foreseen: np.ndarray) -> np.ndarray:
-        """The row of the largest expected improvement among some at random and around the best."""
+    def _best(self, posterior: Posterior, space: Space, foreseen: np.ndarray) -> tuple[np.ndarray, int | None]:
+        """The row of the largest expected improvement among some at random and around the best.
+
+        Returns:
+            The row, and the index of the trial that it was sought around; None where it came of one at random.
+        """
         incumbent = float(foreseen.min())
 
         def judged(rows: np.ndarray) -> np.ndarray:
@@ -92,13 +106,13 @@ class CurvesSampler(BaseSampler):
 
         drawn = space.drawn(self._random, DRAWN)
         gains = judged(drawn)
-        tops = np.concatenate(
-            [space.rows[np.argsort(foreseen, kind="stable")[:TOPS]], drawn[np.argsort(-gains, kind="stable")[:TOPS]]]
-        )
+        best = np.argsort(foreseen, kind="stable")[:TOPS]
+        tops = np.concatenate([space.rows[best], drawn[np.argsort(-gains, kind="stable")[:TOPS]]])
         around = space.near(self._random, tops, AROUND)
         rows, gains = np.concatenate([drawn, around]), np.concatenate([gains, judged(around)])
-        best: np.ndarray = rows[int(np.argmax(gains))]
-        return best
+        chosen = int(np.argmax(gains))
+        top = (chosen - DRAWN) // AROUND  # below 0 for those at random
+        return rows[chosen], int(best[top]) if 0 <= top < len(best) else None
 
 
 def _told(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:

@@ -7,6 +7,7 @@ import optuna
 from search.console import command
 from search.finalists.text import confirmation_lines
 from search.report.promotions import promotion_lines
+from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_value
 from storage.attributes import RUN_URL
@@ -35,6 +36,8 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
     for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
+    rungs = rung_lines(study)
+    lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
     promoted = [line for line in promotion_lines(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)

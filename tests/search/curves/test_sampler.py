@@ -12,6 +12,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from search.curves.foreseen import CHOSEN, band, chosen_line
+from search.curves.points import Seen
 from search.curves.sampler import FITTED, REFIT, CurvesSampler
 
 EPOCHS = 9
@@ -130,8 +132,47 @@ def test_one_value_is_no_parameter():
     assert suggestion(study) == pytest.approx(0.7, abs=0.06)
 
 
+def test_it_notes_with_a_trial_why_it_has_its_configuration():
+    study = study_of(list(np.linspace(0.0, 1.0, 11)), sign=-1.0)
+    x = suggestion(study)
+    note = study.trials[-1].system_attrs[CHOSEN]
+    low, high = note["band"]
+    ends = [-min(curve(x).values()) for x in np.linspace(0.0, 1.0, 11)]
+    assert low < high
+    assert low <= note["foreseen"] <= high <= max(ends)
+    assert note["best"] == pytest.approx(max(ends), abs=0.02)
+    assert note["near"] is None or abs(study.trials[note["near"]].params["x"] - x) < 0.5
+    assert "best then" in chosen_line(note)
+
+
+def test_of_what_it_did_not_choose_it_notes_nothing():
+    study = study_of([0.1] * 9)
+    suggestion(study)
+    for x in np.linspace(0.0, 1.0, 5):
+        study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
+    study.enqueue_trial({"x": 0.25})
+    assert suggestion(study) == 0.25
+    assert not [t for t in study.trials if CHOSEN in t.system_attrs]
+
+
+@pytest.mark.parametrize(("maximize", "expected"), [(False, (2.0, 1.0, 3.0)), (True, (-2.0, -3.0, -1.0))])
+def test_scores_are_turned_back_into_values(maximize, expected):
+    points = Seen(np.arange(4), np.ones(4), np.array([3.0, np.inf, 1.0, 2.0]))
+    two = float(points.scores[3])
+    assert band(points, two, 100.0, maximize=maximize) == pytest.approx(expected)
+
+
+def test_a_note_fits_a_line_of_eighty_columns():
+    note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 1234}
+    assert chosen_line(note) == "foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
+    assert chosen_line({**note, "near": None}).endswith("; drawn at random")
+    assert len(chosen_line(note)) + len("   curves  ") <= 80
+
+
 SCRIPT = """
 import sys, optuna
+from search.curves.foreseen import CHOSEN, band, chosen_line
+from search.curves.points import Seen
 from search.curves.sampler import CurvesSampler
 study = optuna.load_study(study_name="s", storage=sys.argv[1])
 study.sampler = CurvesSampler(seed=5, epochs=9)
