@@ -47,6 +47,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     check_devices(options)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for torchs in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they tell a dead rank at length
@@ -80,6 +81,11 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             rank, failure = error.get_first_failure()
             how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
             sys.stderr.write(f"rank {rank} of {options.world} ended by {how}: all ranks were ended\n")
+            return EXIT_AWAY
+        except RendezvousConnectionError:  # the machine that holds the meeting ended before this one heard why
+            if told:
+                return EXIT_DRAINED
+            sys.stderr.write(f"the machines' meeting at {place.endpoint} is gone: all ranks were ended\n")
             return EXIT_AWAY
     return int(next(iter(codes.values())))  # each has rank 0's
 

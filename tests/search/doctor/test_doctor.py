@@ -184,7 +184,7 @@ def test_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Pat
     code, checks = look("s", "--storage-url", database_url)
     assert code == 0
     assert [checks[name]["status"] for name in ("study", "release", "objective", "source")] == ["ok"] * 4
-    assert "0 of " in checks["study"]["found"]
+    assert "0/9 trials have ended" in checks["study"]["found"]
 
 
 def test_what_keeps_a_worker_from_a_study_is_told(
