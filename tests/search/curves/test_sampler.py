@@ -145,14 +145,18 @@ def test_it_notes_with_a_trial_why_it_has_its_configuration():
     assert "best then" in chosen_line(note)
 
 
-def test_of_what_it_did_not_choose_it_notes_nothing():
-    study = study_of([0.1] * 9)
-    suggestion(study)
-    for x in np.linspace(0.0, 1.0, 5):
-        study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
+def test_of_what_it_did_not_choose_alone_it_notes_nothing():
+    study = optuna.create_study()
+    for number, x in enumerate(np.linspace(0.0, 1.0, 14)):
+        params = {"x": x, "lr": 10 ** -(number % 4)}
+        study.add_trial(pruned(params, {"x": X, "lr": LR}, curve(x)))
     study.enqueue_trial({"x": 0.25})
-    assert suggestion(study) == 0.25
-    assert not [t for t in study.trials if CHOSEN in t.system_attrs]
+    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS)
+    for given in (True, False):
+        trial = study.ask()
+        trial.suggest_float("lr", 1e-4, 1.0, log=True)  # chosen, before what is given is asked for
+        assert (trial.suggest_float("x", 0.0, 1.0) == 0.25) == given
+        assert (CHOSEN in study.trials[trial.number].system_attrs) != given
 
 
 @pytest.mark.parametrize(("maximize", "expected"), [(False, (2.0, 1.0, 3.0)), (True, (-2.0, -3.0, -1.0))])
