@@ -40,20 +40,18 @@ class CurvesSampler(BaseSampler):
         seed: of this suggestion.
         epochs: of a full trial.
         n_startup_trials: drawn at random before any is chosen.
-        explore: the share of later ones that is drawn at random all the same.
     """
 
-    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, explore: float = 0.0) -> None:
+    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10) -> None:
         self._random = np.random.default_rng(seed)
         self._independent = RandomSampler(seed)
         self._epochs = epochs
         self._n_startup_trials = n_startup_trials
-        self._explore = explore
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters that trials had; none before there are enough trials."""
         trials = _told(study, trial)
-        if len(trials) < self._n_startup_trials or self._random.random() < self._explore:
+        if len(trials) < self._n_startup_trials:
             return {}
         found: dict[str, BaseDistribution] = {}
         for told in trials:

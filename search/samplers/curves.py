@@ -16,12 +16,11 @@ class Curves(SamplerSpec):
     """Learn from every epoch, of trials that run or wait too, what a configuration ends with.
 
     A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
-    last epoch on the best that is foreseen. `explore` is the share of trials that are drawn at random all the same.
+    last epoch on the best that is foreseen.
     """
 
     name: Literal["curves"] = "curves"
     n_startup_trials: int = Field(default=10, ge=1)
-    explore: float = Field(default=0.0, ge=0, lt=1)
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from search.curves.sampler import CurvesSampler

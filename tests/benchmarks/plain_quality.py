@@ -20,35 +20,22 @@ from objectives import BaseObjective
 from objectives.fit import fit
 from objectives.loading import load_objective
 from objectives.training import EpochRecord, NonFiniteError, Verdict
-from objectives.training.session import Due
 from search.sampling.seeds import derive_seed
+from tests.benchmarks.search_quality.curves import Kept
 from tests.benchmarks.search_quality.peers import Flat, hyperopt, ray_domain
 from tests.benchmarks.search_quality.problems import Problem
 
 
-class Reported:
-    """A session that hands on the metric of each epoch, and keeps nothing."""
+class Reported(Kept):
+    """A session that hands on the metric of each epoch."""
 
     def __init__(self, metric: str, report: Callable[[float, int], Verdict]) -> None:
-        self._metric, self._report = metric, report
-
-    def restore(self) -> None:
-        return None
-
-    def save(self, state: dict[str, Any], *, best: bool) -> None:
-        pass
-
-    def due(self, left: Any) -> Due:
-        return Due.NOTHING
-
-    def save_within(self, state: dict[str, Any]) -> None:
-        pass
+        super().__init__(metric)
+        self._report = report
 
     def report(self, record: EpochRecord) -> Verdict:
-        return self._report(record.metrics[f"val_{self._metric}"], record.epoch)
-
-    def log(self, path: Path) -> None:
-        pass
+        super().report(record)
+        return self._report(self.values[-1], record.epoch)
 
 
 def train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -50,3 +50,14 @@ def kill(engine: sa.Engine, claim: Claim) -> None:
     with engine.begin() as connection:
         statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"
         connection.execute(sa.text(statement), {"process": child.stdout.strip(), "trial": claim.trial_id})
+
+
+def begin_at_once(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Let processes go that say when they are ready, none before all are."""
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from tests.storage.trials.support import budget, outcomes, rows
+from tests.storage.trials.support import begin_at_once, budget, outcomes, rows
 
 WORKER_PROGRAM = """
 import sys
@@ -39,13 +39,7 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
 ) -> None:
     budget(storage, study_id, n_trials=100, retries=5)
     workers = [spawn(database_url, study_id) for _ in range(4)]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
+    begin_at_once(workers)
     assert workers[0].stdout is not None
     workers[0].stdout.readline()
     workers[0].kill()

@@ -17,7 +17,7 @@ from storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
 from storage.trials.outcome import Outcome
 from storage.trials.reopening import reopen_trial, wait_again
 from storage.trials.rungs import Rungs
-from tests.storage.trials.support import budget, kill, outcomes, rows, take
+from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
 
@@ -288,13 +288,7 @@ def test_many_processes_promote_each_trial_once_and_only_from_the_best(
     budget(storage, study_id, n_trials=81)
     command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
+    begin_at_once(workers)
     for worker in workers:
         worker.communicate()
         assert worker.returncode == 0

@@ -19,7 +19,7 @@ from storage.trials.outcome import Outcome
 from storage.trials.reopening import go_on_again, reopen_trial
 from storage.trials.rungs import Rungs
 from storage.trials.spending import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
-from tests.storage.trials.support import budget, kill, rows, take
+from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # of a full trial
 
@@ -269,13 +269,7 @@ def test_many_processes_some_of_them_killed_spend_exactly_the_budget(
         open_spending(connection, study_id, epochs=203, seconds=None)
     command = [sys.executable, "-c", WORKER_PROGRAM, database_url, str(study_id)]
     workers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(5)]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
+    begin_at_once(workers)
     for worker in workers[:2]:  # in the midst
         assert worker.stdout is not None
         for _ in range(10):
