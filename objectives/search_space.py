@@ -153,6 +153,8 @@ class Written(Given):
 
 
 def _number_of(text: str) -> float | None:
+    if "_" in text:  # which Python takes between digits
+        return None
     for kind in (int, float):
         try:
             return kind(text)

@@ -23,11 +23,13 @@ class Kind(Options):
         family: what is chosen, for messages; a direct subclass sets it.
         kinds: the choices of the family by their names.
         refused: why some that one might look for are none of them, by their names.
+        examples: of options that have to be given, by their names.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
     refused: ClassVar[Mapping[str, str]] = {}
+    examples: ClassVar[Mapping[str, str]] = {}
     name: str
 
     @classmethod
@@ -68,7 +70,9 @@ class Kind(Options):
         if first["type"] == "value_error":
             return f"{setting}: {first['ctx']['error']}"
         if first["type"] == "missing":
-            return f"{setting} is not set: give it as an option of the {cls.family}"
+            name = str(first["loc"][-1])
+            example = cls.examples.get(name, "...")
+            return f"{setting} is not set: give --{cls.family}-option '{name}={example}', or set it in a spec file"
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
             return f"{setting}: no such option" + (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc as garbage
+import re
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -43,6 +46,21 @@ def add_verbs(app: typer.Typer) -> None:
 add_verbs(app)
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hpsearch {metadata.version('hpsearch')}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", help="Say which version this is, and exit.", is_eager=True, callback=_say_version)
+]
+
+
+@app.callback()
+def _root(version: _Version = False) -> None: ...
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     leave_when_told()
@@ -79,5 +97,6 @@ def _with_value(error: typer.TyperException, message: str, arguments: list[str] 
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
+    message = re.sub(r"Input should be (.+?)(, unable to .+)?$", r"it must be \1", message)
     context = getattr(error, "ctx", None)
     return f"{message} (see '{context.command_path} --help')" if context else message

@@ -74,7 +74,8 @@ class CurvesSampler(BaseSampler):
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
         row, top = self._best(posterior, space, foreseen)
-        if not trial.params and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
+        given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt, or somebody
+        if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             maximize = study.direction == StudyDirection.MAXIMIZE
             mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
             middle, low, high = band(points, mean.item(), deviation.item(), maximize=maximize)

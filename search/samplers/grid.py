@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator
@@ -36,6 +37,7 @@ class Grid(SamplerSpec):
     search_space: dict[str, list[bool | int | float | str | None]] = Field(min_length=1)
 
     by_number: ClassVar[bool] = True
+    examples: ClassVar[Mapping[str, str]] = {"search_space": "{lr: [0.001, 0.01], width: [32, 64]}"}
 
     @field_validator("search_space", mode="before")
     @classmethod
@@ -43,6 +45,11 @@ class Grid(SamplerSpec):
         """YAML reads 1e-3 as a word."""
         if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
             raise ValueError(f"{given!r} is no table of lists, such as {{lr = [0.001, 0.01], width = [32, 64]}}")
+        for name, value in ((name, value) for name, values in given.items() for value in values):
+            if not isinstance(value, bool | int | float | str | None):
+                raise ValueError(
+                    f"{name} has {value!r}, which is no value of a parameter: give numbers, words, true or none"
+                )
         return {name: [_number(value) for value in values] for name, values in given.items()}
 
     @field_validator("search_space")

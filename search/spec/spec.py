@@ -108,6 +108,7 @@ class StudySpec(Options):
     budget_seconds: float | None = Field(
         default=None,
         gt=0,
+        le=1_000_000_000,
         strict=False,
         allow_inf_nan=False,
         description="Budget: seconds of training, summed over all trials, after which no epoch is begun",

@@ -95,7 +95,7 @@ def extend_study(
             f"study {study.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
             f"with {command('finalists', of.study, '--new-set')}"
         )
-    if not re.fullmatch(r"\+?[0-9]{1,12}", more):
+    if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
     changed: list[Extended] = []
 
@@ -106,7 +106,8 @@ def extend_study(
                 f"{flag} {more}: study {study.spec.name!r} has no budget in {unit}, and gets none now: "
                 "extend one that it has, or give it to a new study"
             )
-        after = before + int(more) if more.startswith("+") else int(more)
+        number = float(more) if "." in more else int(more)
+        after = before + number if more.startswith("+") else number
         if setting == "n_trials" and after <= started:
             raise SearchError(
                 f"--trials {more}: {started} trials of {study.spec.name!r} are started already: "

@@ -130,6 +130,10 @@ def test_one_value_is_no_parameter():
         shape = {"x": X, "fixed": FloatDistribution(3.0, 3.0)}
         study.add_trial(pruned({"x": x, "fixed": 3.0}, shape, curve(x)))
     assert suggestion(study) == pytest.approx(0.7, abs=0.06)
+    trial = study.ask()
+    trial.suggest_float("fixed", 3.0, 3.0)  # asked for first, which is no choice
+    trial.suggest_float("x", 0.0, 1.0)
+    assert CHOSEN in study.trials[-1].system_attrs
 
 
 def test_it_notes_with_a_trial_why_it_has_its_configuration():

@@ -76,6 +76,7 @@ def test_a_table_is_read_as_the_search_space_has_it(tmp_path: Path) -> None:
     [
         ("lr\n0.1\n5\n", "line 3: lr: 5 is not in [0.01, 1.0]"),
         ("lr\nfast\n", "line 2: lr: 'fast' is no number"),
+        ("lr\n1_0e-3\n", "line 2: lr: '1_0e-3' is no number"),
         ("width\n9\n", "line 2: width: 9 is not in [8, 32] by 8"),
         ("kind\nc\n", "line 2: kind: 'c' is none of 'a', 'b', None, True, 3"),
         ("lr,witdh\n0.1,8\n", "line 2: witdh: Wide asks for no such parameter: did you mean 'width'?"),

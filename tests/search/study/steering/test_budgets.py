@@ -13,6 +13,7 @@ from search.report.standing import read_standing
 from search.report.top import render
 from search.spec.spec import MOST_TRIALS, parse_spec
 from search.study.create_or_join import complete_settings, create_or_join
+from search.study.steering import extend_study
 from search.study.study import StoredStudy, load_study
 from storage.attributes import CUT, SPEC
 from storage.study_storage import PostgresStorage
@@ -127,6 +128,7 @@ def test_a_study_is_made_with_its_row_and_joined_without_another(storage: Postgr
     assert _create(storage).spec == made.spec
     with pytest.raises(SearchError, match="extend made --budget-epochs 200"):
         _create(storage, budget_epochs=200)
+    assert extend_study(made, "+0.75", setting="budget_seconds").after == 6.25
 
 
 def test_a_budget_below_one_full_trial_is_refused(storage: PostgresStorage) -> None:
