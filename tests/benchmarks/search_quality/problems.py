@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from objectives.base import BaseObjective
@@ -10,6 +10,8 @@ from objectives.denoise import Denoise
 from objectives.gan import Gan
 from objectives.series import Series
 from tests.benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
+
+NO_END = 10**6
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Problem:
         repeated: how many of these, the first ones, were trained on further seeds.
         seeds: on how many seeds those were.
         epochs: length of a full trial.
+        trials: that a search may begin.
     """
 
     objective: type[BaseObjective]
@@ -31,6 +34,7 @@ class Problem:
     repeated: int = 10
     seeds: int = 2
     epochs: int = 27
+    trials: int = field(default=NO_END, repr=False)  # nothing that curves or surrogates depend on
 
     @property
     def maximize(self) -> bool:

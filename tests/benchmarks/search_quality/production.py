@@ -58,7 +58,9 @@ class Production:
         self._trials.study.pruner = self._pruner.build()  # a sampler asks it for a trial's bracket
         self._rungs: Rungs = {}
 
-    def next_work(self) -> Work:
+    def next_work(self) -> Work | None:
+        if len(self._trials.values) == self._problem.trials:
+            return None
         study = self._trials.study
         which = {"study_seed": self._seed, "trial_number": len(self._trials.values)}
         study.sampler = make_sampler(self._sampler, epochs=self._problem.epochs, **which)

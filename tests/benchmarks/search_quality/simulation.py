@@ -110,6 +110,7 @@ class Simulation:
         workers: at work at once.
         budget: epochs in all.
         seed: of the noise and the paces of trials, which depend on it and on a trial's number alone.
+        trials: that the way begins at most; with the last of them the search ends.
     """
 
     way: Way
@@ -118,10 +119,11 @@ class Simulation:
     workers: int
     budget: int
     seed: int
+    trials: int | None = None
     history: History = field(default_factory=History)
 
     def run(self) -> History:
-        """Searches until the budget is spent."""
+        """Searches until a budget is spent."""
         self._trials: dict[int, Trial] = {}
         self._incumbent = -math.inf
         # By time, then by worker, so that nothing is left to chance.
@@ -132,6 +134,8 @@ class Simulation:
         while self.history.epochs < self.budget:
             for worker in self._at_work(idle, jobs):
                 heapq.heappush(events, (now + self._trials[jobs[worker].trial].pace, worker))
+            if not events and len(self._trials) == self.trials:
+                break
             if not events:
                 raise RuntimeError("no worker has anything to do, and none ever will")
             now, worker = heapq.heappop(events)

@@ -34,7 +34,7 @@ from tests.benchmarks.search_quality.problems import Problem
 from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.simulation import Work
 
-NO_END = 10**6  # trials, and seconds of a lease: the simulation ends by its epochs, and nobody dies in it
+LEASE = 10**6  # seconds: nobody dies in the simulation
 
 
 @cache
@@ -63,7 +63,7 @@ class Stored:
         if name in {study.study_name for study in self._storage.get_all_studies()}:
             self._storage.delete_study(self._storage.get_study_id_from_name(name))
         settings = {"name": name, "objective": objective.name, "metric": objective.metric, "seed": seed}
-        settings |= {"direction": objective.direction, "epochs": problem.epochs, "n_trials": NO_END}
+        settings |= {"direction": objective.direction, "epochs": problem.epochs, "n_trials": problem.trials}
         self._spec = parse_spec({**settings, "sampler": table(sampler), "pruner": table(pruner)})
         optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
         study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
@@ -72,22 +72,19 @@ class Stored:
         self._rungs = study_rungs(self._spec)
         self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
         self._claims = Claims(
-            self._storage.engine, study.study_id, worker="simulated:0", lease=NO_END, rungs=self._rungs
+            self._storage.engine, study.study_id, worker="simulated:0", lease=LEASE, rungs=self._rungs
         )
         self._claimed: dict[int, Claim] = {}
         self._values: dict[int, dict[int, float]] = {}
 
     def next_work(self) -> Work | None:
         """What a worker claims: a new trial, or one that was paused."""
-        match self._claims.claim():
-            case Claim() as claim:
-                pass
-            case Retired():
-                return self.next_work()
-            case Nothing():
-                return None
-            case other:
-                raise RuntimeError(f"no trial to claim: {other}")
+        while isinstance(claim := self._claims.claim(), Retired):
+            pass
+        if isinstance(claim, Nothing):
+            return None
+        if not isinstance(claim, Claim):
+            raise RuntimeError(f"no trial to claim: {claim}")
         begun = claim.number in self._values
         self._claimed[claim.number] = claim
         self._values.setdefault(claim.number, {})

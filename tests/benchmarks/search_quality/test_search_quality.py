@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -179,6 +179,17 @@ def test_promotion_in_postgres_goes_on_with_the_few():
     assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
     assert any(work.params is None for work in way.given)
     assert history.epochs == len(way.told) == BUDGET
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("made", "pruner"), [(Production, "median"), (Stored, "asha")])
+def test_a_search_of_some_trials_ends_when_they_have(made, pruner):
+    problem = replace(PROBLEM, trials=20)
+    way = made(problem, "random", pruner, seed=0)
+    history = Simulation(way, Slope(), problem.maximize, workers=8, budget=10**6, seed=0, trials=20).run()
+    assert history.trials == 20
+    assert 20 + 26 <= history.epochs < 20 * 27
+    assert history.full >= 1
 
 
 def test_promotion_goes_on_with_the_best_third_once_per_rung_and_where_they_were_left():
