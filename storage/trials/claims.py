@@ -28,7 +28,17 @@ from storage.trials import claim_sql as sql
 from storage.trials import settling
 from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_machine, current_process, has_ended
-from storage.trials.rungs import Retired, Rungs, Standing, next_promoted, next_retired, note, promote, standing
+from storage.trials.rungs import (
+    Retired,
+    Rungs,
+    Standing,
+    next_promoted,
+    next_retired,
+    next_to_the_end,
+    note,
+    promote,
+    standing,
+)
 from storage.trials.spending import Spending, spending_in
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
@@ -192,11 +202,10 @@ class Claims:
                 return self._cut(connection, trial_id, spending)
             trial_id = None  # others may leave it some of the budget
         if trial_id is None and self._rungs is not None:
-            if open_new and room and (waiting := next_promoted(connection, self._study_id)):
+            over = not may_open and row.running == 0
+            if open_new and room and (waiting := self._next_waiting(connection, over=over)):
                 trial_id, rung = waiting
-            elif retired := self._retire(
-                connection, n_trials=study.n_trials, over=not may_open and row.running == 0, why=why
-            ):
+            elif retired := self._retire(connection, n_trials=study.n_trials, over=over, why=why):
                 return retired
         trial_id = trial_id or (row.next_enqueued if may_open else None)
         if trial_id is not None:
@@ -210,6 +219,11 @@ class Claims:
             new = connection.execute(sql.CREATE, arguments).one()
             return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
+
+    def _next_waiting(self, connection: sa.Connection, *, over: bool) -> tuple[int, int] | None:
+        """The trial that goes on from a rung, and which; when all is over, the best for want of a complete one."""
+        found = next_promoted(connection, self._study_id)
+        return next_to_the_end(connection, self._study_id) if found is None and over else found
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
         return None if self._metered is None else spending_in(connection, self._study_id)

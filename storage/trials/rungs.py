@@ -1,6 +1,7 @@
 """Rungs at which trials wait until they are among the best that reached them: who waits, goes on, or never will.
 
-Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), without anybody who leads: the rows of
+Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), without anybody who leads, and with the best
+trained to its end also where too few trials are begun for any to come through all rungs: the rows of
 ``hpsearch_rungs`` are all there is to know, and each decision is made in the transaction that acts on it, which holds
 the study's row as every claim does. A trial waits while its row has neither `promoted_at` nor `retired_at`, and its
 state is WAITING. Where the places end is kept beside them (:mod:`storage.trials.cuts`).
@@ -42,8 +43,8 @@ class Rungs:
     value = loss  # and back
 
     def places(self, n_trials: int) -> int:
-        """How many may go on from a rung, whichever: of trials that come the better the later, all do."""
-        return n_trials // self.factor
+        """How many may go on from a rung, whichever: of trials that come the better the later, all do; one at least."""
+        return max(1, n_trials // self.factor)
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,27 @@ _NEXT = sa.text(f"""
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
+# While no trial has come to its end, and none would.
+_TO_THE_END = sa.text(f"""
+    SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON true
+     WHERE c.study_id = :study
+       AND NOT EXISTS (SELECT FROM trials e WHERE e.study_id = c.study_id AND e.state = 'COMPLETE')
+     ORDER BY c.rung DESC LIMIT 1
+""")  # noqa: S608 the parts are constants
+
 _LAST = sa.text(f"""
     SELECT r.*, {_BETTER} AS better,
            (SELECT max(attempt) FROM hpsearch_attempts a WHERE a.trial_id = r.trial_id) AS attempt
       FROM (
-        SELECT r.*, c.reached, CASE WHEN :over THEN c.reached / :factor ELSE :places END AS places,
-               CASE WHEN :over THEN c.best_loss ELSE c.last_loss END AS cutoff
+        SELECT r.*, c.reached,
+               CASE WHEN :over THEN greatest(c.reached / :factor, few.promoted) ELSE :places END AS places,
+               CASE WHEN :over THEN coalesce(few.loss, c.best_loss) ELSE c.last_loss END AS cutoff
           FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="DESC")}
             ON :over OR (r.loss, r.trial_id) > (c.last_loss, c.last_trial)
+          LEFT JOIN LATERAL (
+            SELECT count(*) AS promoted, max(loss) AS loss FROM hpsearch_rungs p
+             WHERE c.reached < :factor AND p.study_id = c.study_id AND p.rung = c.rung AND p.promoted_at IS NOT NULL
+            ) AS few ON true
          WHERE c.study_id = :study ORDER BY c.rung LIMIT 1) AS r
 """)  # noqa: S608 the parts are constants
 
@@ -192,6 +206,16 @@ def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
 def next_promoted(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
     """Return the waiting trial that is to go on, and from which rung; None where there is none."""
     row = connection.execute(_NEXT, {"study": study_id}).one_or_none()
+    return None if row is None else (row.trial_id, row.rung)
+
+
+def next_to_the_end(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
+    """Return the best waiting trial of the highest rung, and that rung, while no trial of the study is complete.
+
+    For when all were begun and none runs: too few have reached a rung to go on from it, and the study is to have a
+    trial of full length all the same.
+    """
+    row = connection.execute(_TO_THE_END, {"study": study_id}).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 

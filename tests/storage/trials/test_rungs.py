@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -126,12 +127,37 @@ def test_who_waits_is_pruned_when_nothing_runs_that_could_make_a_place(
     pause(claims, 0.5)
     assert claims.claim() == Nothing(running=1)
     assert claims.any_left()
-    claims.settle(runs, Outcome.FAILED)  # before it has reached the rung
+    claims.settle(runs, Outcome.COMPLETE, value=0.4)  # before it has noted that it has reached the rung
     retired = claims.claim()
     assert isinstance(retired, Retired)
     assert retired.reason == "asha pruner at epoch 1 of 4: rank 1 of 1 at rung 0, where none went on"
     assert claims.claim() == Nothing(running=0)
     assert not claims.any_left()
+
+
+def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
+    storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=6)
+    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    held = [take(claims) for _ in range(6)]
+    for claim in held:
+        claims.reach(claim, 0, 1 / (1 + claim.number))
+    for number in (0, 1):  # the best third, of whom none is the best third of two
+        claim = take(claims)
+        assert claim.number == number
+        assert not claims.reach(claim, 1, 2 / (1 + number)).promoted
+    best = take(claims)
+    assert (best.number, best.attempt) == (0, 3)
+    retired = [claims.claim() for _ in range(4)]
+    assert {each.number for each in retired if isinstance(each, Retired)} == {2, 3, 4, 5}
+    assert claims.claim() == Nothing(running=1)
+    claims.settle(best, Outcome.FAILED)
+    other = take(claims)  # there is to be a complete one yet
+    assert (other.number, other.attempt) == (1, 3)
+    claims.settle(other, Outcome.COMPLETE, value=1.0)
+    assert claims.claim() == Nothing(running=0)
+    assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
