@@ -47,6 +47,14 @@ class SamplerSpec(Kind):
                 "give no more, or leave --trials out"
             )
 
+    def get_ready(self) -> None:
+        """Fetch what `build` needs on this machine; called once by a worker, before it takes a trial.
+
+        Raises:
+            ValueError: it cannot be had; one line says why.
+        """
+        return
+
     @abstractmethod
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         """Return Optuna's sampler for one trial.

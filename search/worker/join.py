@@ -14,6 +14,7 @@ from objectives import BaseObjective, load_objective
 from objectives.training.ranks import RankLostError, current
 from search.early import leave_when_told
 from search.entry import EXIT_AWAY, EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
+from search.errors import SearchError
 from search.publish.study import close_if_spent
 from search.services import find_services
 from search.study.checkpoints import StudyCheckpoints, open_checkpoints
@@ -152,6 +153,10 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
+    try:
+        study.spec.sampler.get_ready()
+    except ValueError as error:
+        raise SearchError(f"study {name!r} cannot be joined here: {error}") from None
     if warning := study.source_warning(objective):
         log.warning(warning)
     tracking = services.open_tracking()

@@ -1,0 +1,75 @@
+"""A sampler of OptunaHub is the registry's code at one commit; what is not there is told before there is a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+
+from search.samplers import SamplerSpec
+from search.samplers.optunahub import _loaded
+
+REF = "0123456789abcdef0123456789abcdef01234567"
+CODE = """
+from optuna.samplers import BaseSampler, RandomSampler
+import optunahub
+
+class Half(RandomSampler):
+    def __init__(self, share: float = 0.5, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.share, self.seed = share, seed
+    def sample_independent(self, study, trial, param_name, param_distribution):
+        low, high = param_distribution.low, param_distribution.high
+        return low + self.share * (high - low)
+"""
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package as OptunaHub keeps it once it was fetched."""
+    monkeypatch.setenv("OPTUNAHUB_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "github.com/optuna/optunahub-registry" / REF / "package/samplers/half"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(CODE)
+    _loaded.cache_clear()
+    yield folder
+    _loaded.cache_clear()
+
+
+def parsed(**options: object) -> SamplerSpec:
+    return SamplerSpec.parse({"name": "optunahub", "package": "samplers/half", "ref": REF, **options})
+
+
+def test_it_is_the_registrys_class_with_the_trials_seed(cached: Path) -> None:
+    spec = parsed(arguments={"share": 0.25})
+    spec.get_ready()
+    sampler = spec.build(seed=7, common_seed=0, epochs=1)
+    assert sampler.seed == 7
+    study = optuna.create_study(sampler=sampler)
+    assert study.ask().suggest_float("x", 0.0, 4.0) == 1.0
+    assert SamplerSpec.parse(spec.model_dump()) == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"arguments": {"shear": 1}}, "sampler.arguments: Half refuses them"),
+        ({"sampler_class": "Third"}, "sampler.sampler_class is 'Third': choose from Half"),
+    ],
+)
+def test_what_does_not_fit_is_told(cached: Path, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parsed(**options).get_ready()
+
+
+def test_a_package_that_cannot_be_had_is_told(cached: Path) -> None:
+    (cached / "__init__.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be loaded from OptunaHub: No module"):
+        parsed().get_ready()
+
+
+@pytest.mark.parametrize(("key", "value"), [("ref", "main"), ("package", "../../etc"), ("package", "pruners/x")])
+def test_a_branch_and_a_path_are_no_commit_and_no_package(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"sampler.{key}"):
+        parsed(**{key: value})
