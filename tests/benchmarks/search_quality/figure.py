@@ -1,4 +1,4 @@
-"""A picture of the searches: the best so far against the epochs spent, for each surrogate."""
+"""Pictures of the searches: the best so far against the epochs spent, for each surrogate; and the ratios of epochs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import matplotlib as mpl
 import numpy as np
 
 from tests.benchmarks.search_quality.problems import PROBLEMS
-from tests.benchmarks.search_quality.results import Cell, Setting
+from tests.benchmarks.search_quality.results import Cell, Ratio, Setting
 
 POINTS = 200
 
@@ -45,4 +45,33 @@ def draw(cells: list[Cell], setting: Setting, path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=75)
+    plt.close(figure)
+
+
+def draw_ratios(ratios: dict[str, Ratio], path: Path, *, baseline: str) -> None:
+    """A point for each way with its interval, the fewest epochs first; the line is the baseline."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ways = sorted(ratios, key=lambda way: -ratios[way].middle)
+    figure, axis = plt.subplots(figsize=(7.5, 0.9 + 0.28 * len(ways)), layout="constrained")
+    for place, way in enumerate(ways):
+        found, ours = ratios[way], way.startswith("hpsearch")
+        color = "C0" if ours else "0.45"
+        axis.plot([found.low, found.high], [place, place], color=color, linewidth=1.5)
+        axis.plot(found.middle, place, "o" if ours else "s", color=color, markersize=5)
+        axis.annotate(f"{found.middle:.2f}", (found.high, place), (5, -3), textcoords="offset points", fontsize=8)
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xscale("log")
+    axis.set_xlim(right=axis.get_xlim()[1] * 1.15)
+    ticks = [
+        tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0) if axis.get_xlim()[0] < tick < axis.get_xlim()[1]
+    ]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_yticks(range(len(ways)), ways, fontsize=8)
+    axis.set_xlabel(f"epochs to what {baseline} ends with, as a share of its own (lower is better)", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
     plt.close(figure)

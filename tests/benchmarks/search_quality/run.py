@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import optuna
 
-from tests.benchmarks.search_quality.figure import draw
+from tests.benchmarks.search_quality.figure import draw, draw_ratios
 from tests.benchmarks.search_quality.problems import PROBLEMS
 from tests.benchmarks.search_quality.results import Cell, Search, Setting, ratio, search, share_arrived
 from tests.benchmarks.search_quality.simulation import History
@@ -103,7 +103,9 @@ def main() -> None:
     for line in table(ways, cells, setting):
         print(line, flush=True)
     draw(cells, setting, given.picture)
-    print(f"\n{given.picture}")
+    ratios = given.picture.with_name("ratios.svg")
+    draw_ratios({way: ratio(way, cells, setting) for way in ways}, ratios, baseline=BASELINE)
+    print(f"\n{given.picture}\n{ratios}")
 
 
 if __name__ == "__main__":
