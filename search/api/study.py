@@ -73,6 +73,7 @@ class Study:
         budget_epochs: int | None = None,
         budget_seconds: float | None = None,
         models: str | None = None,
+        top_models: int | None = None,
         default_first: bool | None = None,
         enqueue: Path | str | None = None,
         **where: Unpack[Addresses],
@@ -84,7 +85,7 @@ class Study:
             name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
                 budget is given.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models, default_first: as
+            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models, top_models, default_first: as
                 docs/reference/settings.md says.
             enqueue: a .csv or .jsonl file of configurations that are run first.
             where: storage_url, tracking_uri, checkpoint_url, home.
@@ -98,7 +99,7 @@ class Study:
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
             "sampler": sampler, "pruner": pruner, "seed": seed, "retries": retries, "retry_on": retry_on,
             "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds, "models": models,
-            "default_first": default_first,
+            "top_models": top_models, "default_first": default_first,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)

@@ -1,4 +1,4 @@
 """Promotion: the test set, champions with their evidence, and the check of what is served.
 
-Imports: errors, console, sampling, study, finalists, report, publish.
+Imports: errors, console, sampling, study, finalists, tracking, report, publish.
 """

@@ -8,33 +8,25 @@ refuses a second one, and only after that is the test data scored.
 from __future__ import annotations
 
 import hashlib
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import load_objective
 from objectives.fit import restore
 from objectives.own_loop.restored import RestoredLoop
 from objectives.training.checks.held_out import Restored
-from objectives.training.reproducibility import checkpoint
 from search.console import command
 from search.errors import SearchError
 from search.finalists import read_finalists
 from search.finalists.table import newest_set
-from search.sampling.seeds import training_seed
+from search.promotion.best_weights import BestWeights, judged_objective
 from search.study.steering import find_trial, whoami
 from search.study.study import StoredStudy
 from search.study.summary import summarise
-from storage.attributes import REMOVED, RUN_ID
 from storage.mlflow.client import Tracking
-from storage.mlflow.health import one_line
 from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
-
-_SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
 
 
 @dataclass(frozen=True)
@@ -118,8 +110,9 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
         ObjectiveError: the data or the model are not those of the trial any more.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = _fetch(study, candidate.trial, tracking, Path(folder))
-        restored = _restore(study, candidate.trial, path)
+        weights = BestWeights(study, candidate.trial, undone="nothing was opened")
+        path = weights.fetch(tracking, Path(folder))
+        restored = _restore(study, weights, path)
         opening = open_test_set(
             study.engine,
             study.study_id,
@@ -131,58 +124,15 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
     return write_scores(study.engine, study.study_id, opening, restored.test())
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fetch(study: StoredStudy, trial: FrozenTrial, tracking: Tracking, folder: Path) -> Path:
-    """Bring the best weights that the trial logged."""
-    run_id = trial.user_attrs.get(RUN_ID)
-    if run_id is None:
-        raise SearchError(f"trial {trial.number} of {study.spec.name!r} has no run in MLflow: its weights are not kept")
-    if removed := trial.user_attrs.get(REMOVED):
-        raise SearchError(f"the weights of trial {trial.number} are not kept ({removed}); nothing was opened")
-    try:
-        return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
-    except Exception as error:  # MLflow's client raises what its transport does
-        send = command("sync", study.spec.name)
-        raise SearchError(
-            f"the weights of trial {trial.number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-            f"had ({one_line(error)}); nothing was opened; should they wait on a machine, send them: {send}"
-        ) from None
-
-
-def _restore(study: StoredStudy, trial: FrozenTrial, path: Path) -> Restored | RestoredLoop:
+def _restore(study: StoredStudy, weights: BestWeights, path: Path) -> Restored | RestoredLoop:
     """Put the weights back into their model, when they are what the trial says they are."""
-    try:
-        best = checkpoint.read(path)
-    except checkpoint.CheckpointError as error:
-        raise SearchError(f"the weights of trial {trial.number} cannot be used: {error}; nothing was opened") from None
-    _require_the_trials(study, trial, best)
-    objective = load_objective(study.spec.objective)
-    objective.judge_by(study.spec.metric, study.spec.direction)
-    restored = restore(objective, best)
-    if isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
-        return restored
-    now, then = restored.validate()[study.spec.metric], float(trial.value or 0.0)
-    if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
-        raise SearchError(
-            f"the weights of trial {trial.number} give val {study.spec.metric} {now:.6g} now and gave {then:.6g} in "
-            "the search: put back the code that the study was run with; nothing was opened"
-        )
+    best = weights.read(path)
+    restored = restore(judged_objective(study), best)
+    if not isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
+        weights.require_value(restored)
     return restored
 
 
-def _require_the_trials(study: StoredStudy, trial: FrozenTrial, best: dict[str, Any]) -> None:
-    wanted = {
-        "seed": training_seed(study.spec, trial.number),
-        "split_seed": study.spec.seed,
-        "value": trial.value,
-    }
-    differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
-    if differ:
-        raise SearchError(
-            f"checkpoints/best.pt in the run of trial {trial.number} is of another training ({', '.join(differ)}): "
-            "put back the file that the trial logged; nothing was opened"
-        )
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

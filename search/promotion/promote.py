@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
@@ -11,12 +10,13 @@ from search.console import command
 from search.errors import SearchError
 from search.finalists import read_finalists
 from search.promotion.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
+from search.promotion.late_model import late_model
 from search.promotion.model_card import describe
 from search.report.promotions import current
 from search.study.steering import find_trial, whoami
 from search.study.study import StoredStudy
 from search.study.summary import summarise
-from storage.attributes import INFEASIBLE, REASON, REMOVED, RUN_ID, TRACKING
+from storage.attributes import INFEASIBLE, REASON, RUN_ID
 from storage.database.locks import registry_lock, still_held
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import (
@@ -43,6 +43,7 @@ class Promoted:
         replaced: the version that the alias named before; None if it named none, or this one.
         unconfirmed: why the choice is not confirmed; empty when it is.
         checkable: whether `serve-check` can judge it: the trial told of its data.
+        made: whether its model was made now, from its best checkpoint.
     """
 
     trial: int
@@ -52,6 +53,7 @@ class Promoted:
     replaced: int | None
     unconfirmed: str
     checkable: bool = True
+    made: bool = False
 
     @property
     def previous(self) -> str:
@@ -69,9 +71,9 @@ def promote(
 ) -> Promoted:
     """Register a trial's model, with its evidence, and let an alias name it.
 
-    Safe to repeat: what is there already is used. The alias is set before the database is told, so that a death in
-    between leaves a promotion that :mod:`search.promotion.registry_watch` records, with the name that the version's
-    tag holds.
+    The model of a trial that left none is made from its best checkpoint. Safe to repeat: what is there already is
+    used. The alias is set before the database is told, so that a death in between leaves a promotion that
+    :mod:`search.promotion.registry_watch` records, with the name that the version's tag holds.
 
     Args:
         study: the study.
@@ -82,6 +84,7 @@ def promote(
 
     Raises:
         SearchError: the trial has nothing to promote.
+        ObjectiveError: its model is to be made, and today's code does not fit its weights.
         StorageError: MLflow refuses, or is away.
     """
     if (of := study.spec.finalists_of) is not None:
@@ -95,14 +98,8 @@ def promote(
     registry = Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.model_of(run_id)
-    if model_id is None:
-        known = chosen.user_attrs.get(REMOVED) or chosen.user_attrs.get(TRACKING)
-        why = textwrap.shorten(
-            str(known or "removed, or never made: a function makes none, a LoopObjective by its export()"),
-            width=160,
-            placeholder=" ...",
-        )
-        raise SearchError(f"--trial {chosen.number}: MLflow has no model of it ({why}); promote one that has")
+    made = model_id is None
+    model_id = model_id or late_model(study, chosen, tracking)
     evidence = gather_evidence(study, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.version_by_alias(name, alias)
@@ -131,6 +128,7 @@ def promote(
         replaced=replaced.number if replaced else None,
         unconfirmed=evidence.unconfirmed,
         checkable=bool(evidence.data_sha256),
+        made=made,
     )
 
 

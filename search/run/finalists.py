@@ -113,7 +113,7 @@ def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, c
     if created and opening is not None:
         console.print(f"{opening_line(study, opening)}: another winner could not be tested any more", style="yellow")
     if len(of.trials) < of.top:
-        console.print(f"fewer than --top {of.top}: there are no more that are complete, differ and have their models")
+        console.print(f"fewer than --top {of.top}: there are no more that are complete, differ and have their weights")
     if created and (gone := passed_over(study, of.top)):
         console.print(
             f"passed over: trial{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}, for hpsearch gc removed "

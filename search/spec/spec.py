@@ -113,8 +113,16 @@ class StudySpec(Options):
         allow_inf_nan=False,
         description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
     )
-    models: Literal["complete", "all", "none"] = Field(
-        default="complete", description="Which trials leave a registrable model: complete, all or none"
+    models: Literal["top", "complete", "all", "none"] = Field(
+        default="top",
+        description="Which trials leave a registrable model: `top`, `complete`, `all` or `none`; `promote` makes that "
+        "of another complete one from its best checkpoint",
+    )
+    top_models: int = Field(
+        default=5,
+        ge=1,
+        le=MOST_TRIALS,
+        description="With --models top: a trial leaves one if it is among so many of the best when it ends",
     )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 

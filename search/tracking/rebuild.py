@@ -90,7 +90,7 @@ def _resend(
         folder = Path(name)
         result = _result(study, checkpoints, objective, trial, folder)
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
-        tracked = TrialTracking(tracker, study.spec, claim, study.storage)
+        tracked = TrialTracking(tracker, study, claim)
         tracked.open(resumed=True)
         tracked.log_params()
         for record in result.history:

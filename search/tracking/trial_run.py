@@ -12,15 +12,17 @@ import socket
 import time
 from pathlib import Path
 
+from optuna.trial import TrialState
+
 from objectives.training.result import RunResult
-from search.spec.spec import StudySpec
+from search.study.ranking import is_among_best
+from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker, pruning_tags
+from search.tracking.trial_model import model_record, run_params, told, write_model
 from storage.attributes import PENDING
-from storage.mlflow import exported_model, journal_records
+from storage.mlflow import journal_records
 from storage.mlflow.client import FINALIST_OF, SEED
 from storage.mlflow.outbox import Journal
-from storage.mlflow.weights_model import WEIGHTS_ONLY, keep_weights
-from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
 
@@ -32,11 +34,12 @@ _LONGEST_DIGEST = 36  # characters that MLflow takes for a dataset's
 class TrialTracking:
     """The tracking of one attempt at a trial. A server that is away costs the trial nothing."""
 
-    def __init__(self, tracker: Tracker, spec: StudySpec, claim: Claim, storage: PostgresStorage) -> None:
+    def __init__(self, tracker: Tracker, study: StoredStudy, claim: Claim) -> None:
         self._tracker = tracker
-        self._spec = spec
+        self._study = study
+        self._spec = study.spec
         self._claim = claim
-        self._storage = storage
+        self._storage = study.storage
         self._journal: Journal | None = None
 
     @property
@@ -74,8 +77,7 @@ class TrialTracking:
         self._tracker.sender.wake()
 
     def _params(self) -> dict[str, object]:
-        params = self._storage.get_trial(self._claim.trial_id).params
-        return {**params, "seed": self._spec.seed, "epochs": self._spec.epochs}
+        return run_params(self._spec, self._storage.get_trial(self._claim.trial_id).params)
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
         """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
@@ -115,10 +117,27 @@ class TrialTracking:
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
             journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))
-        elif result.has_model and (self._spec.models == "all" or (whole and self._spec.models == "complete")):
+        elif result.has_model and self._leaves_model(result, whole=whole):
             self._log_model(result)
         journal.append(journal_records.Published())
         return whole
+
+    def _leaves_model(self, result: RunResult, *, whole: bool) -> bool:
+        """Whether the trial is one of those that leave a registrable model, by the spec."""
+        if self._spec.models != "top":
+            return self._spec.models == "all" or (whole and self._spec.models == "complete")
+        if not whole:
+            return False
+        # Of two that end together neither sees the other, and both may leave one; none of the best goes without.
+        complete = self._study.trials(TrialState.COMPLETE)
+        ended = {trial.number: trial.value for trial in complete if trial.value is not None}
+        return is_among_best(
+            self._claim.number,
+            result.best_value,
+            ended,
+            top=self._spec.top_models,
+            maximize=self._spec.maximize,
+        )
 
     def _keep(self, files: list[Path], best: Path | None) -> bool:
         """Keep the run's files and its best checkpoint; return whether there was room for all of it."""
@@ -146,39 +165,24 @@ class TrialTracking:
 
     def _log_model(self, result: RunResult) -> None:
         try:
-            tags = self._write_model(result)
+            tags = write_model(
+                result.exported,
+                self.journal.model,
+                checkpoint=result.best_path,
+                objective=self._spec.objective,
+                number=self._claim.number,
+            )
         except OSError as error:
             log.warning("trial %d: its model found no room on disk (%s)", self._claim.number, error)
             self.journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its model"))
             return
         except Exception as error:  # whatever torch.export says of it
-            reason = f"no model: it cannot be exported ({_told(error)})"
+            reason = f"no model: it cannot be exported ({told(error)})"
             log.warning("trial %d: %s", self._claim.number, reason)
             self.journal.append(journal_records.Problem(reason))
             return
         best = next(record for record in result.history if record.epoch == result.best_epoch)
-        model = journal_records.Model(
-            name=f"{self._spec.name.replace('.', '_')}-trial-{self._claim.number}",  # MLflow refuses dots
-            step=best.epoch,
-            at=best.timestamp,
-            metrics=best.metrics,
-            params=self._params(),
-            tags={"hpsearch.study": self._spec.name, "hpsearch.trial": str(self._claim.number), **tags},
-        )
-        self.journal.append(model)
-
-    def _write_model(self, result: RunResult) -> dict[str, str]:
-        """Export the model, or else keep its checkpoint, and return the tags that say why."""
-        try:
-            exported_model.export_model(*result.exported(), self.journal.model)
-            return {}
-        except Exception as error:  # as above
-            if isinstance(error, OSError) or result.best_path is None:
-                raise
-            why = _told(error)
-        log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", self._claim.number, why)
-        keep_weights(result.best_path, self.journal.model, objective=self._spec.objective, why=why)
-        return {WEIGHTS_ONLY: why}
+        self.journal.append(model_record(self._spec, self._claim.number, self._params(), best, tags))
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
@@ -224,8 +228,3 @@ class TrialTracking:
             self.finish(Outcome.CANCELLED, reason)
         else:
             self.leave()
-
-
-def _told(error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")  # the rest is where it was in torch
-    return f"{type(error).__name__}: {first[:200]}"

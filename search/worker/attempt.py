@@ -43,7 +43,7 @@ class Attempt:
     def __init__(self, context: WorkerContext, claim: Claim) -> None:
         self._context = context
         self._claim = claim
-        self._tracked = TrialTracking(context.tracker, context.spec, claim, context.storage)
+        self._tracked = TrialTracking(context.tracker, context.study, claim)
         self._session: TrialSession | None = None  # once the trial is configured
         try:
             self._run_dir = open_attempt_dir(context.runs_dir, claim)

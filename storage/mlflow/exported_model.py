@@ -99,16 +99,6 @@ def find_model(client: MlflowClient, experiment_id: str, run_id: str) -> str | N
     return str(found[0].model_id) if found else None
 
 
-def create_model(
-    client: MlflowClient, experiment_id: str, run_id: str, *, name: str, params: dict[str, str], tags: dict[str, str]
-) -> str:
-    """Create the model of a run, without its files yet, and return its id."""
-    model = client.create_logged_model(
-        experiment_id, name=name, source_run_id=run_id, params=params, tags=tags, model_type=""
-    )
-    return str(model.model_id)
-
-
 def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -> None:
     """Tell a run of its model, once; call it while nobody else does."""
     from mlflow.entities import LoggedModelOutput
@@ -123,7 +113,7 @@ def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path)
 
     Args:
         client: of the tracking server.
-        model_id: the model, by `create_model`.
+        model_id: the model, by `storage.mlflow.model_of_run.create_model`.
         run_id: the run that made it.
         folder: what `export_model` wrote.
     """

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from storage.mlflow import exported_model, journal_records
 from storage.mlflow.artifacts import artifact_attrs
-from storage.mlflow.client import MODEL_ID, Tracking, allowed_name, epoch_metrics
+from storage.mlflow.client import Tracking, allowed_name, epoch_metrics
 from storage.mlflow.health import is_away, one_line
+from storage.mlflow.model_of_run import create_model, fill_model
 from storage.mlflow.outbox import Entry, Journal
 from storage.mlflow.run_links import RunLinks, TrialGoneError
 from storage.trials.outcome import Outcome
@@ -305,17 +306,11 @@ class Shipper:
                 model = exported_model.find_model(client, experiment, run)
             if model is None:
                 self._creating(journal, "model")
-                params = {key: str(value) for key, value in record.params.items()}
-                model = exported_model.create_model(
-                    client, experiment, run, name=record.name, params=params, tags=record.tags
-                )
+                model = create_model(self._tracking, run, record)
             exported_model.link_model(client, model, run, step=record.step)
             noted.note({MODEL: model})
         self._creating(journal, None)
-        # The points are in the run already: sent again with the model's id they are linked to it.
-        linked = epoch_metrics(record.step, record.at, record.metrics, model)
-        self._tracking.log(run, metrics=linked, tags={MODEL_ID: model})
-        exported_model.upload_model(client, model, run, journal.model)
+        fill_model(self._tracking, model, run, record, journal.model)
 
     def _conclude(self, journal: Journal, end: journal_records.End) -> None:
         self._tracking.end_trial_run(self._run(journal), end.outcome, end.reason, at=end.at)

@@ -79,7 +79,7 @@ class Ours:
         self.tracker.sender.start()
 
     def start(self, claim: Claim) -> None:
-        self.trial = TrialTracking(self.tracker, self.handle.spec, claim, self.handle.storage)
+        self.trial = TrialTracking(self.tracker, self.handle, claim)
         self.trial.open()
         self.trial.log_params()
 

@@ -6,7 +6,7 @@ import mlflow
 import pytest
 
 from storage.embedded.stack import StackInfo
-from tests.e2e.support import EPOCHS, Cli, Search
+from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 from tests.faults.harness import Zygote
 
 
@@ -22,7 +22,7 @@ def search(cli: Cli) -> Search:
     output = cli(
         *("run", "digits", "--name", name, "--trials", "12", "--workers", "3", "--epochs", str(EPOCHS)),
         *("--sampler-option", "n_startup_trials=4", "--pruner-option", "n_startup_trials=3"),
-        *("--pruner-option", "n_warmup_steps=1"),
+        *("--pruner-option", "n_warmup_steps=1", "--top-models", str(TOP_MODELS)),
     )
     study = cli.study(name)
     mlflow.set_tracking_uri(cli.stack.tracking_uri)

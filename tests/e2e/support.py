@@ -73,3 +73,4 @@ class Search:
 
 
 EPOCHS = 4
+TOP_MODELS = 2

@@ -7,9 +7,11 @@ import re
 import urllib.request
 from pathlib import Path
 
+import mlflow
 import pytest
 from optuna.trial import TrialState
 
+from objectives import load_objective
 from search.promotion.serve_check import serve_check
 from storage.mlflow.client import Tracking
 from storage.study_storage.opening import open_storage
@@ -135,3 +137,51 @@ def test_a_model_that_cannot_be_exported_is_its_checkpoint(cli: Cli, search: Sea
     recorded, served = re.findall(r"^(?:recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE)
     assert recorded == served
     assert "reproduced by the objective's code: the model cannot be exported (GuardOnData" in said
+
+
+WINE = """
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Splits, Standardize, TrainConfig
+
+
+class Wine(Objective):
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-6, 1e-1, log=True))
+
+    def data(self, seed):
+        return Splits.make(*load_wine(return_X_y=True), seed=seed)
+
+    def model(self, config, train):
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, 3))
+"""
+
+
+def test_a_trial_that_left_no_model_gets_one_when_it_is_promoted(cli: Cli, search: Search, tmp_path: Path) -> None:
+    """It is that of its best epoch, whole, linked to that epoch's metrics; unless its checkpoint was tidied away."""
+    path, rates = tmp_path / "worse.py", tmp_path / "rates.csv"
+    path.write_text(WINE)
+    rates.write_text("lr\n0.05\n1e-6\n2e-6\n")
+    few = ("--trials", "3", "--epochs", "2", "--workers", "1", "--pruner", "none", "--top-models", "1")
+    cli("run", str(path), "--name", "worse", "--enqueue", str(rates), *few)
+    runs = [trial.user_attrs["hpsearch:mlflow_run_id"] for trial in cli.study("worse").trials]
+    value = cli.study("worse").trials[1].value
+
+    def models(trial: int) -> list[str]:
+        outputs = search.client.get_run(runs[trial]).outputs
+        return [model.model_id for model in (outputs.model_outputs if outputs else [])]
+
+    assert [len(models(trial)) for trial in range(3)] == [1, 0, 0]
+    assert "this one was made now, from its best checkpoint" in cli("promote", "worse", "--trial", "1")
+    assert "made now" not in cli("promote", "worse", "--trial", "1")
+    (model,) = models(1)
+    assert {m.key: m.value for m in search.client.get_logged_model(model).metrics}["val_accuracy"] == value
+    assert len(search.client.get_metric_history(runs[1], "val_accuracy")) == 2, "no point is there twice"
+    val = load_objective(str(path)).data(0).val
+    served = mlflow.pytorch.load_model("models:/worse@champion")
+    assert abs(float((served(val.x).argmax(dim=1) == val.y).double().mean()) - value) < 1e-6
+    cli("gc", "worse", "--keep-top", "1", "--yes")
+    gone = cli("promote", "worse", "--trial", "2", code=2)
+    assert "no model of it (hpsearch gc removed its model and its best checkpoint); promote one that has" in gone

@@ -227,7 +227,8 @@ class Arena:
         self.home.chmod(0o755)
         more = settings.split()
         self.run("run", objective, "--name", self.name, "--trials", str(n_trials), "--retries", str(retries),
-                 "--sampler", "random", "--pruner", "none", "--workers", "0", *more)  # fmt: skip
+                 "--sampler", "random", "--pruner", "none", "--models", "complete", "--workers", "0",
+                 *more)  # fmt: skip
 
     def environment(self, **more: str) -> dict[str, str]:
         urls = {"HPSEARCH_STORAGE_URL": self.storage_url, "HPSEARCH_TRACKING_URI": self.tracking_uri}

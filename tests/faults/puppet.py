@@ -54,7 +54,7 @@ SENDING = {
     "send": ("storage.mlflow.shipper", "Shipper._log"),
     "shipped": ("storage.mlflow.outbox", "Journal.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
-    "create model": ("storage.mlflow.exported_model", "create_model"),
+    "create model": ("storage.mlflow.shipper", "create_model"),
     "upload model": ("storage.mlflow.exported_model", "upload_model"),
     "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
     "delivered": ("storage.mlflow.run_links", "RunLinks.delivered"),

@@ -16,10 +16,11 @@ from objectives.training.evaluation.calling import Call
 from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import as_metrics
 from objectives.training.evaluation.step import Stepping
+from objectives.training.exportable import example_of, exportable
 from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.stepping import build_stepping, call_in
 from objectives.training.reproducibility.seeds import reproducible, set_seed
-from objectives.training.result import FitResult
+from objectives.training.result import Exported, FitResult
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
@@ -41,6 +42,15 @@ class Restored:
     def test(self) -> dict[str, float]:
         """Loss and metrics on the test split: what is seen once cannot be unseen."""
         return self._score(self.splits.test)
+
+    def exported(self) -> Exported:
+        """The model, as it is served.
+
+        Raises:
+            ObjectiveError: its inputs are no tensors.
+        """
+        example = example_of(self.splits.val)
+        return Exported(*exportable(self.model, self.call, example.x), example.free)
 
     @property
     def call(self) -> Call:
@@ -103,5 +113,7 @@ def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, 
 def _same_splits(objective: Objective, split_seed: int, split_hash: str) -> Splits:
     splits, found = prepared_splits(objective, split_seed)
     if found != split_hash:
-        raise ObjectiveError(f"{objective.name}: data({split_seed}) has changed since the run: its test is no test")
+        raise ObjectiveError(
+            f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
+        )
     return splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ _LEGEND = 12  # more layers than this are named by the first and the last
 _HEIGHT, _DPI = 3.8, 100  # inches, dots per inch
 _LEFT, _RIGHT, _BOTTOM, _TOP = 0.8, 0.15, 0.55, 0.4  # inches around each panel; the legend is above
 _TICKS = 5  # spaces between them: drawing the axes is half of what a plot takes
+_GREY, _BLUE, _RED = "#7f7f7f", "#1f77b4", "#d62728"
+_NAMES = (0.005, 0.14, 0.37)  # where the names of curves stand above a panel, as parts of its width
+
+_drawn = threading.local()  # the figures of this thread, by their kind and panels
 
 
 def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
@@ -26,7 +31,7 @@ def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, 
         names: such as `loss` and `accuracy`, a panel each.
         best_epoch: marked with a line; none unless given.
     """
-    figure, all_axes = _figure(5.2, len(names))
+    figure, all_axes = _kept_figure("curves", 5.2, len(names))
     for axes, name in zip(all_axes, names, strict=True):
         _panel(axes, history, name, best_epoch)
     return _saved(figure, path)
@@ -45,9 +50,7 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
     import matplotlib
     from matplotlib.ticker import NullLocator
 
-    figure, (axes,) = _figure(7.5 + _BESIDE)
-    left, bottom, _, height = axes.get_position().bounds
-    axes.set_position((left, bottom, 1 - left - (_RIGHT + _BESIDE) / (7.5 + _BESIDE), height))
+    figure, (axes,) = _kept_figure("gradients", 7.5, beside=_BESIDE)
     names = list(noted[-1]["layers"])
     colours = matplotlib.colormaps["viridis"]
     for number, name in enumerate(names):
@@ -59,7 +62,8 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
             axes.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1, marker=".", markersize=3)
     axes.set_yscale("log")
     axes.set_xscale("symlog", linthresh=DENSE, linscale=1.5)  # the first steps, noted each, need room
-    axes.set_xlim(left=-0.5)
+    first, last = noted[0]["step"], noted[-1]["step"]
+    axes.set_xlim(-0.5, last + max(0.05 * (last - first), 0.5))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
@@ -68,7 +72,6 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("norm of the gradient, before clipping")
-    _grid(axes)
     axes.legend(
         framealpha=0.9,
         edgecolor="none",
@@ -106,8 +109,8 @@ def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path
     return _saved(figure, path)
 
 
-def _figure(width: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure of panels, two in a row, each so many inches wide, and their axes.
+def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
+    """A figure of panels, two in a row, each so many inches wide, and their axes; `beside` them so many are free.
 
     The margins are fixed: a layout engine draws the figure once more to find them, half of what a plot takes.
     """
@@ -116,13 +119,32 @@ def _figure(width: float, panels: int = 1) -> tuple[Any, list[Any]]:
 
     columns = min(panels, _COLUMNS)
     rows = -(-panels // columns)
-    figure = Figure(figsize=(width * columns, _HEIGHT * rows))
+    across, down = width * columns + beside, _HEIGHT * rows
+    figure = Figure(figsize=(across, down))
     FigureCanvasAgg(figure)
-    size = ((width - _LEFT - _RIGHT) / (width * columns), (_HEIGHT - _BOTTOM - _TOP) / (_HEIGHT * rows))
-    lefts = [(number * width + _LEFT) / (width * columns) for number in range(columns)]
-    bottoms = [(row * _HEIGHT + _BOTTOM) / (_HEIGHT * rows) for row in reversed(range(rows))]
+    size = ((width - _LEFT - _RIGHT) / across, (_HEIGHT - _BOTTOM - _TOP) / down)
+    lefts = [(number * width + _LEFT) / across for number in range(columns)]
+    bottoms = [(row * _HEIGHT + _BOTTOM) / down for row in reversed(range(rows))]
     places = [(left, bottom) for bottom in bottoms for left in lefts][:panels]
     return figure, [figure.add_axes((*place, *size)) for place in places]
+
+
+def _kept_figure(kind: str, width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
+    """The same, made once in a thread: a process draws those of one trial after the other, and axes are most of it.
+
+    Whoever draws on it sets all that differs from plot to plot; curves, texts and legend of the one before are gone.
+    """
+    kept = vars(_drawn)
+    if (found := kept.get(f"{kind} {panels}")) is None:
+        found = kept[f"{kind} {panels}"] = _figure(width, panels, beside=beside)
+        for axes in found[1]:
+            _grid(axes)
+    for axes in found[1]:
+        for artist in (*axes.lines, *axes.texts):
+            artist.remove()
+        axes.relim()
+        axes.autoscale()
+    return found
 
 
 def _grid(axes: Any) -> None:
@@ -144,18 +166,22 @@ def _saved(figure: Any, path: Path) -> Path:
 
 
 def _panel(axes: Any, history: Sequence[EpochRecord], name: str, best_epoch: int | None) -> None:
-    for split, colour in (("train", "#7f7f7f"), ("val", "#1f77b4")):
+    for split, colour in (("train", _GREY), ("val", _BLUE)):
         points = [(r.epoch + 1, r.metrics[f"{split}_{name}"]) for r in history if f"{split}_{name}" in r.metrics]
         if points:
-            label = "train" if split == "train" else "validation"
-            axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=3)
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3)
+            _name(axes, 0 if split == "train" else 1, "train" if split == "train" else "validation", colour)
     if best_epoch is not None and f"val_{name}" in history[best_epoch].metrics:
         value = history[best_epoch].metrics[f"val_{name}"]
-        axes.axvline(best_epoch + 1, color="#d62728", linewidth=1, linestyle="--")
-        axes.plot([best_epoch + 1], [value], "o", color="#d62728", label=f"best epoch {best_epoch + 1}: {value:.4g}")
+        axes.axvline(best_epoch + 1, color=_RED, linewidth=1, linestyle="--")
+        axes.plot([best_epoch + 1], [value], "o", color=_RED)
+        _name(axes, 2, f"best epoch {best_epoch + 1}: {value:.4g}", _RED)
     axes.set_xlabel("epoch")
     axes.set_ylabel(name.replace("_", " "))
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=_TICKS)
     axes.yaxis.get_major_locator().set_params(nbins=_TICKS)
-    _grid(axes)
-    _legend_above(axes)
+
+
+def _name(axes: Any, place: int, text: str, colour: str) -> None:
+    """The name of a curve above the panel, in its colour: a legend takes a third of what the axes do."""
+    axes.text(_NAMES[place], 1.025, f"\u25cf {text}", color=colour, fontsize="small", transform=axes.transAxes)

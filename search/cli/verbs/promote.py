@@ -38,6 +38,8 @@ def promote(
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     done = study.promote(trial=trial, alias=alias, model=model)
     typer.echo(f"trial {done.trial} of {name} is models:/{done.model}@{done.alias} (version {done.version})")
+    if done.made:
+        typer.echo("it had left no model: this one was made now, from its best checkpoint")
     if done.replaced is not None:
         typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
     if done.unconfirmed:

@@ -21,9 +21,10 @@ from search.report.promotions import promotion_lines
 from search.report.trial import print_trial
 from search.study.study import load_study
 from search.study.summary import summarise
-from storage.attributes import REASON
+from storage.attributes import REASON, REMOVED, TRACKING
 from storage.database.locks import registry_lock
 from storage.errors import StorageError
+from storage.mlflow.run_links import RunLinks
 from storage.records.promotions import TrialOfRun, end_promotion, record_promotion
 from storage.records.test_openings import open_test_set, write_scores
 from storage.trials.finalist_sets import finalist_studies
@@ -112,7 +113,21 @@ def test_an_infeasible_unknown_or_modelless_trial(own_tracked: Tracked) -> None:
     with pytest.raises(SearchError, match=r"^--trial 9: study .* has no such trial; it has 0 to 4$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=9)
     own_tracked.client.delete_logged_model(own_tracked.model_of(2))
-    with pytest.raises(SearchError, match=r"^--trial 2: MLflow has no model of it \(.*\); promote one that has$"):
+    links, trial_id = RunLinks(own_tracked.stored.engine), own_tracked.stored.trials()[2]._trial_id
+    for key, value, said in (
+        (
+            TRACKING,
+            "pending: on its way from host",
+            r"no model of it yet \(pending: .* host\): send it with .* sync s-",
+        ),
+        (REMOVED, "hpsearch gc removed it", r"no model of it \(hpsearch gc removed it\); promote one that has$"),
+    ):
+        links.mark([trial_id], key, value)
+        with pytest.raises(SearchError, match=rf"^--trial 2: MLflow has {said}"):
+            promote(own_tracked.stored, own_tracked.tracking, trial=2)
+    for key in (TRACKING, REMOVED):
+        links.unmark([trial_id], key)
+    with pytest.raises(SearchError, match=r"^the weights of trial 2 cannot be used: .*; nothing was promoted$"):
         promote(own_tracked.stored, own_tracked.tracking, trial=2)
 
 

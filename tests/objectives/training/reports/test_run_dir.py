@@ -2,13 +2,15 @@
 
 import json
 import sys
+import threading
 
 import pytest
 import torch
 import yaml
 
 from objectives.training import EpochRecord, TrainConfig
-from objectives.training.reports.plots import curves
+from objectives.training.reports import plots
+from objectives.training.reports.plots import curves, gradient_flow
 from objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
@@ -74,7 +76,24 @@ def test_curves_mark_the_best_epoch(wine, tmp_path):
     assert path.read_bytes() != plain.read_bytes()
 
 
+def test_a_plot_has_nothing_of_the_one_before(tmp_path, monkeypatch):
+    """A process draws on the same figures again: with other ranges, without a best epoch or a training curve."""
+
+    def drawn(name, epochs, scale, best):
+        splits = ("train", "val") if best else ("val",)
+        history = [EpochRecord(n, 0.0, {f"{s}_loss": scale / (n + 1) for s in splits}) for n in range(epochs)]
+        steps = [{"step": n, "layers": {"a": scale / (n + 1), "b": 1.0}} for n in range(9 * epochs)]
+        files = [curves(history, tmp_path / f"{name}.png", ["loss"], best_epoch=best)]
+        return [path.read_bytes() for path in [*files, gradient_flow(steps, tmp_path / f"{name}-gradients.png")]]
+
+    drawn("another", 30, 1000.0, 3)
+    after = drawn("after", 4, 0.01, None)
+    monkeypatch.setattr(plots, "_drawn", threading.local())
+    assert after == drawn("alone", 4, 0.01, None)
+
+
 def test_without_matplotlib_a_run_ends_well_and_says_so(wine, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "_drawn", threading.local())  # where an earlier run of this process left figures
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     result = fit(wine, run_dir=tmp_path, epochs=2)
