@@ -65,6 +65,7 @@ class Study:
         metric: str | None = None,
         direction: str | None = None,
         sampler: str | dict[str, Any] | None = None,
+        warm_start: str | builtins.list[str] | None = None,
         pruner: str | dict[str, Any] | None = None,
         seed: int | None = None,
         retries: int | None = None,
@@ -85,6 +86,7 @@ class Study:
             name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
                 budget is given.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
+            warm_start: names of earlier studies, whose trials inform the sampler curves.
             seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models, top_models, default_first: as
                 docs/reference/settings.md says.
             enqueue: a .csv or .jsonl file of configurations that are run first.
@@ -97,9 +99,9 @@ class Study:
 
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
-            "sampler": sampler, "pruner": pruner, "seed": seed, "retries": retries, "retry_on": retry_on,
-            "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds, "models": models,
-            "top_models": top_models, "default_first": default_first,
+            "sampler": sampler, "warm_start": warm_start, "pruner": pruner, "seed": seed, "retries": retries,
+            "retry_on": retry_on, "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds,
+            "models": models, "top_models": top_models, "default_first": default_first,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
 from scipy.special import ndtri
 from scipy.stats import rankdata
+
+from storage.attributes import INFEASIBLE
 
 MOST = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
 OF_EACH = 2  # points of a trial: of the last epochs on the grid
@@ -36,14 +40,25 @@ class Seen:
         return found
 
 
+def losses(trial: FrozenTrial, direction: StudyDirection, epochs: int) -> dict[int, float]:
+    """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
+    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    found = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
+    if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, found.values())):
+        return {1: math.inf, epochs: math.inf}
+    return found
+
+
 def seen(curves: Sequence[Mapping[int, float]], epochs: int, random: np.random.Generator) -> Seen:
     """The points that a process learns from.
 
     Args:
-        curves: of each trial its losses by epoch, from 1; none is empty.
+        curves: of each trial its losses by epoch, from 1; none is empty, and there may be none.
         epochs: of a full trial.
         random: chooses where there are too many.
     """
+    if not curves:
+        return Seen(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
     grid = _grid(epochs)
     found = [(trial, epoch, loss) for trial, curve in enumerate(curves) for epoch, loss in _last(curve, grid)]
     if len(found) > MOST:

@@ -24,6 +24,7 @@ _JITTER = 1e-6
 _MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
 _DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
+_ALIKE = (1.5, 1.5)  # of the logit of how alike two studies are
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Points:
         x: features of the configurations [n, columns], see `Space`.
         s: logarithms of the epochs [n], 0 after the first, 1 after the last.
         trial: whose they are [n].
+        study: of which study [n], 0 the one that is searched; None where there is no other.
     """
 
     x: Tensor
     s: Tensor
     trial: Tensor
+    study: Tensor | None = None
 
     @classmethod
     def at_the_end(cls, x: np.ndarray, trial: object = -1) -> Points:
@@ -48,7 +51,14 @@ class Points:
 
     def and_then(self, other: Points) -> Points:
         """These points, then those."""
-        return Points(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+        x, s, trial = (torch.cat([getattr(one, key) for one in (self, other)]) for key in ("x", "s", "trial"))
+        several = self.study is not None or other.study is not None
+        return Points(x, s, trial, torch.cat([self.studies, other.studies]) if several else None)
+
+    @property
+    def studies(self) -> Tensor:
+        """Of which study each is [n]."""
+        return torch.zeros_like(self.trial) if self.study is None else self.study
 
 
 @dataclass(frozen=True)
@@ -58,20 +68,20 @@ class Process:
     Attributes:
         owner: which parameter each column of features belongs to [columns].
         theta: logarithms of level, slope, configuration, decay, own deviation and noise, then of a length for each
-            parameter [6 + parameters].
+            parameter [6 + parameters]; where there are several studies the logit of their correlation last.
     """
 
     owner: Tensor
     theta: Tensor
 
     @classmethod
-    def new(cls, owner: np.ndarray) -> Process:
-        """What is expected before anything is seen."""
-        return cls(torch.from_numpy(owner), _prior(owner)[0])
+    def new(cls, owner: np.ndarray, *, several: bool = False) -> Process:
+        """What is expected before anything is seen, of one study or of several."""
+        return cls(torch.from_numpy(owner), _prior(owner, several=several)[0])
 
     def fitted(self, points: Points, y: Tensor) -> Process:
         """The process of the most probable hyperparameters given values [n], sought from these on."""
-        mean, deviation = _prior(self.owner.numpy())
+        mean, deviation = _prior(self.owner.numpy(), several=self._several)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
@@ -110,9 +120,20 @@ class Process:
         near = (1 + r + r * r / 3) * torch.exp(-r)  # Matern 5/2
         apart = (a.s[:, None] - b.s).abs()
         same = a.trial[:, None] == b.trial
+        if self._several:  # the same configuration in another study tells as much as they are alike (Bonilla 2007)
+            near = near * torch.where(a.studies[:, None] == b.studies, 1.0, self.theta[-1].sigmoid())
         shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
         shared += own * same * torch.exp(-apart / OWN_DECAY)
         return shared
+
+    @property
+    def alike(self) -> float | None:
+        """The correlation between two studies, from 0 to 1; None where there is one only."""
+        return float(self.theta[-1].sigmoid()) if self._several else None
+
+    @property
+    def _several(self) -> bool:
+        return len(self.theta) > len(_MEAN) + int(self.owner.max()) + 1
 
     def variance(self, points: Points) -> Tensor:
         """Of what is true [n], before anything is seen."""
@@ -161,12 +182,15 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _prior(owner: np.ndarray) -> tuple[Tensor, Tensor]:
+def _prior(owner: np.ndarray, *, several: bool) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the logarithms of all hyperparameters; lengths grow with the number of parameters."""
     parameters = int(owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
+    means = [*_MEAN, *[length] * parameters]
     deviations = [_DEVIATION] * len(_MEAN) + [_LENGTH_DEVIATION] * parameters
-    return _tensor([*_MEAN, *[length] * parameters]), _tensor(deviations)
+    if several:
+        means, deviations = [*means, _ALIKE[0]], [*deviations, _ALIKE[1]]
+    return _tensor(means), _tensor(deviations)
 
 
 def _tensor(values: object) -> Tensor:

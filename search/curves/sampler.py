@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from search.curves.earlier import EARLIER, Earlier
 from search.curves.foreseen import CHOSEN, band
-from search.curves.points import Seen, seen
+from search.curves.points import MOST, Seen, losses, seen
 from search.curves.process import Points, Posterior, Process, log_expected_improvement
 from search.curves.space import Space
-from storage.attributes import INFEASIBLE
 
 FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
 FIT = 200  # points that hyperparameters are fitted on, at most
@@ -39,7 +40,7 @@ class CurvesSampler(BaseSampler):
     Args:
         seed: of this suggestion.
         epochs: of a full trial.
-        n_startup_trials: drawn at random before any is chosen.
+        n_startup_trials: drawn at random before any is chosen; trials of earlier studies count.
     """
 
     def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10) -> None:
@@ -51,9 +52,11 @@ class CurvesSampler(BaseSampler):
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters that trials had; none before there are enough trials."""
         trials = _told(study, trial)
-        if len(trials) < self._n_startup_trials:
+        self._kept = study._storage.get_study_system_attrs(study._study_id)
+        self._earlier = Earlier.read(self._kept.get(EARLIER))
+        if len(trials) + len(self._earlier.trials) < self._n_startup_trials:
             return {}
-        found: dict[str, BaseDistribution] = {}
+        found = {name: d for name, d in self._earlier.distributions.items() if not d.single()}
         for told in trials:
             found |= {name: d for name, d in told.distributions.items() if not d.single()}
         return found
@@ -65,23 +68,29 @@ class CurvesSampler(BaseSampler):
         if not search_space:
             return {}
         told = _told(study, trial)
-        space = Space(search_space, [t.params for t in told])
-        points = seen([_losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
-        posterior = _posterior(study, space, points, len(told))
-        ends = Points.at_the_end(space.features(space.rows), np.arange(len(told)))
+        space = Space(search_space, [t.params for t in told], self._earlier.drawn)
+        points = seen([losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
+        others = Others.of(self._earlier, space, MOST - len(points.s))
+        began = self._n_startup_trials if self._earlier.trials else 0
+        posterior = _posterior(study, self._kept.get(FITTED, {}), space, points, others, began + len(told))
+        # Those of earlier studies as if they were run in this one.
+        ends = Points.at_the_end(
+            space.features(np.concatenate([space.rows, others.rows])),
+            np.concatenate([np.arange(len(told)), np.full(len(others.rows), -1)]),
+        )
         foreseen = posterior.at(ends)[0].numpy()
+        incumbent = float(foreseen[: len(told)].min() if told else foreseen.min())
         running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
-        row, top = self._best(posterior, space, foreseen)
+        row, top = self._best(posterior, space, np.concatenate([space.rows, others.rows]), foreseen, incumbent)
         given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt, or somebody
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             maximize = study.direction == StudyDirection.MAXIMIZE
             mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
             middle, low, high = band(points, mean.item(), deviation.item(), maximize=maximize)
-            best, _, _ = band(points, float(foreseen.min()), 0.0, maximize=maximize)
-            near = None if top is None else told[top].number
-            note: Any = {"foreseen": middle, "band": [low, high], "best": best, "near": near}
+            best, _, _ = band(points, incumbent, 0.0, maximize=maximize)
+            note: Any = {"foreseen": middle, "band": [low, high], "best": best, **self._near(told, top)}
             study._storage.set_trial_system_attr(trial._trial_id, CHOSEN, note)
         return space.params(row)
 
@@ -91,13 +100,21 @@ class CurvesSampler(BaseSampler):
         """A parameter at random: at the start, or one that no trial had."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def _best(self, posterior: Posterior, space: Space, foreseen: np.ndarray) -> tuple[np.ndarray, int | None]:
-        """The row of the largest expected improvement among some at random and around the best.
+    def _near(self, told: list[FrozenTrial], top: int | None) -> dict[str, Any]:
+        """Which trial a configuration was found near, and of which study where that is an earlier one."""
+        if top is None or top < len(told):
+            return {"near": None if top is None else told[top].number}
+        there = self._earlier.trials[top - len(told)]
+        return {"near": there.number, "of": self._earlier.studies[there.study - 1]}
+
+    def _best(
+        self, posterior: Posterior, space: Space, rows: np.ndarray, foreseen: np.ndarray, incumbent: float
+    ) -> tuple[np.ndarray, int | None]:
+        """The row of the largest expected improvement among some at random and around the best of `rows`.
 
         Returns:
-            The row, and the index of the trial that it was sought around; None where it came of one at random.
+            The row, and the index of that which it was sought around; None where it came of one at random.
         """
-        incumbent = float(foreseen.min())
 
         def judged(rows: np.ndarray) -> np.ndarray:
             at = Points.at_the_end(space.features(rows))
@@ -106,12 +123,12 @@ class CurvesSampler(BaseSampler):
         drawn = space.drawn(self._random, DRAWN)
         gains = judged(drawn)
         best = np.argsort(foreseen, kind="stable")[:TOPS]
-        tops = np.concatenate([space.rows[best], drawn[np.argsort(-gains, kind="stable")[:TOPS]]])
+        tops = np.concatenate([rows[best], drawn[np.argsort(-gains, kind="stable")[:TOPS]]])
         around = space.near(self._random, tops, AROUND)
-        rows, gains = np.concatenate([drawn, around]), np.concatenate([gains, judged(around)])
+        tried, gains = np.concatenate([drawn, around]), np.concatenate([gains, judged(around)])
         chosen = int(np.argmax(gains))
         top = (chosen - DRAWN) // AROUND  # below 0 for those at random
-        return rows[chosen], int(best[top]) if 0 <= top < len(best) else None
+        return tried[chosen], int(best[top]) if 0 <= top < len(best) else None
 
 
 def _told(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
@@ -126,32 +143,65 @@ def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
     return [t for t in trials if t.params and t.number != trial.number]
 
 
-def _losses(trial: FrozenTrial, direction: StudyDirection, epochs: int) -> dict[int, float]:
-    """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    losses = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
-    if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, losses.values())):
-        return {1: math.inf, epochs: math.inf}
-    return losses
+@dataclass(frozen=True)
+class Others:
+    """Points of earlier studies, in a space of the present one.
+
+    Attributes:
+        rows: of their trials [trials, parameters].
+        trial: index of the trial of each point [n].
+        s: logarithm of the epochs [n].
+        scores: normal scores in their own study [n].
+        study: index of that, from 1 [n].
+    """
+
+    rows: np.ndarray
+    trial: np.ndarray
+    s: np.ndarray
+    scores: np.ndarray
+    study: np.ndarray
+
+    @classmethod
+    def of(cls, earlier: Earlier, space: Space, room: int) -> Others:
+        """Those of the most telling trials, as many as there is room for."""
+        rows = np.array([space.row(t.params) for t in earlier.trials]).reshape(len(earlier.trials), len(space.names))
+        flat = [(i, s, score, t.study) for i, t in enumerate(earlier.trials) for s, score in t.points][:room]
+        trial, s, scores, study = np.array(flat, dtype=np.float64).reshape(len(flat), 4).T
+        return cls(rows, trial.astype(np.int64), s, scores, study.astype(np.int64))
 
 
-def _posterior(study: optuna.Study, space: Space, points: Seen, trials: int) -> Posterior:
+def _posterior(
+    study: optuna.Study, kept: Mapping[str, Any], space: Space, points: Seen, others: Others, trials: int
+) -> Posterior:
     """What the points show, by hyperparameters of the study's; fitted here when those are old."""
-    features = space.features(space.rows)[points.trial]
-    learnt = Points(*map(torch.from_numpy, (features, points.s, points.trial)))
+    learnt = Points(*map(torch.from_numpy, (space.features(space.rows)[points.trial], points.s, points.trial)))
     scores = torch.from_numpy(points.scores)
-    kept = study._storage.get_study_system_attrs(study._study_id).get(FITTED, {})
-    process = Process.new(space.owner)
+    own, several = len(scores), len(others.s) > 0
+    if several:
+        numbers = others.trial + len(space.rows)
+        x = space.features(others.rows)[others.trial]
+        learnt = learnt.and_then(Points(*map(torch.from_numpy, (x, others.s, numbers, others.study))))
+        scores = torch.cat([scores, torch.from_numpy(others.scores)])
+    process = Process.new(space.owner, several=several)
     if kept.get("names") == space.names and len(kept["theta"]) == len(process.theta):
         process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64))
     else:
         kept = {}
     if trials >= REFIT * kept.get("trials", 0):
-        part = torch.from_numpy(np.linspace(0, len(scores) - 1, min(FIT, len(scores)), dtype=np.int64))
-        process = process.fitted(Points(learnt.x[part], learnt.s[part], learnt.trial[part]), scores[part])
+        part = _part(own, len(scores))
+        some = Points(*(column[part] for column in vars(learnt).values() if column is not None))
+        process = process.fitted(some, scores[part])
         fitted: Any = {"names": space.names, "trials": trials, "theta": process.theta.tolist()}
         study._storage.set_study_system_attr(study._study_id, FITTED, fitted)
     return process.given(learnt, scores)
+
+
+def _part(own: int, every: int) -> torch.Tensor:
+    """The points that are fitted on: own ones, but for a quarter where earlier studies have as many."""
+    first = min(own, FIT - min(FIT // 4, every - own))
+    second = min(every - own, FIT - first)
+    spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
+    return torch.from_numpy(np.concatenate(spread))
 
 
 def _believing(posterior: Posterior, space: Space, running: list[int], silent: np.ndarray) -> Posterior:

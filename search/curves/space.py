@@ -27,14 +27,22 @@ class Space:
     Args:
         distributions: by name; all floats, integers or categorical.
         seen: configurations of trials.
+        drawn: configurations that nobody ran, which show as well what depends on what.
     """
 
-    def __init__(self, distributions: Mapping[str, BaseDistribution], seen: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        distributions: Mapping[str, BaseDistribution],
+        seen: Sequence[Mapping[str, Any]],
+        drawn: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.names = sorted(distributions)
         self._distributions = [distributions[name] for name in self.names]
         self._choices = [len(d.choices) if isinstance(d, CategoricalDistribution) else 0 for d in self._distributions]
-        self.rows = np.array([self.row(params) for params in seen]).reshape(len(seen), len(self.names))
-        self._rules = _rules(self.rows, self._choices)
+        rows = [self.row(params) for params in [*seen, *drawn]]
+        shown = np.array(rows).reshape(len(rows), len(self.names))
+        self.rows = shown[: len(seen)]
+        self._rules = _rules(shown, self._choices)
 
     @property
     def owner(self) -> np.ndarray:

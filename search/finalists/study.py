@@ -173,6 +173,7 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
         "n_trials": len(of.trials) * len(of.seeds),
         "sampler": Random().model_dump(),
+        "warm_start": None,
         "pruner": NoPruning().model_dump(),
         "timeout": None,
         "budget_epochs": None,

@@ -154,6 +154,8 @@ def _tell_begin(
     spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
     what = f" ({at}): {spec.budgets} of {spec.objective}, {counted(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
+    if spec.warm_start is not None:
+        console.print(f"it learns from the trials of {', '.join(spec.warm_start)} too, as they were when it was made")
     if warning := study.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
 

@@ -29,6 +29,21 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 FINALISTS = ".finalists"  # how the names of studies end that hold finalists; of a later set with "-2" and so on
 
 
+def _study_names(given: Any) -> Any:
+    """Names as a list: a flag has them with commas between, and none is no setting."""
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    if names is None or names == []:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"--warm-start {given!r}: give names of studies, such as wine-a,wine-b")
+    for place, name in enumerate(names):
+        if not re.match(NAME_PATTERN, name):
+            raise ValueError(f"--warm-start: {name!r} cannot name a study: give names with commas between them")
+        if name in names[:place]:
+            raise ValueError(f"--warm-start: {name} is named twice: leave one out")
+    return names
+
+
 def searched_by(name: str) -> str | None:
     """Return the name of the study whose finalists a study of this name would hold; None if it is no such name."""
     match = re.fullmatch(rf"(.+){re.escape(FINALISTS)}(-\d+)?", name)
@@ -75,6 +90,10 @@ class StudySpec(Options):
     n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: how many trials the study runs")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
+    warm_start: Annotated[list[str] | None, BeforeValidator(_study_names)] = Field(
+        default=None,
+        description="Earlier studies of this database, with commas between, whose trials inform the sampler curves",
+    )
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
     default_first: bool = Field(
         default=True, description="Whether the first trial runs the objective's defaults, where it has some"
@@ -147,6 +166,20 @@ class StudySpec(Options):
     @model_validator(mode="after")
     def _complete_pruner(self) -> Self:
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
+        return self
+
+    @model_validator(mode="after")
+    def _warm_sampler(self) -> Self:
+        if self.warm_start is None:
+            return self
+        if not self.sampler.warm_starts:
+            can = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.warm_starts))
+            raise ValueError(
+                f"--warm-start: the sampler {self.sampler.name} learns from its own study alone: "
+                f"use --sampler {can}, or leave --warm-start out"
+            )
+        if self.name in self.warm_start:
+            raise ValueError(f"--warm-start: {self.name} is the study itself: name earlier ones")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -30,10 +30,12 @@ from search.spec.spec import (
 from search.study.enqueue import enqueue, require_room
 from search.study.release import note_release
 from search.study.study import StoredStudy, find_study
+from search.study.warm_start import told_by_earlier
 from storage.attributes import FOLDER, SOURCE, SPEC
 from storage.database.locks import LockLostError, name_lock, still_held
 from storage.database.retry import retrying
 from storage.study_storage import PostgresStorage
+from storage.study_storage.studies import set_attrs_by
 from storage.trials.spending import open_spending
 
 
@@ -121,12 +123,17 @@ def _create_or_join(
                     f"{command('finalists', searched)}, or choose another --name"
                 )
             _check_budget(wanted)
+            earlier = told_by_earlier(storage, wanted, objective)
             spec = rehearse()
             first = _first_trials(spec, objective, enqueued)
             still_held(lock)
             direction = optuna.study.StudyDirection[spec.direction.upper()]
             study_id = storage.create_filled_study(
-                [direction], spec.name, user_attrs=_first_attrs(spec, objective), trials=first, also=_open_budgets(spec)
+                [direction],
+                spec.name,
+                user_attrs=_first_attrs(spec, objective),
+                trials=first,
+                also=_filling(spec, earlier),
             )
             made.append(study_id)
             return _made(spec, storage, study_id), True
@@ -150,10 +157,11 @@ def _create_or_join(
             return StoredStudy(spec, storage, study_id), False
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
+        earlier = told_by_earlier(storage, wanted, objective)
         spec = rehearse()
         storage.import_trials(study_id, _first_trials(spec, objective, enqueued))
         with storage.engine.begin() as connection:
-            _open_budgets(spec)(connection, study_id)
+            _filling(spec, earlier)(connection, study_id)
         for key, value in _first_attrs(spec, objective).items():
             storage.set_study_user_attr(study_id, key, value)
         return _made(spec, storage, study_id), True
@@ -180,14 +188,15 @@ def _first_attrs(spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
     return {SOURCE: source_hash(objective), FOLDER: folder, SPEC: spec.model_dump()}
 
 
-def _open_budgets(spec: StudySpec) -> Callable[[sa.Connection, int], None]:
-    """Return what counts the epochs and seconds of a study's trials, where it has a budget in them."""
+def _filling(spec: StudySpec, earlier: Mapping[str, Any]) -> Callable[[sa.Connection, int], None]:
+    """Return what gives a new study its budgets in epochs and seconds, and what earlier studies tell it."""
 
-    def opened(connection: sa.Connection, study_id: int) -> None:
+    def fill(connection: sa.Connection, study_id: int) -> None:
         if spec.metered:
             open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
+        set_attrs_by(connection, study_id, earlier, kind="system")
 
-    return opened
+    return fill
 
 
 def _made(spec: StudySpec, storage: PostgresStorage, study_id: int) -> StoredStudy:

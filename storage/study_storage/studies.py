@@ -151,11 +151,11 @@ def set_attr(database: Database, kind: Kind, study_id: int, key: str, value: Any
         raise unknown(study_id)
 
 
-def set_attrs_by(connection: sa.Connection, study_id: int, user_attrs: Mapping[str, Any]) -> None:
-    """Set user attributes of a study in the connection's transaction."""
-    for key, value in user_attrs.items():
+def set_attrs_by(connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: Kind = "user") -> None:
+    """Set attributes of a study in the connection's transaction."""
+    for key, value in attrs.items():
         parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-        connection.execute(text(_SET_ATTR.format(kind="user")), parameters)
+        connection.execute(text(_SET_ATTR.format(kind=kind)), parameters)
 
 
 def attrs_of(database: Database, kind: Kind, study_id: int) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""A study is made with what earlier ones tell, once; what cannot tell anything is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from objectives import load_objective
+from search.cli import _run
+from search.curves.earlier import EARLIER
+from search.errors import SearchError
+from search.sampling.seeds import make_sampler
+from search.spec.spec import parse_spec
+from search.study.create_or_join import create_or_join
+from search.study.study import StoredStudy, load_study
+from storage.attributes import SPEC
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+
+LR = FloatDistribution(1e-4, 1e-1, log=True)
+
+
+@pytest.fixture
+def storage(database_url: str) -> PostgresStorage:
+    return open_storage(database_url, application_name="test")
+
+
+@pytest.fixture
+def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert _run(["init", "wine.py"]) == 0
+    return load_objective("wine.py")
+
+
+def made(storage: PostgresStorage, objective, name: str, **settings: object) -> StoredStudy:
+    given = {"objective": "wine.py", "name": name, "sampler": {"name": "curves"}, "default_first": False, **settings}
+    return create_or_join(storage, given, objective, rehearse=lambda *_: None)[0]
+
+
+def filled(storage: PostgresStorage, study: StoredStudy, count: int = 12, name: str = "lr", **shape: object) -> None:
+    for place in range(count):
+        params = {name: 10 ** (-4 + 3 * place / max(count, 1))}
+        values = {epoch: 0.9 - 0.1 * abs(place - 8) for epoch in range(3)}
+        kind = {"state": TrialState.PRUNED, "params": params, "distributions": {name: LR}, **shape}
+        storage.create_new_trial(study.study_id, create_trial(intermediate_values=values, **kind))
+
+
+def kept(study: StoredStudy) -> dict:
+    return study.storage.get_study_system_attrs(study.study_id)[EARLIER]
+
+
+def test_the_new_study_knows_its_earlier_ones_whatever_becomes_of_them(storage, objective):
+    first = made(storage, objective, "first")
+    filled(storage, first)
+    filled(storage, first, 1, state=TrialState.RUNNING)
+    second = made(storage, objective, "second", warm_start="first")
+    assert second.spec.warm_start == ["first"]
+    told = kept(second)
+    assert [number for _, number, *_ in told["trials"]].count(12) == 1, "one that runs counts with what it has reported"
+
+    def suggestions() -> list[float]:
+        found = []
+        for number in range(2):
+            study = optuna.load_study(study_name="second", storage=storage)
+            which = {"study_seed": 0, "trial_number": number, "epochs": 3}
+            study.sampler = make_sampler(second.spec.sampler, **which)
+            found.append(study.ask().suggest_float("lr", 1e-4, 1e-1, log=True))
+        return found
+
+    before = suggestions()
+    assert 10**-2.6 < before[0] < 10**-1.4, "the first is chosen: the best was trial 8, at 0.01"
+    storage.delete_study(first.study_id)
+    again = made(storage, objective, "second")
+    assert again.spec == made(storage, objective, "second", warm_start=["first"]).spec
+    assert kept(again) == told
+    with pytest.raises(SearchError, match="warm_start: \\['first'\\] -> \\['other'\\]"):
+        made(storage, objective, "second", warm_start=["other"])
+    filled(storage, made(storage, objective, "cold"))
+    with pytest.raises(SearchError, match="warm_start: None"):
+        made(storage, objective, "cold", warm_start=["second"])
+
+
+def test_what_tells_nothing_is_refused_and_nothing_is_made(storage, objective):
+    filled(storage, made(storage, objective, "other_way", direction="minimize"))
+    filled(storage, made(storage, objective, "other_space"), name="depth")
+    filled(storage, made(storage, objective, "out_of_range"), 3, params={"lr": 7.0}, distributions={
+        "lr": FloatDistribution(1.0, 9.0)})  # fmt: skip
+    made(storage, objective, "empty")
+    cases = {
+        "nope": "--warm-start nope: no study 'nope'",
+        "empty": "--warm-start empty: no trial of it has reported anything yet: run it first, or leave it out",
+        "other_way": "--warm-start other_way: it is to minimize .*: name a study of the same direction",
+        "other_space": "--warm-start other_space: its trials have none of the parameters of Wine",
+        "out_of_range": "--warm-start out_of_range: none of its trials is in this search space",
+    }
+    there = len(storage.get_all_studies())
+    for name, words in cases.items():
+        with pytest.raises(SearchError, match=words) as caught:
+            made(storage, objective, "new", warm_start=[name])
+        assert "\n" not in str(caught.value)
+    assert len(storage.get_all_studies()) == there
+
+
+def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(storage, objective):
+    first = made(storage, objective, "first")
+    of = {"study": "first", "study_id": first.study_id, "top": 1, "trials": [0], "seeds": [1]}
+    spec = parse_spec({**first.spec.model_dump(), "name": "first.finalists", "finalists_of": of})
+    storage.create_filled_study(
+        [optuna.study.StudyDirection.MAXIMIZE], "first.finalists", user_attrs={SPEC: spec.model_dump()}, trials=[]
+    )
+    with pytest.raises(SearchError, match="holds the finalists of 'first': name first instead"):
+        made(storage, objective, "new", warm_start=["first.finalists"])
+    assert load_study(storage, "first.finalists").spec.warm_start is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--warm-start", "a"], "the sampler tpe learns from its own study alone: use --sampler curves"),
+        (["--sampler", "gp", "--warm-start", "a"], "the sampler gp learns from its own study alone"),
+        (["--sampler", "curves", "--warm-start", "a,a"], "a is named twice"),
+        (["--sampler", "curves", "--warm-start", "a,"], "'' cannot name a study"),
+        (["--sampler", "curves", "--name", "a", "--warm-start", "b,a"], "a is the study itself"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["run", "digits", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("hpsearch: --warm-start")
+    assert said.count("\n") == 1, said
