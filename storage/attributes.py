@@ -3,6 +3,8 @@
 # Of a study.
 SPEC = "hpsearch:spec"  # what is searched, as JSON: the fields of search.spec.StudySpec
 STOPPED = "hpsearch:stopped"  # who stopped the study, and when
+GIVEN_UP = "hpsearch:given_up"  # why the rest of its budget was: the fields of storage.trials.giving_up.GivenUp
+FORESEEN = "hpsearch:foreseen"  # what the rest was expected to gain last: {"gain", "ended"}, the trials that had ended
 STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`, which a timeout counts from
 TRACKING_URI = "hpsearch:tracking_uri"
 CHECKPOINT_URL = "hpsearch:checkpoint_url"

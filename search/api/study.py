@@ -73,6 +73,7 @@ class Study:
         timeout: float | None = None,
         budget_epochs: int | None = None,
         budget_seconds: float | None = None,
+        stop_when: float | None = None,
         models: str | None = None,
         top_models: int | None = None,
         default_first: bool | None = None,
@@ -87,7 +88,8 @@ class Study:
                 budget is given.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
             warm_start: names of earlier studies, whose trials inform the sampler curves.
-            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, models, top_models, default_first: as
+            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, stop_when, models, top_models,
+                default_first: as
                 docs/reference/settings.md says.
             enqueue: a .csv or .jsonl file of configurations that are run first.
             where: storage_url, tracking_uri, checkpoint_url, home.
@@ -101,7 +103,7 @@ class Study:
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
             "sampler": sampler, "warm_start": warm_start, "pruner": pruner, "seed": seed, "retries": retries,
             "retry_on": retry_on, "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds,
-            "models": models, "top_models": top_models, "default_first": default_first,
+            "stop_when": stop_when, "models": models, "top_models": top_models, "default_first": default_first,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)
@@ -403,14 +405,20 @@ class Study:
         return running_trials(self.stored)
 
     def start(self) -> str | None:
-        """Let a stopped study go on; return who had stopped it, and when, or None if it was not stopped.
+        """Let a study go on that was stopped, or stopped early by itself; return why it was, or None if it was not.
 
         Example:
             study.start()
         """
+        from search.api.telling import tell_mlflow
+        from search.publish.study import reopen_study
         from search.study.steering import start_study
 
-        return start_study(self.stored)
+        before = self.stored.given_up
+        why = start_study(self.stored)
+        if before is not None:
+            tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
+        return why
 
     def extend(
         self,

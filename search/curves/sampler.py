@@ -51,7 +51,7 @@ class CurvesSampler(BaseSampler):
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters that trials had; none before there are enough trials."""
-        trials = _told(study, trial)
+        trials = told_trials(study, but=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._earlier = Earlier.read(self._kept.get(EARLIER))
         if len(trials) + len(self._earlier.trials) < self._n_startup_trials:
@@ -67,12 +67,12 @@ class CurvesSampler(BaseSampler):
         """The configuration; parameters that it turns out not to have are not asked for."""
         if not search_space:
             return {}
-        told = _told(study, trial)
+        told = told_trials(study, but=trial.number)
         space = Space(search_space, [t.params for t in told], self._earlier.drawn)
         points = seen([losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
         others = Others.of(self._earlier, space, MOST - len(points.s))
         began = self._n_startup_trials if self._earlier.trials else 0
-        posterior = _posterior(study, self._kept.get(FITTED, {}), space, points, others, began + len(told))
+        posterior = posterior_of(study, self._kept.get(FITTED, {}), space, points, others, began + len(told))
         # Those of earlier studies as if they were run in this one.
         ends = Points.at_the_end(
             space.features(np.concatenate([space.rows, others.rows])),
@@ -131,11 +131,11 @@ class CurvesSampler(BaseSampler):
         return tried[chosen], int(best[top]) if 0 <= top < len(best) else None
 
 
-def _told(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
+def told_trials(study: optuna.Study, *, but: int | None = None) -> list[FrozenTrial]:
     """The trials that have reported something, or ended before they could."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
     known = [t for t in trials if t.intermediate_values or t.state.is_finished()]
-    return [t for t in known if t.params and t.number != trial.number]
+    return [t for t in known if t.params and t.number != but]
 
 
 def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
@@ -170,7 +170,7 @@ class Others:
         return cls(rows, trial.astype(np.int64), s, scores, study.astype(np.int64))
 
 
-def _posterior(
+def posterior_of(
     study: optuna.Study, kept: Mapping[str, Any], space: Space, points: Seen, others: Others, trials: int
 ) -> Posterior:
     """What the points show, by hyperparameters of the study's; fitted here when those are old."""

@@ -174,6 +174,7 @@ def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
         "n_trials": len(of.trials) * len(of.seeds),
         "sampler": Random().model_dump(),
         "warm_start": None,
+        "stop_when": None,
         "pruner": NoPruning().model_dump(),
         "timeout": None,
         "budget_epochs": None,

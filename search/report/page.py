@@ -40,7 +40,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         spec=study.spec,
         summary=summary,
         budget=study.budget,
-        headline=_headline(study, summary, finalists),
+        headline=_headline(study, summary, finalists) + _early(study),
         cards=_cards(study, summary, finalists, opening),
         states=_states(summary),
         rungs=rung_lines(study),
@@ -84,6 +84,12 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
     failed = [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
     last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
     return f"No trial has run to its end yet.{last}"
+
+
+def _early(study: StoredStudy) -> str:
+    """Return why the study stopped before its budget, as a sentence that follows; nothing where it did not."""
+    given_up = study.given_up
+    return "" if given_up is None else f" Stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}."
 
 
 def _cards(

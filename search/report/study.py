@@ -20,7 +20,7 @@ _LAST = 20
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
     """Print all there is to know about a study; of its trials the last ones, or `every` one."""
     for key, value in study.spec.model_dump(exclude={"name", "version"}).items():
-        if key in {"finalists_of", "budget_epochs", "budget_seconds", "warm_start"} and value is None:
+        if key in {"finalists_of", "budget_epochs", "budget_seconds", "warm_start", "stop_when"} and value is None:
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown

@@ -27,6 +27,8 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     counts += [f"{summary.running} running"] if summary.running else []
     counts += [f"{summary.waiting} waiting"] if summary.waiting else []
     lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
+    if (given_up := study.given_up) is not None:
+        lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
     if summary.best is not None:
         best = summary.best
         lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")

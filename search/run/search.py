@@ -129,12 +129,14 @@ def run_search(
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return Ran(begin)
     interrupted, fleet = False, None
-    over = study.is_spent(begin.finished)
-    if not over or (spec.metered and begin.waiting):  # what waits is settled
+    spent = study.is_spent(begin.finished)
+    if not spent or (spec.metered and begin.waiting):  # what waits is settled
         interrupted, fleet = drive(console, services, study, workers, options)
     else:
-        more = command("extend", spec.name, *_more(study, begin))
-        console.print(f"the budget is spent; more trials with: {more}; or choose another --name for a new search")
+        given_up = study.given_up
+        more = command("extend", spec.name, *_more(study, begin)) if given_up is None else command("start", spec.name)
+        over = "the budget is spent" if given_up is None else given_up.why
+        console.print(f"{over}; more trials with: {more}; or choose another --name for a new search")
     return _finish(console, services, study, interrupted=interrupted, fleet=fleet)
 
 

@@ -132,6 +132,13 @@ class StudySpec(Options):
         allow_inf_nan=False,
         description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
     )
+    stop_when: float | None = Field(
+        default=None,
+        gt=0,
+        strict=False,
+        allow_inf_nan=False,
+        description="Stop early once the rest of the budget is expected to gain less than this, in the metric's unit",
+    )
     models: Literal["top", "complete", "all", "none"] = Field(
         default="top",
         description="Which trials leave a registrable model: `top`, `complete`, `all` or `none`; `promote` makes that "

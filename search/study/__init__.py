@@ -1,4 +1,4 @@
 """Studies: created or joined with their spec, steered, summed up, tidied.
 
-Imports: errors, console, services, spec, sampling, pruning.
+Imports: errors, console, services, curves, spec, sampling, pruning.
 """

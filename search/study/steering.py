@@ -21,6 +21,7 @@ from search.study.enqueue import add
 from search.study.study import StoredStudy
 from storage.attributes import REASON, STOPPED
 from storage.trials.claims import running_now
+from storage.trials.giving_up import GivenUp, take_up
 from storage.trials.reopening import go_on_again, reopen_trial, wait_again
 from storage.trials.spec_change import change_spec
 from storage.trials.spending import change_budgets, spending_in
@@ -39,11 +40,23 @@ def stop_study(study: StoredStudy) -> str | None:
 
 
 def start_study(study: StoredStudy) -> str | None:
-    """Let a stopped study go on; return who had stopped it, and when, or None if it was not stopped."""
-    if not (why := study.attrs.get(STOPPED)):
-        return None
-    study.set_attr(STOPPED, None)
-    return str(why)
+    """Let a study go on that was stopped, or gave the rest of its budget up.
+
+    Whether that is worth it is judged again after some more trials.
+
+    Returns:
+        Who had stopped it, and when, or why it was given up; None if neither was so.
+    """
+    attrs = study.attrs
+    why, given_up = attrs.get(STOPPED), GivenUp.of(attrs)
+    if why:
+        study.set_attr(STOPPED, None)
+    if given_up is not None:
+        with study.engine.begin() as connection:
+            take_up(connection, study.study_id)
+    reasons = [str(why)] if why else []
+    reasons += [f"as {given_up.why}"] if given_up is not None else []
+    return " and ".join(reasons) or None
 
 
 def running_trials(study: StoredStudy) -> int:
@@ -118,6 +131,7 @@ def extend_study(
 
     def then(connection: sa.Connection, values: dict[str, Any]) -> None:
         spec = parse_spec(values)
+        take_up(connection, study.study_id)
         changed.append(replace(changed[-1], enqueued=add(connection, study.study_id, spec, enqueued)))
         if (rungs := study_rungs(spec)) is not None:
             wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)

@@ -18,6 +18,7 @@ from search.spec.spec import StudySpec, parse_spec
 from search.study.ranking import rank_trials
 from storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
 from storage.study_storage import PostgresStorage
+from storage.trials.giving_up import GivenUp
 from storage.trials.spending import Spending, done, read_spending
 
 
@@ -41,8 +42,15 @@ class StoredStudy:
 
     @property
     def budget(self) -> int:
-        """How many trials the study is to have by now: `hpsearch extend` changes it while others have it open."""
-        return int(self.attrs[SPEC]["n_trials"])
+        """How many trials the study is to have by now: it is extended, or given up, while others have it open."""
+        attrs = self.attrs
+        budget, given_up = int(attrs[SPEC]["n_trials"]), GivenUp.of(attrs)
+        return budget if given_up is None else min(budget, given_up.started)
+
+    @property
+    def given_up(self) -> GivenUp | None:
+        """That the rest of the budget was given up, and why; None while it was not."""
+        return GivenUp.of(self.attrs)
 
     @property
     def spending(self) -> Spending | None:

@@ -16,6 +16,7 @@ from search.pruning import StudyPruner, study_rungs
 from search.sampling.paused import as_sampled
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import runs_folder
+from search.study.rest import Rest
 from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS, Attempt
@@ -77,6 +78,7 @@ class Worker:
             save_every=save_every,
             device=device,
         )
+        self._rest = None if study.spec.stop_when is None else Rest(study, self._context.sampled)
         self._leaving, self._pulse, self._register = leaving, pulse, register
         self._fleet_gone = fleet_gone
         self._leave_when_idle = leave_when_idle
@@ -98,6 +100,8 @@ class Worker:
                 self._pulse.beat()
                 self._register.seen()
                 ended: Ended | None
+                if self._rest is not None and (given_up := self._rest.given_up()):
+                    log.info("no new trial is begun: %s", given_up.why)
                 match self._context.claims.claim(open_new=not self._context.study.out_of_time):
                     case Stopped(why):
                         log.info("the study was stopped: %s", why)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import GOT_ON
+from storage.attributes import GIVEN_UP, GOT_ON
 from storage.database.locks import UNLESS_FROZEN
 from storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
 from storage.trials.rungs import BUT_PAUSED
@@ -17,12 +17,15 @@ from storage.trials.rungs import BUT_PAUSED
 STUDY = sa.text(f"""
     {UNLESS_FROZEN}
     SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
+           least((spec.value_json::jsonb ->> 'n_trials')::int,
+                 (given_up.value_json::jsonb ->> 'started')::int) AS opens,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
                 THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
            stopped.value_json::jsonb #>> '{{}}' AS stopped
       FROM studies s
       JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
       LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
+      LEFT JOIN study_user_attributes given_up ON given_up.study_id = s.study_id AND given_up.key = '{GIVEN_UP}'
      WHERE s.study_id = :study
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants

@@ -195,7 +195,7 @@ class Claims:
         spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
         why = "the time was up" if spending is None or not spending.over else spending.why
-        may_open = open_new and room and row.total - row.enqueued < study.n_trials
+        may_open = open_new and room and row.total - row.enqueued < study.opens
         trial_id, rung = row.given_back, None
         if trial_id is not None and spending is not None and not room and not self._is_whole(connection, trial_id):
             if row.running == 0:
@@ -281,7 +281,7 @@ class Claims:
                 return True
             spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
-        waits = open_new and room and row.total - row.enqueued < study.n_trials
+        waits = open_new and room and row.total - row.enqueued < study.opens
         return bool(row.given_back or row.running or waits)
 
     def _any_waits(self, connection: sa.Connection) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.attributes import SPEC
+from storage.attributes import GIVEN_UP, SPEC
 from storage.database.retry import PATIENCE
 from storage.database.statements import Database
 from storage.trials.spending import Spending, done
@@ -61,8 +61,10 @@ class Progress:
 
 
 _COUNTS = sa.text("""
-    SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
-             WHERE study_id = :study AND key = :spec) AS budget,
+    SELECT (SELECT least((s.value_json::jsonb ->> 'n_trials')::int, (g.value_json::jsonb ->> 'started')::int)
+              FROM study_user_attributes s
+              LEFT JOIN study_user_attributes g ON g.study_id = s.study_id AND g.key = :given_up
+             WHERE s.study_id = :study AND s.key = :spec) AS budget,
            count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
@@ -104,7 +106,7 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
         patience: seconds to wait for a database that is away.
     """
     database = Database(engine, patience)
-    [counts] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC})
+    [counts] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
     best = next(iter(database.rows(_BEST_OF[direction], {"study": study_id})), None)
     running = database.rows(_RUNNING, {"study": study_id})
     return Progress(

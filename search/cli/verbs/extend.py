@@ -35,9 +35,12 @@ def extend(
     from search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    given_up = study.stored.given_up
     done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
+    if given_up is not None:
+        typer.echo(f"{name} goes on, though {given_up.why}: that is judged again after some more trials")
     of = "of them" if done.unit == "trials" else "trials"
     if done.before == done.after:
         typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")

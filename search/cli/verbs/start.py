@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 
 def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
-    """Let a stopped study go on: trials are handed out again; start workers with 'run' or 'worker'."""
+    """Let a study go on that was stopped, or stopped early by itself; start workers with 'run' or 'worker'."""
     from search.api.study import Study
     from search.console import command
 

@@ -1,0 +1,137 @@
+"""A study stops early where the rest of its budget is not worth it: once, whoever decides; and goes on when told to."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from search.cli import _run
+from search.report.standing import read_standing
+from search.report.summary import summary_lines
+from search.sampling.paused import as_sampled
+from search.study.rest import FIRST, Rest
+from search.study.study import StoredStudy, load_study
+from search.study.summary import summarise
+from storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import Claims, Nothing
+from storage.trials.giving_up import give_up
+from storage.trials.outcome import Outcome
+from tests.search.pruning.test_reasons import spec_of
+from tests.search.study.steering.support import Say, rows, take
+
+X = FloatDistribution(0.0, 1.0)
+
+
+@pytest.fixture
+def study(storage: PostgresStorage) -> optuna.Study:
+    study = optuna.create_study(study_name="s", direction="maximize", storage=storage)
+    spec = {**spec_of(name="none", epochs=2).model_dump(), "n_trials": 100, "stop_when": 0.01}
+    storage.set_study_user_attr(study._study_id, SPEC, spec)
+    return study
+
+
+def ran(study: optuna.Study, xs: np.ndarray) -> None:
+    """Trials that came to a value which is best at 0.7."""
+    for x in xs:
+        value = 1 - (x - 0.7) ** 2
+        kind = {"params": {"x": x}, "distributions": {"x": X}, "state": TrialState.COMPLETE, "value": value}
+        study.add_trial(create_trial(**kind, intermediate_values={0: value - 0.2, 1: value}))
+
+
+def rest(stored: StoredStudy) -> Rest:
+    return Rest(stored, as_sampled(stored.open()))
+
+
+def test_it_stops_where_all_is_known_and_its_running_trials_end(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST - 1))
+    assert rest(stored).given_up() is None
+    assert FORESEEN not in stored.attrs, "before there are enough trials nothing is judged"
+    ran(study, np.array([0.69]))
+    running = take(claims)
+    given_up = rest(stored).given_up()
+    assert given_up is not None
+    assert (given_up.started, given_up.budget) == (FIRST + 1, 100)
+    assert 0 <= given_up.gain < 0.01
+    assert rest(stored).given_up() is None, "it is written once"
+    assert isinstance(claims.claim(), Nothing)
+    assert claims.any_left(), "one runs"
+    assert not claims.report(running, 0, 0.5).stopped
+    claims.settle(running, Outcome.COMPLETE, value=0.5)
+    assert not claims.any_left()
+    assert load_study(stored.storage, "s").is_spent(FIRST + 1)
+    assert read_standing(stored).progress.share == 1.0
+    line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
+    assert line in summary_lines(stored, summarise(stored), dashboard_url=None)
+    assert line in say("show", "s", "--all")
+
+
+def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
+    study: optuna.Study, stored: StoredStudy
+) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(FIRST):  # of eight parameters nobody knows more than some values
+        params = {f"x{place}": float(random.random()) for place in range(8)}
+        value = -sum((x - 0.5) ** 2 for x in params.values())
+        kind = {"params": params, "distributions": dict.fromkeys(params, X), "state": TrialState.COMPLETE}
+        study.add_trial(create_trial(**kind, value=value, intermediate_values={0: value, 1: value}))
+    assert rest(stored).given_up() is None
+    told = stored.attrs[FORESEEN]
+    assert told["ended"] == FIRST
+    assert told["gain"] > 0.01
+    ran(study, np.array([0.7]))
+    assert rest(stored).given_up() is None
+    assert stored.attrs[FORESEEN] == told, "one trial more changes little"
+
+
+def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored: StoredStudy) -> None:
+    ran(study, np.linspace(0, 0.7, FIRST))
+    assert rest(stored).given_up() is None
+    assert stored.attrs[FORESEEN]["gain"] > 0.1, "the later half of the trials gained a tenth"
+
+
+@pytest.mark.parametrize("verb", [["start", "s"], ["extend", "s", "--trials", "+50"]])
+def test_it_goes_on_where_somebody_wants_it(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, verb
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    assert rest(stored).given_up() is not None
+    assert isinstance(claims.claim(), Nothing)
+    assert "the rest of the budget was expected to gain" in say(*verb)
+    assert stored.given_up is None
+    assert stored.budget == (150 if verb[0] == "extend" else 100)
+    take(claims)
+    assert rest(stored).given_up() is None, "it is judged again after a tenth more"
+    assert "stopped after" not in say("show", "s")
+
+
+def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: StoredStudy, database_url: str) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01), engines))
+    assert sum(one is not None for one in written) == 1
+    assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{GIVEN_UP}'")) == 1
+
+
+def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    study.enqueue_trial({"x": 0.3})
+    assert rest(stored).given_up() is None
+    take(claims)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
+def test_bad_input_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["run", "digits", "--stop-when", given]) == 2
+    said = capsys.readouterr().err
+    assert "--stop-when" in said
+    assert said.count("\n") == 1, said
