@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,11 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from search.curves.foreseen import CHOSEN, band
-from search.curves.points import Seen, seen
+from search.curves.learning import Lesson, known, parameters
 from search.curves.process import Points, Posterior, Process, log_expected_improvement
 from search.curves.space import Space
-from storage.attributes import INFEASIBLE
 
 FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
-FIT = 200  # points that hyperparameters are fitted on, at most
 REFIT = 1.15  # times the trials of the last fit, from which on they are old
 
 DRAWN = 800  # configurations at random among which the best is sought
@@ -51,12 +48,7 @@ class CurvesSampler(BaseSampler):
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters that trials had; none before there are enough trials."""
         trials = _told(study, trial)
-        if len(trials) < self._n_startup_trials:
-            return {}
-        found: dict[str, BaseDistribution] = {}
-        for told in trials:
-            found |= {name: d for name, d in told.distributions.items() if not d.single()}
-        return found
+        return parameters(trials) if len(trials) >= self._n_startup_trials else {}
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -64,18 +56,16 @@ class CurvesSampler(BaseSampler):
         """The configuration; parameters that it turns out not to have are not asked for."""
         if not search_space:
             return {}
-        told = _told(study, trial)
-        space = Space(search_space, [t.params for t in told])
-        points = seen([_losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
-        posterior = _posterior(study, space, points, len(told))
-        ends = Points.at_the_end(space.features(space.rows), np.arange(len(told)))
-        foreseen = posterior.at(ends)[0].numpy()
+        told, maximize = _told(study, trial), study.direction == StudyDirection.MAXIMIZE
+        lesson = Lesson.of(told, search_space, maximize=maximize, epochs=self._epochs, random=self._random)
+        space, points = lesson.space, lesson.seen
+        posterior = _posterior(study, lesson, len(told))
+        foreseen = posterior.at(lesson.ends)[0].numpy()
         running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
         row, top = self._best(posterior, space, foreseen)
         if not trial.params and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
-            maximize = study.direction == StudyDirection.MAXIMIZE
             mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
             middle, low, high = band(points, mean.item(), deviation.item(), maximize=maximize)
             best, _, _ = band(points, float(foreseen.min()), 0.0, maximize=maximize)
@@ -116,8 +106,7 @@ class CurvesSampler(BaseSampler):
 def _told(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
     """The trials that have reported something, or ended before they could."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
-    known = [t for t in trials if t.intermediate_values or t.state.is_finished()]
-    return [t for t in known if t.params and t.number != trial.number]
+    return [t for t in known(trials) if t.number != trial.number]
 
 
 def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
@@ -125,32 +114,20 @@ def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
     return [t for t in trials if t.params and t.number != trial.number]
 
 
-def _losses(trial: FrozenTrial, direction: StudyDirection, epochs: int) -> dict[int, float]:
-    """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
-    losses = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
-    if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, losses.values())):
-        return {1: math.inf, epochs: math.inf}
-    return losses
-
-
-def _posterior(study: optuna.Study, space: Space, points: Seen, trials: int) -> Posterior:
+def _posterior(study: optuna.Study, lesson: Lesson, trials: int) -> Posterior:
     """What the points show, by hyperparameters of the study's; fitted here when those are old."""
-    features = space.features(space.rows)[points.trial]
-    learnt = Points(*map(torch.from_numpy, (features, points.s, points.trial)))
-    scores = torch.from_numpy(points.scores)
+    names = lesson.space.names
     kept = study._storage.get_study_system_attrs(study._study_id).get(FITTED, {})
-    process = Process.new(space.owner)
-    if kept.get("names") == space.names and len(kept["theta"]) == len(process.theta):
+    process = Process.new(lesson.space.owner)
+    if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
         process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64))
     else:
         kept = {}
     if trials >= REFIT * kept.get("trials", 0):
-        part = torch.from_numpy(np.linspace(0, len(scores) - 1, min(FIT, len(scores)), dtype=np.int64))
-        process = process.fitted(Points(learnt.x[part], learnt.s[part], learnt.trial[part]), scores[part])
-        fitted: Any = {"names": space.names, "trials": trials, "theta": process.theta.tolist()}
+        process = lesson.fitted(process)
+        fitted: Any = {"names": names, "trials": trials, "theta": process.theta.tolist()}
         study._storage.set_study_system_attr(study._study_id, FITTED, fitted)
-    return process.given(learnt, scores)
+    return process.given(lesson.points, lesson.scores)
 
 
 def _believing(posterior: Posterior, space: Space, running: list[int], silent: np.ndarray) -> Posterior:
