@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial
 from torch import Tensor
 
-from search.curves.points import Seen, seen
+from search.curves.points import OF_EACH, Seen, seen
 from search.curves.process import Points, Process
 from search.curves.space import Space
 from storage.attributes import INFEASIBLE
@@ -64,6 +64,8 @@ class Lesson:
         maximize: bool,
         epochs: int,
         random: np.random.Generator,
+        of_each: int = OF_EACH,
+        always: Container[int] = (),
     ) -> Lesson:
         """Of trials that are `known`.
 
@@ -73,9 +75,11 @@ class Lesson:
             maximize: whether higher values are better.
             epochs: of a full trial.
             random: chooses where there are too many points.
+            of_each, always: see `seen`.
         """
         space = Space(distributions, [t.params for t in trials])
-        found = seen([losses(t, maximize=maximize, epochs=epochs) for t in trials], epochs, random)
+        curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials]
+        found = seen(curves, epochs, random, of_each=of_each, always=always)
         points = Points(*map(torch.from_numpy, (space.features(space.rows)[found.trial], found.s, found.trial)))
         return cls(space, found, points, torch.from_numpy(found.scores))
 
