@@ -44,9 +44,9 @@ def spent(study: StoredStudy) -> Spent:
         by_trial[stretch.number].append(stretch)
     sign, order, pauses = 1 if study.spec.maximize else -1, [], {}
     for trial in study.trials():
-        found = _anchors(trial, by_trial[trial.number], rungs.epochs if rungs else ())
-        pauses[trial.number] = [epoch for _, epoch, paused in found if paused]
-        order += [(at, trial.number, step) for at, step in _moments(trial, found)]
+        stretches, at_rungs = by_trial[trial.number], rungs.epochs if rungs else ()
+        pauses[trial.number] = [at_rungs[each.rung] for each in stretches if each.rung is not None]
+        order += [(at, trial.number, step) for at, step in moments(trial, stretches, at_rungs)]
     best: list[tuple[int, float, int, int]] = []
     trials = study.trials()
     for count, (_, number, step) in enumerate(sorted(order), start=1):
@@ -57,34 +57,35 @@ def spent(study: StoredStudy) -> Spent:
     return Spent(len(order), best, {number: epochs for number, epochs in pauses.items() if epochs})
 
 
-_Part = tuple[list[tuple[float, float]], int, bool]  # stretches of time, the epoch at their end, whether it paused
+def moments(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]) -> Iterator[tuple[float, int]]:
+    """When a trial's epochs ended, in unix seconds: those between two pauses are taken to be as long as each other.
 
+    Args:
+        trial: of Optuna; its own begin and end are taken where no worker of ours ran it.
+        stretches: in which it was run.
+        rungs: epochs after which it may have been paused.
 
-def _anchors(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]) -> list[_Part]:
-    """The parts of a trial's training between two moments at which it is known how far it was."""
-    parts: list[_Part] = []
+    Yields:
+        The moment, and the epoch, from 0.
+    """
+    steps = sorted(trial.intermediate_values)
     times: list[tuple[float, float]] = []
-    for each in stretches:
-        times.append((each.started_at.timestamp(), each.until.timestamp()))
-        if each.rung is not None and each.rung < len(rungs):
-            parts.append((times, rungs[each.rung], True))
-            times = []
-    if not stretches and trial.datetime_start is not None:  # of a trial that no worker of ours ran
+    if not stretches and trial.datetime_start is not None:
         end = trial.datetime_complete or datetime.now()
         times.append((trial.datetime_start.timestamp(), end.timestamp()))
+    for place, each in enumerate(stretches):
+        times.append((each.started_at.timestamp(), each.until.timestamp()))
+        if each.rung is not None and place < len(stretches) - 1:
+            ran = [step for step in steps if step < rungs[each.rung]]
+            yield from _spread(times, ran)
+            times, steps = [], steps[len(ran) :]
     if times:
-        parts.append((times, max(trial.intermediate_values, default=-1) + 1, False))
-    return parts
+        yield from _spread(times, steps)
 
 
-def _moments(trial: FrozenTrial, parts: list[_Part]) -> Iterator[tuple[float, int]]:
-    """When a trial's epochs ended: between moments that are known each is taken to be as long as the others."""
-    steps = sorted(trial.intermediate_values)
-    for times, epoch, _ in parts:
-        ran = [step for step in steps if step < epoch]
-        steps = steps[len(ran) :]
-        for place, step in enumerate(ran, start=1):
-            yield _within(times, place / len(ran)), step
+def _spread(times: list[tuple[float, float]], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
+    for place, step in enumerate(steps, start=1):
+        yield _within(times, place / len(steps)), step
 
 
 def _within(times: list[tuple[float, float]], share: float) -> float:
