@@ -95,7 +95,10 @@ class Earlier:
         for index, (name, trials) in enumerate(studies.items(), 1):
             own = [(t, _translated(t.params, distributions)) for t in trials]
             there = [(t, params) for t, params in own if params]
-            curves = [_within(losses(t, direction, epochs), epochs) for t, _ in there]
+            curves = [
+                _within(losses(t, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs), epochs)
+                for t, _ in there
+            ]
             there = [pair for pair, curve in zip(there, curves, strict=True) if curve]
             curves = [curve for curve in curves if curve]
             if not curves:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from optuna.trial import FrozenTrial
 
 from search.curves.points import Seen
 
 CHOSEN = "curves:chosen"  # a trial's system attribute: why it has its configuration
+ENOUGH = 8  # trials that have reported, before which no trial's end is foreseen
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a trial will end with, in the metric's unit.
+
+    Attributes:
+        value: its best value after the last epoch, as it is expected.
+        low, high: about nine of ten such values lie between them.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+
+def foreseeable(trials: Sequence[FrozenTrial], epochs: int) -> bool:
+    """Whether there may be something to foresee, and to learn it from: told without loading what foresees it."""
+    if epochs < 2 or not any(t.intermediate_values for t in trials if not t.state.is_finished()):
+        return False
+    return sum(bool(t.intermediate_values) for t in trials) >= ENOUGH
 
 
 def band(points: Seen, mean: float, deviation: float, *, maximize: bool) -> tuple[float, float, float]:
@@ -23,13 +50,17 @@ def band(points: Seen, mean: float, deviation: float, *, maximize: bool) -> tupl
         deviation: of the score.
         maximize: whether losses are values with the other sign.
     """
-    finite = np.isfinite(points.loss)
-    order = np.argsort(points.loss[finite], kind="stable")
-    scores, losses = points.scores[finite][order], points.loss[finite][order]
-    middle, one, other = np.interp([mean, mean - deviation, mean + deviation], scores, losses).tolist()
+    middle, one, other = np.interp([mean, mean - deviation, mean + deviation], *scale(points)).tolist()
     if maximize:
         middle, one, other = -middle, -other, -one
     return middle, one, other
+
+
+def scale(points: Seen) -> tuple[np.ndarray, np.ndarray]:
+    """Scores, and the losses that they stand for, the best first; without those that are no number."""
+    finite = np.isfinite(points.loss)
+    order = np.argsort(points.loss[finite], kind="stable")
+    return points.scores[finite][order], points.loss[finite][order]
 
 
 def chosen_line(note: Mapping[str, Any]) -> str:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 import torch
+from optuna.study import StudyDirection
 
 from search.curves.earlier import EARLIER, Earlier
-from search.curves.points import MOST, Seen, losses, seen
+from search.curves.learning import Lesson, parameters
+from search.curves.points import Seen, losses
 from search.curves.process import Points, Posterior
-from search.curves.sampler import AROUND, DRAWN, FITTED, TOPS, Others, posterior_of, told_trials
+from search.curves.sampler import AROUND, DRAWN, FITTED, TOPS, posterior_of, told_trials
 from search.curves.space import Space
 
 FUNCTIONS = 500  # drawn from the process
@@ -53,22 +55,18 @@ def expected_gain(study: optuna.Study, left: Left, *, seed: int) -> float | None
         left: of its budget.
         seed: of what is drawn.
     """
-    told = told_trials(study)
+    told, maximize = told_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
-    curves = [losses(t, study.direction, left.epochs) for t in told]
-    points = seen(curves, left.epochs, random)
-    slope = _slope(points)
     kept = study._storage.get_study_system_attrs(study._study_id)
     earlier = Earlier.read(kept.get(EARLIER))
-    distributions = {name: d for name, d in earlier.distributions.items() if not d.single()}
-    for trial in told:
-        distributions |= {name: d for name, d in trial.distributions.items() if not d.single()}
-    if slope is None or not distributions:
+    if not (distributions := parameters(told, earlier)):
         return None
-    space = Space(distributions, [t.params for t in told], earlier.drawn)
-    others = Others.of(earlier, space, MOST - len(points.s))
-    posterior = posterior_of(study, kept.get(FITTED, {}), space, points, others, len(told))
-    gain = max(slope * _in_scores(posterior, space, left.trials, random), _pace(curves, left.trials))
+    lesson = Lesson.of(told, distributions, maximize=maximize, epochs=left.epochs, random=random, earlier=earlier)
+    if (slope := _slope(lesson.seen)) is None:
+        return None
+    curves = [losses(t, maximize=maximize, epochs=left.epochs) for t in told]
+    posterior = posterior_of(study, kept.get(FITTED, {}), lesson, len(told))
+    gain = max(slope * _in_scores(posterior, lesson.space, left.trials, random), _pace(curves, left.trials))
     return gain if math.isfinite(gain) else None
 
 

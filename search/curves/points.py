@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 from scipy.special import ndtri
 from scipy.stats import rankdata
@@ -15,7 +14,7 @@ from scipy.stats import rankdata
 from storage.attributes import INFEASIBLE
 
 MOST = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
-OF_EACH = 2  # points of a trial: of the last epochs on the grid
+OF_EACH = 2  # points of a trial, at most, unless it is said otherwise
 _STRIDE = 1.5  # from one epoch of the grid to the next
 
 
@@ -40,43 +39,55 @@ class Seen:
         return found
 
 
-def losses(trial: FrozenTrial, direction: StudyDirection, epochs: int) -> dict[int, float]:
+def losses(trial: FrozenTrial, *, maximize: bool, epochs: int) -> dict[int, float]:
     """Values by epoch, from 1, as lower is better; those of a trial that diverged are as bad as any, to its end."""
-    sign = -1.0 if direction == StudyDirection.MAXIMIZE else 1.0
+    sign = -1.0 if maximize else 1.0
     found = {step + 1: sign * value for step, value in trial.intermediate_values.items()}
     if trial.user_attrs.get(INFEASIBLE) or not any(map(math.isfinite, found.values())):
         return {1: math.inf, epochs: math.inf}
     return found
 
 
-def seen(curves: Sequence[Mapping[int, float]], epochs: int, random: np.random.Generator) -> Seen:
+def seen(
+    curves: Sequence[Mapping[int, float]],
+    epochs: int,
+    random: np.random.Generator,
+    *,
+    of_each: int = OF_EACH,
+    always: Container[int] = (),
+) -> Seen:
     """The points that a process learns from.
 
     Args:
         curves: of each trial its losses by epoch, from 1; none is empty, and there may be none.
         epochs: of a full trial.
         random: chooses where there are too many.
+        of_each: points of a trial, at most: of the last epochs on the grid.
+        always: indices of trials whose points stay, however many there are.
     """
     if not curves:
         return Seen(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
     grid = _grid(epochs)
-    found = [(trial, epoch, loss) for trial, curve in enumerate(curves) for epoch, loss in _last(curve, grid)]
+    found = [(trial, epoch, loss) for trial, curve in enumerate(curves) for epoch, loss in _last(curve, grid, of_each)]
     if len(found) > MOST:
-        best = sorted(range(len(found)), key=lambda i: (-found[i][1], found[i][2], i))
-        drawn = random.choice(best[MOST // 2 :], MOST - MOST // 2, replace=False)
-        found = [found[i] for i in sorted([*best[: MOST // 2], *map(int, drawn)])]
+        stay = [i for i, (trial, _, _) in enumerate(found) if trial in always]
+        others = [i for i, (trial, _, _) in enumerate(found) if trial not in always]
+        room = max(MOST - len(stay), 0)
+        best = sorted(others, key=lambda i: (-found[i][1], found[i][2], i))
+        drawn = random.choice(best[room // 2 :], room - room // 2, replace=False)
+        found = [found[i] for i in sorted([*stay, *best[: room // 2], *map(int, drawn)])]
     trials, after, losses = (np.array(column) for column in zip(*found, strict=True))
     return Seen(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
 
 
-def _last(curve: Mapping[int, float], grid: Sequence[int]) -> list[tuple[int, float]]:
+def _last(curve: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
     """The best losses so far after a curve's last epochs on the grid, and after its very last one."""
     best, path = math.inf, {}
     for epoch in sorted(curve):
         best = min(best, math.inf if math.isnan(curve[epoch]) else curve[epoch])
         path[epoch] = best
-    kept = {*[epoch for epoch in grid if epoch in path][-OF_EACH:], max(path)}
-    return [(epoch, path[epoch]) for epoch in sorted(kept)[-OF_EACH:]]
+    kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
+    return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 
 
 def _grid(epochs: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.curves.earlier import EARLIER, Earlier
 from search.curves.foreseen import CHOSEN, band
-from search.curves.points import MOST, Seen, losses, seen
+from search.curves.learning import Lesson, known, parameters
 from search.curves.process import Points, Posterior, Process, log_expected_improvement
 from search.curves.space import Space
 
 FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
-FIT = 200  # points that hyperparameters are fitted on, at most
 REFIT = 1.15  # times the trials of the last fit, from which on they are old
 
 DRAWN = 800  # configurations at random among which the best is sought
@@ -56,10 +54,7 @@ class CurvesSampler(BaseSampler):
         self._earlier = Earlier.read(self._kept.get(EARLIER))
         if len(trials) + len(self._earlier.trials) < self._n_startup_trials:
             return {}
-        found = {name: d for name, d in self._earlier.distributions.items() if not d.single()}
-        for told in trials:
-            found |= {name: d for name, d in told.distributions.items() if not d.single()}
-        return found
+        return parameters(trials, self._earlier)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -67,26 +62,21 @@ class CurvesSampler(BaseSampler):
         """The configuration; parameters that it turns out not to have are not asked for."""
         if not search_space:
             return {}
-        told = told_trials(study, but=trial.number)
-        space = Space(search_space, [t.params for t in told], self._earlier.drawn)
-        points = seen([losses(t, study.direction, self._epochs) for t in told], self._epochs, self._random)
-        others = Others.of(self._earlier, space, MOST - len(points.s))
-        began = self._n_startup_trials if self._earlier.trials else 0
-        posterior = posterior_of(study, self._kept.get(FITTED, {}), space, points, others, began + len(told))
-        # Those of earlier studies as if they were run in this one.
-        ends = Points.at_the_end(
-            space.features(np.concatenate([space.rows, others.rows])),
-            np.concatenate([np.arange(len(told)), np.full(len(others.rows), -1)]),
+        told, maximize = told_trials(study, but=trial.number), study.direction == StudyDirection.MAXIMIZE
+        lesson = Lesson.of(
+            told, search_space, maximize=maximize, epochs=self._epochs, random=self._random, earlier=self._earlier
         )
-        foreseen = posterior.at(ends)[0].numpy()
+        space, points = lesson.space, lesson.seen
+        began = self._n_startup_trials if self._earlier.trials else 0
+        posterior = posterior_of(study, self._kept.get(FITTED, {}), lesson, began + len(told))
+        foreseen = posterior.at(lesson.ends)[0].numpy()
         incumbent = float(foreseen[: len(told)].min() if told else foreseen.min())
         running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
-        row, top = self._best(posterior, space, np.concatenate([space.rows, others.rows]), foreseen, incumbent)
+        row, top = self._best(posterior, space, lesson.rows, foreseen, incumbent)
         given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt, or somebody
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
-            maximize = study.direction == StudyDirection.MAXIMIZE
             mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
             middle, low, high = band(points, mean.item(), deviation.item(), maximize=maximize)
             best, _, _ = band(points, incumbent, 0.0, maximize=maximize)
@@ -134,8 +124,7 @@ class CurvesSampler(BaseSampler):
 def told_trials(study: optuna.Study, *, but: int | None = None) -> list[FrozenTrial]:
     """The trials that have reported something, or ended before they could."""
     trials = study._get_trials(deepcopy=False, states=_STATES, use_cache=True)
-    known = [t for t in trials if t.intermediate_values or t.state.is_finished()]
-    return [t for t in known if t.params and t.number != but]
+    return [t for t in known(trials) if t.number != but]
 
 
 def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
@@ -143,65 +132,18 @@ def _running(study: optuna.Study, trial: FrozenTrial) -> list[FrozenTrial]:
     return [t for t in trials if t.params and t.number != trial.number]
 
 
-@dataclass(frozen=True)
-class Others:
-    """Points of earlier studies, in a space of the present one.
-
-    Attributes:
-        rows: of their trials [trials, parameters].
-        trial: index of the trial of each point [n].
-        s: logarithm of the epochs [n].
-        scores: normal scores in their own study [n].
-        study: index of that, from 1 [n].
-    """
-
-    rows: np.ndarray
-    trial: np.ndarray
-    s: np.ndarray
-    scores: np.ndarray
-    study: np.ndarray
-
-    @classmethod
-    def of(cls, earlier: Earlier, space: Space, room: int) -> Others:
-        """Those of the most telling trials, as many as there is room for."""
-        rows = np.array([space.row(t.params) for t in earlier.trials]).reshape(len(earlier.trials), len(space.names))
-        flat = [(i, s, score, t.study) for i, t in enumerate(earlier.trials) for s, score in t.points][:room]
-        trial, s, scores, study = np.array(flat, dtype=np.float64).reshape(len(flat), 4).T
-        return cls(rows, trial.astype(np.int64), s, scores, study.astype(np.int64))
-
-
-def posterior_of(
-    study: optuna.Study, kept: Mapping[str, Any], space: Space, points: Seen, others: Others, trials: int
-) -> Posterior:
+def posterior_of(study: optuna.Study, kept: Mapping[str, Any], lesson: Lesson, trials: int) -> Posterior:
     """What the points show, by hyperparameters of the study's; fitted here when those are old."""
-    learnt = Points(*map(torch.from_numpy, (space.features(space.rows)[points.trial], points.s, points.trial)))
-    scores = torch.from_numpy(points.scores)
-    own, several = len(scores), len(others.s) > 0
-    if several:
-        numbers = others.trial + len(space.rows)
-        x = space.features(others.rows)[others.trial]
-        learnt = learnt.and_then(Points(*map(torch.from_numpy, (x, others.s, numbers, others.study))))
-        scores = torch.cat([scores, torch.from_numpy(others.scores)])
-    process = Process.new(space.owner, several=several)
-    if kept.get("names") == space.names and len(kept["theta"]) == len(process.theta):
+    names, process = lesson.space.names, lesson.new_process
+    if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
         process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64))
     else:
         kept = {}
     if trials >= REFIT * kept.get("trials", 0):
-        part = _part(own, len(scores))
-        some = Points(*(column[part] for column in vars(learnt).values() if column is not None))
-        process = process.fitted(some, scores[part])
-        fitted: Any = {"names": space.names, "trials": trials, "theta": process.theta.tolist()}
+        process = lesson.fitted(process)
+        fitted: Any = {"names": names, "trials": trials, "theta": process.theta.tolist()}
         study._storage.set_study_system_attr(study._study_id, FITTED, fitted)
-    return process.given(learnt, scores)
-
-
-def _part(own: int, every: int) -> torch.Tensor:
-    """The points that are fitted on: own ones, but for a quarter where earlier studies have as many."""
-    first = min(own, FIT - min(FIT // 4, every - own))
-    second = min(every - own, FIT - first)
-    spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
-    return torch.from_numpy(np.concatenate(spread))
+    return process.given(lesson.points, lesson.scores)
 
 
 def _believing(posterior: Posterior, space: Space, running: list[int], silent: np.ndarray) -> Posterior:

@@ -6,6 +6,7 @@ import optuna
 
 from search.console import command
 from search.finalists.text import confirmation_lines
+from search.report.foreseen import foreseen_line
 from search.report.promotions import promotion_lines
 from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
@@ -37,6 +38,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
     rungs = rung_lines(study)
+    rungs += [best_open] if (best_open := foreseen_line(study)) else []
     lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
     promoted = [line for line in promotion_lines(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []

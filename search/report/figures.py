@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from search.curves.foreseen import Forecast
 from search.finalists.table import Finalists
 from search.finalists.text import SHOWN
+from search.report.spent import Spent
 from search.report.trials import state_of
 from search.study.study import StoredStudy
 from storage.attributes import REASON
 
 _AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
+_FORESEEN = 12  # trials whose ends are drawn beside the learning curves
 _POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
 
 
@@ -31,6 +35,8 @@ def figure_data(
     *,
     shares: list[tuple[str, float]] | str,
     finalists: Finalists | None,
+    spent: Spent,
+    forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
     """Return what the page's script draws, fit for JSON: what is no finite number is None."""
     stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _POINTS) or 1
@@ -47,10 +53,13 @@ def figure_data(
                 "reason": reason,
                 "params": [plain(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _curve(trial, stride),
+                "pauses": spent.pauses.get(trial.number, []),
             }
             for trial, reason in ((t, _why(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
         "best": _improvements(study),
+        "spent": spent.figure,
+        "foreseen": _foreseen(forecasts),
         "axes": _axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
         "finalists": None if finalists is None else _finalists(finalists),
     }
@@ -93,6 +102,14 @@ def _curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
         (step + 1, finite(value))
         for index, (step, value) in enumerate(steps)
         if index % stride == 0 or index == len(steps) - 1
+    ]
+
+
+def _foreseen(forecasts: Mapping[int, Forecast]) -> list[dict[str, Any]]:
+    """Return the best that are foreseen; all at once could not be told apart."""
+    return [
+        {"trial": number, "value": finite(each.value), "low": finite(each.low), "high": finite(each.high)}
+        for number, each in list(forecasts.items())[:_FORESEEN]
     ]
 
 

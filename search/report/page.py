@@ -10,19 +10,24 @@ from jinja2 import Environment, PackageLoader
 from optuna.trial import TrialState
 
 from search.console import counted
+from search.curves.foreseen import CHOSEN, chosen_line
 from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
+from search.pruning import study_rungs
 from search.report.figures import figure_data, importances
+from search.report.foreseen import foreseen
 from search.report.pruned import pruned_by_epoch
+from search.report.spent import spent
 from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
 from search.study.devices import devices_line, devices_of
-from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion, promotions_of
 from storage.records.test_openings import Opening, read_opening
+from storage.trials.rungs import read_rungs
 
+_BECAME = {"promoted": "went on", "waiting": "waiting", "pruned": "pruned there"}  # of trials at a rung
 _FAILURES = 20  # listed with their reasons; the table of trials has them all
 
 
@@ -33,7 +38,10 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     shown = shown_trials(study)
     names = parameter_names(shown)
     without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
-    shares = importances(study)
+    shares, forecasts = importances(study), foreseen(study)
+    figures = figure_data(
+        study, shown, names, shares=shares, finalists=finalists, spent=spent(study), forecasts=forecasts
+    )
     loader = PackageLoader("search.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
@@ -43,11 +51,14 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         headline=_headline(study, summary, finalists) + _early(study),
         cards=_cards(study, summary, finalists, opening),
         states=_states(summary),
-        rungs=rung_lines(study),
+        rungs=_rungs(study),
+        became=_BECAME,
+        paused=any(trial["pauses"] for trial in figures["trials"]),
+        n_foreseen=len(forecasts),
         devices=devices_line(devices) if (devices := devices_of(study)) else None,
         saved=format_seconds(summary.seconds_saved),
         best=_best(study, summary, finalists),
-        figures=figure_data(study, shown, names, shares=shares, finalists=finalists),
+        figures=figures,
         importances=shares,
         finalists=_finalists(study, finalists) if finalists else None,
         test_set=opening_line(study, opening) if opening else None,
@@ -55,9 +66,9 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         pruned=pruned_by_epoch(study),
         promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
         names=names,
-        trials=trial_rows(study, shown, names),
+        trials=trial_rows(study, shown, names, forecasts),
         n_trials=len(study.trials()),
-        unfinished=trial_rows(study, without[-_FAILURES:], names),
+        unfinished=trial_rows(study, without[-_FAILURES:], names, {}),
         n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
@@ -119,6 +130,21 @@ def _states(summary: Summary) -> list[tuple[str, int]]:
     return [(name, number) for name in names if (number := getattr(summary, name))]
 
 
+def _rungs(study: StoredStudy) -> list[dict[str, Any]]:
+    """Return a row for each rung that a trial has reached: its epoch, and what became of those that reached it."""
+    rungs = study_rungs(study.spec)
+    found = read_rungs(study.engine, study.study_id) if rungs else []
+    return [
+        {
+            "epoch": rungs.epochs[at.rung],
+            "reached": at.reached,
+            "parts": [("promoted", at.promoted), ("waiting", at.waiting), ("pruned", at.pruned)],
+        }
+        for at in found
+        if rungs
+    ]
+
+
 def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
     """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
     best, title = summary.best, "Parameters of the best"
@@ -130,6 +156,7 @@ def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> 
         "number": best.number,
         "title": f"{title}, trial {best.number}",
         "params": {k: format_value(v) for k, v in best.params.items()},
+        "why": chosen_line(note) if (note := best.system_attrs.get(CHOSEN)) else None,
     }
 
 

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from search.finalists import read_finalists
 from search.finalists.text import finalist_table
+from search.report.foreseen import foreseen_table
 from search.report.promotions import promotion_lines
 from search.report.summary import summary_lines
 from search.report.trial import why_waiting
@@ -28,6 +29,9 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
     console.print()
     _print_trials(console, study, every=every)
     console.print()
+    if (table := foreseen_table(study, every=every)) is not None:
+        console.print(table)
+        console.print()
     if (found := read_finalists(study)) is not None:
         console.print(finalist_table(study, found))
         console.print()

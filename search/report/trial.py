@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from search.curves.foreseen import CHOSEN, chosen_line
+from search.report.foreseen import foreseen
 from search.report.promotions import promotion_lines
 from search.study.rungs import seconds_run
 from search.study.steering import find_trial
@@ -62,6 +63,7 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
     reason = why_waiting(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
+        ("foreseen", foreseen(study, of={trial.number}).get(trial.number)),
         ("curves", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
         ("reason", reason),
         ("pruning", _pruning(attrs.get(PRUNING))),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from search.curves.foreseen import Forecast
+from search.report.trial import why_waiting
 from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
@@ -46,19 +49,33 @@ def parameter_names(trials: list[FrozenTrial]) -> list[str]:
     return list(dict.fromkeys(name for t in sorted(trials, key=lambda t: t.number) for name in t.params))
 
 
-def trial_rows(study: StoredStudy, trials: list[FrozenTrial], names: list[str]) -> list[dict[str, Any]]:
+def trial_rows(
+    study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
+) -> list[dict[str, Any]]:
     """Return the rows of the table: what is shown, and beside it what it is sorted by.
 
     Args:
         study: the study.
         trials: of it.
         names: of the parameters that have a column.
+        forecasts: of trials that run or wait.
     """
-    seconds = seconds_run(study, trials)
-    return [_row(study, trial, names, seconds.get(trial._trial_id)) for trial in trials]
+    seconds, waiting = seconds_run(study, trials), why_waiting(study)
+
+    def reason(trial: FrozenTrial) -> str:
+        found = forecasts.get(trial.number)
+        told = [
+            waiting.get(trial.number) or str(trial.user_attrs.get(REASON, "")),
+            f"foreseen {found}" if found else "",
+        ]
+        return "; ".join(filter(None, told))
+
+    return [_row(study, trial, names, seconds.get(trial._trial_id), reason(trial)) for trial in trials]
 
 
-def _row(study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None) -> dict[str, Any]:
+def _row(
+    study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
+) -> dict[str, Any]:
     return {
         "number": trial.number,
         "state": state_of(trial),
@@ -67,7 +84,7 @@ def _row(study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: floa
         "duration": "" if seconds is None else format_seconds(seconds),
         "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
         "listed": ", ".join(f"{k} = {format_value(v)}" for k, v in trial.params.items()),
-        "reason": str(trial.user_attrs.get(REASON, "")),
+        "reason": reason,
         "url": trial.user_attrs.get(RUN_URL),
         "by": {
             "value": trial.value,

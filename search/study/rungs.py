@@ -29,5 +29,6 @@ def rung_lines(study: StoredStudy) -> list[str]:
     for at in read_rungs(study.engine, study.study_id):
         epochs = counted(rungs.epochs[at.rung], "epoch")
         waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
-        lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}")
+        pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""
+        lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}{pruned}")
     return lines

@@ -35,6 +35,32 @@ _ATTEMPTS = sa.text("""
 """)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """For how long a trial was run without a break: from its worker's claim to the last epoch that it reported.
+
+    Attributes:
+        number: of the trial.
+        started_at, until: when; `until` of a live attempt that has reported nothing is now.
+        rung: at which it was paused then; None where it was not.
+    """
+
+    number: int
+    started_at: datetime
+    until: datetime
+    rung: int | None
+
+
+# Who went on from a rung without a pause has reached a later one when its attempt ends.
+_STRETCHES = sa.text("""
+    SELECT t.number, a.started_at, coalesce(a.reported_at, a.ended_at, clock_timestamp()) AS until,
+           CASE WHEN a.outcome = 'paused' THEN (SELECT max(r.rung) FROM hpsearch_rungs r
+             WHERE r.trial_id = a.trial_id AND r.reached_at <= a.ended_at) END AS rung
+      FROM trials t JOIN hpsearch_attempts a USING (trial_id)
+     WHERE t.study_id = :study ORDER BY t.number, a.attempt
+""")
+
+
 _DEVICES = sa.text("""
     SELECT t.number, w.device
       FROM trials t JOIN hpsearch_attempts a USING (trial_id)
@@ -72,6 +98,11 @@ def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptR
 def read_attempts(engine: sa.Engine, trial_id: int) -> list[AttemptRecord]:
     """Return the attempts at a trial, the first one first."""
     return [AttemptRecord(**row._mapping) for row in Database(engine).rows(_ATTEMPTS, {"trial": trial_id})]
+
+
+def read_stretches(engine: sa.Engine, study_id: int) -> list[Stretch]:
+    """Return when the trials of a study were run, by number and attempt."""
+    return [Stretch(**row._mapping) for row in Database(engine).rows(_STRETCHES, {"study": study_id})]
 
 
 def read_devices(engine: sa.Engine, study_id: int) -> dict[int, list[str]]:

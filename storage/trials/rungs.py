@@ -66,12 +66,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many trials have reached a rung, went on from it, and wait there."""
+    """How many trials have reached a rung, went on from it, wait there, and were pruned there."""
 
     rung: int
     reached: int
     promoted: int
     waiting: int
+    pruned: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ _STANDING = sa.text(f"""
 
 _OCCUPANCY = sa.text("""
     SELECT rung, count(*) AS reached, count(promoted_at) AS promoted,
-           count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting
+           count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'WAITING') AS waiting,
+           count(*) FILTER (WHERE promoted_at IS NULL AND t.state = 'PRUNED') AS pruned
       FROM hpsearch_rungs r JOIN trials t USING (trial_id) WHERE r.study_id = :study GROUP BY rung ORDER BY rung
 """)
 

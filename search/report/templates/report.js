@@ -9,6 +9,7 @@
   const best = [...complete].sort((a, b) => better(a.value, b.value) || a.number - b.number)[0];
   const tip = document.getElementById("tip");
   const HEIGHT = 300;
+  const APART = 7; // pixels between foreseen ends
 
   function add(parent, tag, attributes = {}, text) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -71,10 +72,10 @@
     return [add(host, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": host.dataset.label }), width];
   }
 
-  function frame(host, xs, ys, xname) {
+  function frame(host, xs, ys, xname, beside = 0) {
     const [svg, width] = open(host, HEIGHT);
     const box = { left: 50, right: width - 12, top: 26, bottom: HEIGHT - 40 };
-    const x = scale(xs[0], xs[1], box.left, box.right), y = scale(ys.low, ys.high, box.bottom, box.top);
+    const x = scale(xs[0], xs[1], box.left, box.right - beside), y = scale(ys.low, ys.high, box.bottom, box.top);
     for (const tick of y.ticks(6)) {
       add(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) });
       add(svg, "text", { x: box.left - 8, y: y(tick) + 4, "text-anchor": "end" }, shown(tick));
@@ -191,9 +192,9 @@
   function curves(host) {
     const drawn = data.trials.map((t) => [t, t.curve.filter(([, v]) => v !== null)]).filter(([, c]) => c.length);
     if (!drawn.length) return nothing(host);
-    const ys = range(drawn.flatMap(([, curve]) => curve.map(([, v]) => v)));
-    const last = Math.max(2, ...drawn.map(([, curve]) => curve[curve.length - 1][0]));
-    const { svg, x, y } = frame(host, [1, last], ys, "epoch");
+    const ys = range([...drawn.flatMap(([, curve]) => curve.map(([, v]) => v)), ...data.foreseen.flatMap((f) => [f.value, f.low, f.high])]);
+    const last = data.foreseen.length ? data.epochs : Math.max(2, ...drawn.map(([, curve]) => curve[curve.length - 1][0]));
+    const { svg, x, y } = frame(host, [1, last], ys, "epoch", APART * data.foreseen.length);
     const rank = ([t]) => (t === best ? 2 : t.state === "complete" ? 1 : 0);
     const marks = [];
     for (const [t, curve] of drawn.sort((a, b) => rank(a) - rank(b))) {
@@ -201,8 +202,41 @@
       const kind = t === best ? "best" : t.state === "complete" ? "complete" : "";
       if (points.length > 1) add(svg, "path", { class: `path ${kind}`, "data-trial": t.number, d: path(points) });
       else add(svg, "circle", { class: `dot ${kind === "complete" ? "" : kind || "hollow"}`, "data-trial": t.number, cx: points[0][0], cy: points[0][1], r: 3 });
+      for (const [epoch, value] of curve.filter(([epoch]) => t.pauses.includes(epoch))) {
+        add(svg, "circle", { class: "dot pause", "data-trial": t.number, cx: x(epoch), cy: y(ys.keep(value)), r: 3.5 });
+      }
       curve.forEach(([epoch, value], i) => marks.push({ x: points[i][0], y: points[i][1], trial: t.number, lines: [`epoch ${epoch}: ${data.metric} ${shown(value)}`] }));
     }
+    ends(svg, x, (value) => y(ys.keep(value)), marks, new Map(drawn.map(([t, curve]) => [t.number, curve[curve.length - 1]])));
+    watch(svg, among(marks));
+  }
+
+  // What trials are foreseen to end with: side by side behind the last epoch, so that their bands can be told apart.
+  function ends(svg, x, y, marks, lasts) {
+    data.foreseen.forEach(({ trial, value, low, high }, i) => {
+      const at = x(data.epochs) + APART * (i + 0.5), from = lasts.get(trial);
+      if (!from) return;
+      const own = { "data-trial": trial };
+      add(svg, "path", { class: "path foreseen", d: path([[x(from[0]), y(from[1])], [at, y(value)]]), ...own });
+      add(svg, "path", { class: "path band", d: path([[at, y(low)], [at, y(high)]]), ...own });
+      add(svg, "circle", { class: "dot foreseen", cx: at, cy: y(value), r: 3.5, ...own });
+      marks.push({ x: at, y: y(value), trial, lines: [`foreseen ${data.metric} ${shown(value)}`, `nine of ten between ${shown(low)} and ${shown(high)}`] });
+    });
+  }
+
+  function spent(host) {
+    const { epochs, best: found } = data.spent;
+    if (!found.length) return nothing(host);
+    const ys = range(found.map(([, value]) => value));
+    const { svg, x, y, box } = frame(host, [0, epochs], ys, "epochs of all trials");
+    const steps = [], marks = [];
+    for (const [count, value, trial, epoch] of found) {
+      if (steps.length) steps.push([x(count), steps[steps.length - 1][1]]);
+      steps.push([x(count), y(ys.keep(value))]);
+      marks.push({ x: x(count), y: y(ys.keep(value)), trial, lines: [`${data.metric} ${shown(value)} at its epoch ${epoch}`, `after ${count} of ${epochs} epochs`] });
+    }
+    add(svg, "path", { class: "path best", d: path([...steps, [box.right, steps[steps.length - 1][1]]]) });
+    for (const mark of marks) add(svg, "circle", { class: "dot best", "data-trial": mark.trial, cx: mark.x, cy: mark.y, r: 4 });
     watch(svg, among(marks));
   }
 
@@ -283,7 +317,7 @@
     host.replaceChildren();
     line(host, "p", "No value was reported yet.");
     host.firstChild.className = "dim";
-    host.nextElementSibling.hidden = true; // the legend
+    if (host.nextElementSibling) host.nextElementSibling.hidden = true; // the legend
   }
 
   // --- tables ---
@@ -326,7 +360,7 @@
   }
 
   for (const table of document.querySelectorAll("table.sortable")) sorting(table);
-  for (const [id, draw] of Object.entries({ history, curves, parallel, finalists })) {
+  for (const [id, draw] of Object.entries({ history, curves, spent, parallel, finalists })) {
     const host = document.getElementById(id);
     if (!host) continue;
     let width;

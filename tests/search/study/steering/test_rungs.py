@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
 import optuna
 import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import create_trial
 
 from search.curves.foreseen import CHOSEN
 from search.pruning import study_rungs
 from search.publish.note import study_note
-from search.study.study import load_study
+from search.report import write_report
+from search.report.spent import moments
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import SPEC
 from storage.study_storage import PostgresStorage
+from storage.trials.attempts import Stretch
 from storage.trials.claims import Claims, Retired
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, take
@@ -45,7 +55,7 @@ def test_who_waits_who_went_on_and_who_never_will(say: Say, claims: Claims, stor
     while isinstance(claims.claim(), Retired):
         pass
     shown = " ".join(say("show", "s").split())
-    assert "rung 0, 1 epoch: 4 reached it, 2 went on" in shown
+    assert "rung 0, 1 epoch: 4 reached it, 2 went on, 2 were pruned" in shown
     assert "rank 4 of 4 at rung 0, where the best 2 of 4 trials go on" in shown
 
 
@@ -71,3 +81,45 @@ def test_why_a_trial_has_its_configuration(say: Say, claims: Claims, storage: Po
     line = "   curves  foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 17"
     assert line in say("show", "s", "--trial", str(chosen.number)).splitlines()
     assert "curves" not in say("show", "s", "--trial", str(drawn.number))
+
+
+@pytest.fixture
+def paused(claims: Claims, storage: PostgresStorage) -> StoredStudy:
+    """Ten trials at the first rung; the first and best of them went on, and is near its end."""
+    stored = load_study(storage, "s")
+    stored.set_attr(SPEC, {**stored.spec.model_dump(), "n_trials": 10})
+    held = [take(claims) for _ in range(10)]
+    for number, claim in enumerate(held):
+        storage.set_trial_param(claim.trial_id, "x", number / 10, FloatDistribution(0.0, 1.0))
+        claims.report(claim, 0, 0.5 - number / 20)
+        claims.reach(claim, 0, 0.5 - number / 20)
+    first = take(claims)
+    for epoch in range(1, 19):
+        claims.report(first, epoch, 0.5 + epoch / 100)
+    return load_study(storage, "s")
+
+
+def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path: Path) -> None:
+    shown = say("show", "s").splitlines()
+    table = shown[shown.index("foreseen after epoch 20") + 1 :]
+    assert table[0].split() == ["trial", "epochs", "best", "so", "far", "foreseen", "nine", "of", "ten", "between"]
+    assert re.match(r" +0 +runs +19 +0\.68 +0\.\d+ +0\.68 to [01]", table[1])
+    assert max(map(len, table[:11])) <= 80
+    assert re.search(r"^ foreseen  0\.\d+ \(0\S* to 0\.\d+\)$", say("show", "s", "--trial", "3"), re.MULTILINE)
+    note = study_note(paused, summarise(paused))
+    assert re.search(r"^- trial 0, which runs, is foreseen to end with accuracy 0\.", note, re.MULTILINE)
+    page = write_report(paused, tmp_path / "report.html", dashboard_url=None).read_text()
+    data = json.loads(re.search(r'id="data">(.*)</script>', page)[1])
+    assert data["foreseen"][0]["trial"] == 0
+    assert [data["trials"][number]["pauses"] for number in (0, 9)] == [[1], [1]]
+    assert data["spent"]["epochs"] == 28
+    assert data["spent"]["best"][-1] == [28, 0.68, 0, 19]
+    assert "1 went on, 9 waiting" in page
+
+
+def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
+    """An attempt before a pause had the epochs to that rung; others are as long as each other."""
+    stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
+    found = [Stretch(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
+    trial = create_trial(value=1.0, intermediate_values=dict.fromkeys(range(4), 1.0))
+    assert list(moments(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]

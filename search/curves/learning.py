@@ -1,0 +1,140 @@
+"""What trials teach a process: which of them are known, and the points of them and of earlier studies."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial
+from torch import Tensor
+
+from search.curves.earlier import Earlier
+from search.curves.points import MOST, OF_EACH, Seen, losses, seen
+from search.curves.process import Points, Process
+from search.curves.space import Space
+
+FIT = 200  # points that hyperparameters are fitted on, at most
+
+
+def known(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    """The trials that have reported something, or ended before they could."""
+    return [t for t in trials if t.params and (t.intermediate_values or t.state.is_finished())]
+
+
+def parameters(trials: Iterable[FrozenTrial], earlier: Earlier | None = None) -> dict[str, BaseDistribution]:
+    """All parameters of trials, as the last had it, and of earlier studies; those of one value alone are none."""
+    found = {} if earlier is None else {name: d for name, d in earlier.distributions.items() if not d.single()}
+    return found | {name: d for trial in trials for name, d in trial.distributions.items() if not d.single()}
+
+
+@dataclass(frozen=True)
+class Others:
+    """Points of earlier studies, in a space of the present one.
+
+    Attributes:
+        rows: of their trials [trials, parameters].
+        trial: index of the trial of each point [n].
+        s: logarithm of the epochs [n].
+        scores: normal scores in their own study [n].
+        study: index of that, from 1 [n].
+    """
+
+    rows: np.ndarray
+    trial: np.ndarray
+    s: np.ndarray
+    scores: np.ndarray
+    study: np.ndarray
+
+    @classmethod
+    def of(cls, earlier: Earlier, space: Space, room: int) -> Others:
+        """Those of the most telling trials, as many as there is room for."""
+        rows = np.array([space.row(t.params) for t in earlier.trials]).reshape(len(earlier.trials), len(space.names))
+        flat = [(i, s, score, t.study) for i, t in enumerate(earlier.trials) for s, score in t.points][:room]
+        trial, s, scores, study = np.array(flat, dtype=np.float64).reshape(len(flat), 4).T
+        return cls(rows, trial.astype(np.int64), s, scores, study.astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a process learns from: points of a space, and their scores.
+
+    Attributes:
+        space: of the trials' parameters; a row for each trial.
+        seen: the points of the trials, by index of the trial.
+        rows: of the trials, then of those of earlier studies [trials, parameters].
+        points: of the trials, then of those of earlier studies, with the features of their configurations.
+        scores: of the points [n].
+    """
+
+    space: Space
+    seen: Seen
+    rows: np.ndarray
+    points: Points
+    scores: Tensor
+
+    @classmethod
+    def of(  # noqa: PLR0913 what a lesson depends on
+        cls,
+        trials: Sequence[FrozenTrial],
+        distributions: dict[str, BaseDistribution],
+        *,
+        maximize: bool,
+        epochs: int,
+        random: np.random.Generator,
+        of_each: int = OF_EACH,
+        always: Container[int] = (),
+        earlier: Earlier | None = None,
+    ) -> Lesson:
+        """Of trials that are `known`.
+
+        Args:
+            trials: of the study.
+            distributions: of the parameters that matter, see `parameters`; some.
+            maximize: whether higher values are better.
+            epochs: of a full trial.
+            random: chooses where there are too many points.
+            of_each, always: see `seen`.
+            earlier: trials of earlier studies.
+        """
+        earlier = earlier or Earlier.none()
+        space = Space(distributions, [t.params for t in trials], earlier.drawn)
+        curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials]
+        found = seen(curves, epochs, random, of_each=of_each, always=always)
+        points = Points(*map(torch.from_numpy, (space.features(space.rows)[found.trial], found.s, found.trial)))
+        scores = torch.from_numpy(found.scores)
+        others = Others.of(earlier, space, MOST - len(found.s))
+        if len(others.s):
+            numbers = others.trial + len(space.rows)
+            x = space.features(others.rows)[others.trial]
+            points = points.and_then(Points(*map(torch.from_numpy, (x, others.s, numbers, others.study))))
+            scores = torch.cat([scores, torch.from_numpy(others.scores)])
+        return cls(space, found, np.concatenate([space.rows, others.rows]), points, scores)
+
+    @property
+    def ends(self) -> Points:
+        """The trials after their last epoch; those of earlier studies as if they were run in this one."""
+        own = len(self.space.rows)
+        numbers = np.concatenate([np.arange(own), np.full(len(self.rows) - own, -1)])
+        return Points.at_the_end(self.space.features(self.rows), numbers)
+
+    @property
+    def new_process(self) -> Process:
+        """What is expected before anything is seen."""
+        return Process.new(self.space.owner, several=self.points.study is not None)
+
+    def fitted(self, process: Process) -> Process:
+        """A process fitted to some of the points, sought from its hyperparameters on."""
+        part = _part(len(self.seen.s), len(self.scores))
+        some = Points(*(column[part] for column in vars(self.points).values() if column is not None))
+        return process.fitted(some, self.scores[part])
+
+
+def _part(own: int, every: int) -> Tensor:
+    """The points that are fitted on: own ones, but for a quarter where earlier studies have as many."""
+    first = min(own, FIT - min(FIT // 4, every - own))
+    second = min(every - own, FIT - first)
+    spread = [np.linspace(0, own - 1, first, dtype=np.int64), np.linspace(own, every - 1, second, dtype=np.int64)]
+    return torch.from_numpy(np.concatenate(spread))
