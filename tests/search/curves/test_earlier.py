@@ -13,9 +13,10 @@ from optuna.study import StudyDirection
 
 from search.curves.earlier import EARLIER, TRIALS, Earlier
 from search.curves.foreseen import CHOSEN, chosen_line
+from search.curves.learning import Others
 from search.curves.points import MOST
 from search.curves.process import Points, Process
-from search.curves.sampler import FITTED, Others
+from search.curves.sampler import FITTED
 from search.curves.space import Space
 from tests.search.curves.test_sampler import EPOCHS, X, curve, pruned, study_of, suggestion
 
