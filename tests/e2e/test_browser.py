@@ -104,7 +104,7 @@ def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search
 def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 1000})
     page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
-    expect(page.locator(".figure svg")).to_have_count(3, timeout=PATIENCE)
+    expect(page.locator(".figure svg")).to_have_count(4, timeout=PATIENCE)
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
     cut = page.evaluate(CUT)
