@@ -66,6 +66,6 @@ def scale(points: Seen) -> tuple[np.ndarray, np.ndarray]:
 def chosen_line(note: Mapping[str, Any]) -> str:
     """A note of why a configuration was chosen, for a person."""
     low, high = note["band"]
-    origin = "drawn at random" if note["near"] is None else f"near trial {note['near']}"
+    origin = "the most promising of many at random" if note["near"] is None else f"near trial {note['near']}"
     origin += f" of {note['of']}" if "of" in note else ""
     return f"foreseen {note['foreseen']:.4g} ({low:.4g} to {high:.4g}), best then {note['best']:.4g}; {origin}"

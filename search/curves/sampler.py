@@ -74,7 +74,8 @@ class CurvesSampler(BaseSampler):
         running = [i for i, t in enumerate(told) if t.state == TrialState.RUNNING]
         silent = np.array([space.row(t.params) for t in _running(study, trial) if not t.intermediate_values])
         posterior = _believing(posterior, space, running, silent.reshape(-1, len(space.names)))
-        row, top = self._best(posterior, space, lesson.rows, foreseen, incumbent)
+        had = np.concatenate([space.rows, silent.reshape(-1, len(space.names))])
+        row, top = self._best(posterior, space, lesson.rows, foreseen, incumbent, had)
         given = any(not d.single() for d in trial.distributions.values())  # by an earlier attempt, or somebody
         if not given and "fixed_params" not in trial.system_attrs and np.isfinite(points.loss).any():
             mean, deviation = posterior.at(Points.at_the_end(space.features(row[None])))
@@ -98,9 +99,18 @@ class CurvesSampler(BaseSampler):
         return {"near": there.number, "of": self._earlier.studies[there.study - 1]}
 
     def _best(
-        self, posterior: Posterior, space: Space, rows: np.ndarray, foreseen: np.ndarray, incumbent: float
+        self,
+        posterior: Posterior,
+        space: Space,
+        rows: np.ndarray,
+        foreseen: np.ndarray,
+        incumbent: float,
+        had: np.ndarray,
     ) -> tuple[np.ndarray, int | None]:
         """The row of the largest expected improvement among some at random and around the best of `rows`.
+
+        None that a trial `had`, while there are others: where hardly anything is to be gained, the same corner of the
+        space would be tried over and over.
 
         Returns:
             The row, and the index of that which it was sought around; None where it came of one at random.
@@ -116,9 +126,15 @@ class CurvesSampler(BaseSampler):
         tops = np.concatenate([rows[best], drawn[np.argsort(-gains, kind="stable")[:TOPS]]])
         around = space.near(self._random, tops, AROUND)
         tried, gains = np.concatenate([drawn, around]), np.concatenate([gains, judged(around)])
-        chosen = int(np.argmax(gains))
+        chosen = int(np.argmax(np.where(_among(tried, had), -np.inf, gains)))
         top = (chosen - DRAWN) // AROUND  # below 0 for those at random
         return tried[chosen], int(best[top]) if 0 <= top < len(best) else None
+
+
+def _among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which rows [n, parameters] are among others, but for the rounding of a value to a number and back."""
+    known = {row.tobytes() for row in np.round(others, 9) + 0.0}
+    return np.array([row.tobytes() in known for row in np.round(rows, 9) + 0.0], dtype=bool)
 
 
 def told_trials(study: optuna.Study, *, but: int | None = None) -> list[FrozenTrial]:

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -52,11 +53,17 @@ def start_study(study: StoredStudy) -> str | None:
     if why:
         study.set_attr(STOPPED, None)
     if given_up is not None:
-        with study.engine.begin() as connection:
-            take_up(connection, study.study_id)
+        change_spec(study.engine, study.study_id, lambda spec, _started: spec, then=partial(_go_on_with_rest, study))
     reasons = [str(why)] if why else []
     reasons += [f"as {given_up.why}"] if given_up is not None else []
     return " and ".join(reasons) or None
+
+
+def _go_on_with_rest(study: StoredStudy, connection: sa.Connection, values: dict[str, Any]) -> None:
+    """Take the rest of the budget up, in which who waited at a rung in vain may have a place again."""
+    spec = parse_spec(values)
+    if take_up(connection, study.study_id) and (rungs := study_rungs(spec)) is not None:
+        wait_again(connection, study.study_id, rungs, n_trials=spec.n_trials)
 
 
 def running_trials(study: StoredStudy) -> int:

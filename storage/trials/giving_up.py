@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import GIVEN_UP, SPEC
+from storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from storage.database.locks import UNLESS_FROZEN
 from storage.database.statements import Database
 
@@ -72,6 +72,13 @@ _TAKE_UP = sa.text("""
      WHERE study_id = :study AND key = :given_up AND value_json <> 'null'
 """)
 
+# What ended since the rest was judged, as all who waited at a rung did, is no reason to judge it again.
+_JUDGED_NOW = sa.text("""
+    UPDATE study_user_attributes SET value_json = jsonb_set(value_json::jsonb, '{ended}', to_jsonb(
+        (SELECT count(*) FROM trials WHERE study_id = :study AND state IN ('COMPLETE', 'PRUNED', 'FAIL'))))::text
+     WHERE study_id = :study AND key = :foreseen
+""")
+
 
 def give_up(engine: sa.Engine, study_id: int, *, gain: float, threshold: float) -> GivenUp | None:
     """Give the rest of a study's budget up.
@@ -101,4 +108,7 @@ def give_up(engine: sa.Engine, study_id: int, *, gain: float, threshold: float) 
 
 def take_up(connection: sa.Connection, study_id: int) -> bool:
     """Let a study go on with what it had given up; return whether it had."""
-    return connection.execute(_TAKE_UP, {"study": study_id, "given_up": GIVEN_UP}).rowcount == 1
+    if connection.execute(_TAKE_UP, {"study": study_id, "given_up": GIVEN_UP}).rowcount != 1:
+        return False
+    connection.execute(_JUDGED_NOW, {"study": study_id, "foreseen": FORESEEN})
+    return True

@@ -63,7 +63,7 @@ def test_what_an_earlier_study_has_wrong_is_unlearnt():
         study.add_trial(pruned({"x": x}, {"x": X}, curve(x)))
     assert suggestion(study) == pytest.approx(0.7, abs=0.1)
     note = study.trials[-1].system_attrs[CHOSEN]
-    assert chosen_line(note).endswith((f"near trial {note['near']}", "of s1", "drawn at random"))
+    assert chosen_line(note).endswith((f"near trial {note['near']}", "of s1", "of many at random"))
 
 
 def test_a_trial_counts_as_far_as_it_is_in_the_new_space():

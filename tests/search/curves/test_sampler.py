@@ -124,6 +124,17 @@ def test_a_parameter_that_comes_later_is_taken_up():
     assert kept["names"] == ["lr", "x"]
 
 
+def test_what_a_trial_had_is_not_tried_again_though_it_is_a_corner_of_the_space():
+    study = optuna.create_study()
+    for number in range(14):
+        x = 1.0 if number > 9 else number / 10
+        study.add_trial(pruned({"x": x}, {"x": X}, {0: 1.0 - x, 1: 1.0 - x}))
+    study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params={"x": 0.0}, distributions={"x": X}))
+    found = [suggestion(study, seed) for seed in range(5)]
+    assert not {0.0, 1.0} & set(found)
+    assert min(found) > 0.8
+
+
 def test_one_value_is_no_parameter():
     study = optuna.create_study()
     for x in np.linspace(0, 1, 12):
@@ -173,7 +184,7 @@ def test_scores_are_turned_back_into_values(maximize, expected):
 def test_a_note_fits_a_line_of_eighty_columns():
     note = {"foreseen": 0.96214, "band": [0.94811, 0.97123], "best": 0.95814, "near": 1234}
     assert chosen_line(note) == "foreseen 0.9621 (0.9481 to 0.9712), best then 0.9581; near trial 1234"
-    assert chosen_line({**note, "near": None}).endswith("; drawn at random")
+    assert chosen_line({**note, "near": None}).endswith("; the most promising of many at random")
     assert len(chosen_line(note)) + len("   curves  ") <= 80
 
 

@@ -105,6 +105,7 @@ def test_it_goes_on_where_somebody_wants_it(
     ran(study, np.linspace(1, 0, FIRST))
     assert rest(stored).given_up() is not None
     assert isinstance(claims.claim(), Nothing)
+    ran(study, np.linspace(0.9, 0.1, 5))  # as trials do that ran, or waited at a rung, when it was given up
     assert "the rest of the budget was expected to gain" in say(*verb)
     assert stored.given_up is None
     assert stored.budget == (150 if verb[0] == "extend" else 100)
