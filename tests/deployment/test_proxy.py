@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def older_than(version: tuple[int, int]) -> bool:
     return tuple(map(int, re.findall(r"\d+", said)[:2])) < version
 
 
+def until_certified(machine: Machine, port: int) -> None:
+    """Wait until Caddy, which listens before it has signed its certificates, has one to show."""
+    trusting_all = ssl._create_unverified_context()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", machine.ports[port])) as plain:
+                return trusting_all.wrap_socket(plain, server_hostname="localhost").close()
+        except ssl.SSLError:
+            time.sleep(0.1)  # until it is signed
+
+
 @pytest.fixture
 def proxied(machine: Machine) -> Iterator[Machine]:
     """The deployment behind its proxy."""
@@ -52,6 +65,8 @@ def proxied(machine: Machine) -> Iterator[Machine]:
     for name in ("mlflow", "dashboard"):
         machine.until_healthy(name)
     machine.until_listening("proxy", 5443)
+    for port in (443, 5443):
+        until_certified(machine, port)
     yield machine
     (machine.folder / "proxy.log").write_text(machine.log("proxy")[-20_000:])
 
