@@ -18,15 +18,17 @@ class ASHA(PrunerSpec):
 
     Of those that have reached a rung one in `reduction_factor` goes on, by its best value up to there, as soon as it is
     among them: on any worker, from its checkpoint. What never is, is pruned at the end. Nothing that waits is lost by
-    others having been unlucky early, as where trials are stopped for good (`successive_halving`).
+    others having been unlucky early, as where trials are stopped for good (`successive_halving`). The best
+    `min_complete` are trained to their end also where too few trials are begun for so many to come through all rungs.
     """
 
     name: Literal["asha"] = "asha"
     min_resource: int = Field(default=1, ge=1)
     reduction_factor: int = Field(default=3, ge=2)
+    min_complete: int = Field(default=3, ge=1)
 
     def for_epochs(self, epochs: int) -> Self:
-        if self.min_resource >= epochs:
+        if self.min_resource >= epochs > 1:  # a trial of one epoch is over where it might be judged
             raise ValueError(
                 f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would ever be paused; "
                 "lower it"
@@ -46,4 +48,4 @@ class ASHA(PrunerSpec):
         while rung < epochs:
             reached.append(rung)
             rung *= self.reduction_factor
-        return Promotion(tuple(reached), self.reduction_factor)
+        return Promotion(tuple(reached), self.reduction_factor, self.min_complete)

@@ -15,10 +15,17 @@ if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
 
 
 class Promotion(NamedTuple):
-    """Rungs at which trials wait: after how many epochs each is reached, and of how many that reach it one goes on."""
+    """Rungs at which trials wait.
+
+    Attributes:
+        epochs: after how many each is reached.
+        factor: of how many that reach it one goes on.
+        complete: how many trials are trained to their end at least.
+    """
 
     epochs: tuple[int, ...]
     factor: int
+    complete: int
 
 
 class PrunerSpec(Kind):

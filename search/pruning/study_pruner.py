@@ -22,7 +22,9 @@ def study_rungs(spec: StudySpec) -> Rungs | None:
     promotion = spec.pruner.promotion(spec.epochs)
     if promotion is None:
         return None
-    return Rungs(spec.pruner.name, promotion.epochs, spec.epochs, promotion.factor, spec.maximize)
+    return Rungs(
+        spec.pruner.name, promotion.epochs, spec.epochs, promotion.factor, spec.maximize, complete=promotion.complete
+    )
 
 
 class StudyPruner:

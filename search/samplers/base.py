@@ -50,8 +50,8 @@ class SamplerSpec(Kind):
         """
         if (most := self.most()) is not None and n_trials > most:
             raise ValueError(
-                f"--trials {n_trials}: {self.name} has {most} configurations, and runs none twice: "
-                "give no more, or leave --trials out"
+                f"--trials {n_trials}: {self.name} has {most} configuration{'s' if most > 1 else ''}, and runs none "
+                "twice: give no more, or leave --trials out"
             )
 
     def get_ready(self) -> None:

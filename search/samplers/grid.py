@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from objectives.errors import users_code
 from objectives.search_space import Given, NotInSpaceError
@@ -34,7 +34,7 @@ class Grid(SamplerSpec):
     """
 
     name: Literal["grid"] = "grid"
-    search_space: dict[str, list[bool | int | float | str | None]] = Field(min_length=1)
+    search_space: dict[str, list[bool | int | float | str | None]]
 
     by_number: ClassVar[bool] = True
     examples: ClassVar[Mapping[str, str]] = {"search_space": "{lr: [0.001, 0.01], width: [32, 64]}"}
@@ -43,7 +43,7 @@ class Grid(SamplerSpec):
     @classmethod
     def _numbers(cls, given: Any) -> Any:
         """YAML reads 1e-3 as a word."""
-        if not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
+        if not given or not isinstance(given, dict) or not all(isinstance(values, list) for values in given.values()):
             raise ValueError(f"{given!r} is no table of lists, such as {{lr = [0.001, 0.01], width = [32, 64]}}")
         for name, value in ((name, value) for name, values in given.items() for value in values):
             if not isinstance(value, bool | int | float | str | None):

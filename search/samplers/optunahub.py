@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -32,8 +33,8 @@ class OptunaHub(SamplerSpec):
     """
 
     name: Literal["optunahub"] = "optunahub"
-    package: str = Field(pattern=r"^samplers/[A-Za-z0-9_-]+$")
-    ref: str = Field(pattern=r"^[0-9a-f]{40}$")
+    package: str
+    ref: str
     sampler_class: str | None = None
     arguments: dict[str, Any] = Field(default={})
 
@@ -44,6 +45,23 @@ class OptunaHub(SamplerSpec):
     def _text(cls, given: object) -> object:
         """YAML reads a commit of digits alone as a number."""
         return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+    @field_validator("package")
+    @classmethod
+    def _package(cls, given: str) -> str:
+        if not re.fullmatch(r"samplers/[A-Za-z0-9_-]+", given):
+            raise ValueError(f"{given!r} is no sampler of OptunaHub: give its folder, such as samplers/auto_sampler")
+        return given
+
+    @field_validator("ref")
+    @classmethod
+    def _commit(cls, given: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{40}", given):
+            raise ValueError(
+                f"{given!r} is no commit of OptunaHub's registry: give its 40 digits, so that all workers run the same "
+                "code"
+            )
+        return given
 
     def for_objective(self, objective: BaseObjective) -> Self:
         self.get_ready()

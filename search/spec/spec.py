@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
 from search.errors import SearchError, nearest
 from search.kinds import Options, refusal
@@ -42,6 +42,16 @@ def _study_names(given: Any) -> Any:
         if name in names[:place]:
             raise ValueError(f"--warm-start: {name} is named twice: leave one out")
     return names
+
+
+def _no_switch(given: Any, info: ValidationInfo) -> Any:
+    """A flag's words are a number to pydantic, as they should be, and so is true, which should not."""
+    if isinstance(given, bool):
+        raise ValueError(f"{typed(str(info.field_name))} is {str(given).lower()}: it must be a number")
+    return given
+
+
+Number = Annotated[float, BeforeValidator(_no_switch)]
 
 
 def searched_by(name: str) -> str | None:
@@ -111,7 +121,7 @@ class StudySpec(Options):
         description="After which ends a trial is tried again, from its last checkpoint: its worker died (`lost`), the "
         "objective raised (`error`), it ran out of memory (`memory`)",
     )
-    timeout: float | None = Field(
+    timeout: Number | None = Field(
         default=None,
         gt=0,
         strict=False,
@@ -124,7 +134,7 @@ class StudySpec(Options):
         le=1_000_000_000,
         description="Budget: how many epochs all trials report together, each counted once",
     )
-    budget_seconds: float | None = Field(
+    budget_seconds: Number | None = Field(
         default=None,
         gt=0,
         le=1_000_000_000,
@@ -132,7 +142,7 @@ class StudySpec(Options):
         allow_inf_nan=False,
         description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
     )
-    stop_when: float | None = Field(
+    stop_when: Number | None = Field(
         default=None,
         gt=0,
         strict=False,

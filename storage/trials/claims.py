@@ -203,7 +203,8 @@ class Claims:
             trial_id = None  # others may leave it some of the budget
         if trial_id is None and self._rungs is not None:
             over = not may_open and row.running == 0
-            if open_new and room and (waiting := self._next_waiting(connection, over=over)):
+            begun = None if may_open else row.running
+            if open_new and room and (waiting := self._next_waiting(connection, self._rungs, running=begun)):
                 trial_id, rung = waiting
             elif retired := self._retire(connection, n_trials=study.n_trials, over=over, why=why):
                 return retired
@@ -220,10 +221,12 @@ class Claims:
             return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
 
-    def _next_waiting(self, connection: sa.Connection, *, over: bool) -> tuple[int, int] | None:
-        """The trial that goes on from a rung, and which; when all is over, the best for want of a complete one."""
+    def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
+        """The trial that goes on from a rung, and which; when all were begun, the best for want of complete ones."""
         found = next_promoted(connection, self._study_id)
-        return next_to_the_end(connection, self._study_id) if found is None and over else found
+        if found is not None or running is None:
+            return found
+        return next_to_the_end(connection, self._study_id, rungs, running=running)
 
     def _spending(self, connection: sa.Connection) -> Spending | None:
         return None if self._metered is None else spending_in(connection, self._study_id)

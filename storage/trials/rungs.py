@@ -28,6 +28,7 @@ class Rungs:
         total: epochs of a full trial.
         factor: of those that reach a rung, one in so many goes on.
         maximize: whether higher values are better.
+        complete: how many trials are trained to their end at least.
     """
 
     pruner: str
@@ -35,6 +36,7 @@ class Rungs:
     total: int
     factor: int
     maximize: bool
+    complete: int = 1
 
     def loss(self, value: float) -> float:
         """A value as it is compared: lower is better."""
@@ -43,8 +45,8 @@ class Rungs:
     value = loss  # and back
 
     def places(self, n_trials: int) -> int:
-        """How many may go on from a rung, whichever: of trials that come the better the later, all do; one at least."""
-        return max(1, n_trials // self.factor)
+        """How many may go on from a rung, whichever: of trials that come the better the later, all do."""
+        return max(self.complete, n_trials // self.factor)
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,12 @@ _NEXT = sa.text(f"""
      WHERE c.study_id = :study ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
-# While no trial has come to its end, and none would.
+# While fewer trials have come to their end, or may by running now, than are to.
 _TO_THE_END = sa.text(f"""
     SELECT r.trial_id, r.rung FROM hpsearch_rung_cuts c {_WAITING_AT.format(order="")} ON true
      WHERE c.study_id = :study
-       AND NOT EXISTS (SELECT FROM trials e WHERE e.study_id = c.study_id AND e.state = 'COMPLETE')
+       AND :running + (SELECT count(*) FROM (
+             SELECT FROM trials e WHERE e.study_id = :study AND e.state = 'COMPLETE' LIMIT :complete) AS e) < :complete
      ORDER BY c.rung DESC LIMIT 1
 """)  # noqa: S608 the parts are constants
 
@@ -160,7 +163,8 @@ _LAST = sa.text(f"""
             ON :over OR (r.loss, r.trial_id) > (c.last_loss, c.last_trial)
           LEFT JOIN LATERAL (
             SELECT count(*) AS promoted, max(loss) AS loss FROM hpsearch_rungs p
-             WHERE c.reached < :factor AND p.study_id = c.study_id AND p.rung = c.rung AND p.promoted_at IS NOT NULL
+             WHERE c.reached < :factor * :complete
+               AND p.study_id = c.study_id AND p.rung = c.rung AND p.promoted_at IS NOT NULL
             ) AS few ON true
          WHERE c.study_id = :study ORDER BY c.rung LIMIT 1) AS r
 """)  # noqa: S608 the parts are constants
@@ -211,13 +215,14 @@ def next_promoted(connection: sa.Connection, study_id: int) -> tuple[int, int] |
     return None if row is None else (row.trial_id, row.rung)
 
 
-def next_to_the_end(connection: sa.Connection, study_id: int) -> tuple[int, int] | None:
-    """Return the best waiting trial of the highest rung, and that rung, while no trial of the study is complete.
+def next_to_the_end(connection: sa.Connection, study_id: int, rungs: Rungs, *, running: int) -> tuple[int, int] | None:
+    """Return the best waiting trial of the highest rung, and that rung, while the study has too few complete trials.
 
-    For when all were begun and none runs: too few have reached a rung to go on from it, and the study is to have a
-    trial of full length all the same.
+    For when all were begun and nobody may go on from a rung: too few have reached it, and the study is to have so many
+    trials of full length all the same. Each of the `running` ones may yet be one of them.
     """
-    row = connection.execute(_TO_THE_END, {"study": study_id}).one_or_none()
+    arguments = {"study": study_id, "running": running, "complete": rungs.complete}
+    row = connection.execute(_TO_THE_END, arguments).one_or_none()
     return None if row is None else (row.trial_id, row.rung)
 
 
@@ -242,6 +247,7 @@ def next_retired(
     arguments = {
         "study": study_id,
         "factor": rungs.factor,
+        "complete": rungs.complete,
         "places": rungs.places(n_trials),
         "over": over,
     }

@@ -1,13 +1,16 @@
-"""Real searches: the wall time until a trial reports the quality that TPE and the median pruner end with.
+"""Real searches: the wall time until the best so far is as good as what TPE and the median pruner end with.
 
     python tests/benchmarks/bench_quality.py [--objectives NAME ...] [--ways NAME ...] [--seeds 5] [--seconds S]
 
 Each way searches for so many seconds, from the command to its end with all imports, on the same machine, with as many
-workers, for the same objective, trained by the same loop. The services of hpsearch run beforehand, as Optuna's
-database does; Optuna and Ray Tune log nothing anywhere, hpsearch all that it logs. What counts is each value that a
-trial reports, at the time at which it is in the database, or in Ray's results. The target of an objective is the
-median over seeds of the best that `hpsearch tpe + median` has at the end; who never has it counts as having it then.
-`search_quality` asks the same of simulated searches, which can be many.
+workers, for the same objective on the same split of its data, trained by the same loop. The services of hpsearch run
+beforehand, as Optuna's database does; Optuna and Ray Tune log nothing anywhere, hpsearch all that it logs.
+
+The best so far is the configuration of the best value that a trial has reported, from the time on at which it is in
+the database, or in Ray's results: what a user would take then. A reported value is a lucky one above all, so what the
+configuration is worth is measured afterwards: trained to its end on fresh seeds, the mean of their best values. The
+target of an objective is the median over seeds of what `hpsearch tpe + median` has found at the end; a search that
+never has it counts as having it then. `search_quality` asks the same of simulated searches, which can be many.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -33,12 +39,13 @@ from objectives.base import BaseObjective
 from objectives.loading import load_objective
 from search.fleet.cores import cores, thread_settings
 from storage.embedded import stack
+from tests.benchmarks.plain_quality import worth
 
 HERE = Path(__file__).parent
 OBJECTIVES = {
-    "digits": "tests.benchmarks.search_quality.likelihood:DigitsLikelihood",
-    "breast_cancer": "tests.benchmarks.search_quality.likelihood:BreastCancerLikelihood",
-    "denoise": "denoise",
+    "digits": "tests.benchmarks.one_split:OneDigits",
+    "breast_cancer": "tests.benchmarks.one_split:OneBreastCancer",
+    "denoise": "tests.benchmarks.one_split:OneDenoise",
 }
 EPOCHS = 27
 BASELINE = "hpsearch tpe + median"
@@ -46,31 +53,43 @@ NO_END = 100_000  # trials: the time ends a search
 POLL = 0.25  # seconds
 
 _BEST = sa.text("""
-    SELECT min(v.intermediate_value) AS low, max(v.intermediate_value) AS high, count(*) AS epochs
-      FROM trial_intermediate_values v JOIN trials USING (trial_id) JOIN studies USING (study_id)
+    SELECT v.intermediate_value AS value, t.number, count(*) OVER () AS epochs
+      FROM trial_intermediate_values v JOIN trials t USING (trial_id) JOIN studies USING (study_id)
      WHERE study_name = :name AND intermediate_value_type = 'FINITE'
+     ORDER BY :sign * v.intermediate_value LIMIT 1
 """)
 
 
 @dataclass
 class Trace:
-    """A search: seconds since its command at which the best reported value was first so good."""
+    """A search: seconds since its command at which there was another best so far, and what that was.
 
-    times: list[float]
-    best: list[float]  # lower is better
+    Attributes:
+        times: the seconds.
+        best: the reported loss, lower is better.
+        params: the configuration.
+        epochs: reported by all trials.
+        truth: what the configurations are worth, lower is better.
+    """
+
+    times: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    params: list[dict[str, Any]] = field(default_factory=list)
     epochs: int = 0
+    truth: list[float] = field(default_factory=list)
 
-    def note(self, seconds: float, loss: float) -> None:
+    def note(self, seconds: float, loss: float, params: dict[str, Any]) -> None:
         if not self.best or loss < self.best[-1]:
             self.times.append(seconds)
             self.best.append(loss)
+            self.params.append(params)
 
-    @property
-    def last(self) -> float:
-        return self.best[-1] if self.best else math.inf
+    def at(self, seconds: float) -> float:
+        """What the best after so many seconds is worth."""
+        return next((t for at, t in zip(self.times[::-1], self.truth[::-1], strict=True) if at <= seconds), math.inf)
 
     def reached(self, target: float, end: float) -> float:
-        return next((at for at, loss in zip(self.times, self.best, strict=True) if loss <= target), end)
+        return next((at for at, loss in zip(self.times, self.truth, strict=True) if loss <= target), end)
 
 
 @dataclass
@@ -122,10 +141,10 @@ def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
         results = case.home / f"{name}.jsonl"
         started = time.time()
         run([[*script, f"--seed={case.seed}", f"--results={results}"]], case, name)
-        trace = Trace([], [])
+        trace = Trace()
         for line in results.read_text().splitlines():
-            at, value = json.loads(line)
-            trace.note(at - started, case.sign * value)
+            at, value, params = json.loads(line)
+            trace.note(at - started, case.sign * value, params)
             trace.epochs += 1
         return trace
 
@@ -135,6 +154,7 @@ def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
 WAYS: dict[str, Callable[[Case, str], Trace]] = {
     BASELINE: hpsearch("tpe", "median"),
     "hpsearch curves + asha": hpsearch("curves", "asha"),
+    "hpsearch curves + median": hpsearch("curves", "median"),
     "hpsearch random + asha": hpsearch("random", "asha"),
     "Optuna TPE + median": plain_optuna,
     "Ray Tune ASHA, random": ray_tune("random"),
@@ -144,18 +164,17 @@ WAYS: dict[str, Callable[[Case, str], Trace]] = {
 
 def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
     """Runs commands, and looks into their study as they go."""
-    trace, over = Trace([], []), threading.Event()
+    trace, over = Trace(), threading.Event()
     engine = sa.create_engine(case.storage)
     started = time.time()
 
     def look() -> None:
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             while not over.wait(POLL):
-                row = connection.execute(_BEST, {"name": name}).one()
-                trace.epochs = row.epochs
-                best = row.high if case.sign < 0 else row.low
-                if best is not None:
-                    trace.note(time.time() - started, case.sign * best)
+                row = connection.execute(_BEST, {"name": name, "sign": case.sign}).one_or_none()
+                if row is not None:
+                    trace.epochs = row.epochs
+                    trace.note(time.time() - started, case.sign * row.value, {"number": row.number})
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -165,6 +184,8 @@ def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
         over.set()
         thread.join()
         engine.dispose()
+    trials = optuna.load_study(study_name=name, storage=case.storage).get_trials(deepcopy=False)
+    trace.params = [trials[best["number"]].params for best in trace.params]
     return trace
 
 
@@ -189,9 +210,23 @@ def run(commands: list[list[str]], case: Case, name: str) -> None:
         raise SystemExit(f"{commands[0]} ended with {codes}:\n{log.read_text()[-3000:]}")
 
 
+def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
+    """Fill in what all that were the best once are worth."""
+    known: dict[str, float] = {}
+    wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
+    with ProcessPoolExecutor(cores()) as pool:
+        found = pool.map(partial(worth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted])
+        for done, ((key, _), value) in enumerate(zip(wanted, found, strict=True), 1):
+            known[key] = sign * value
+            if done % 50 == 0:
+                say(f"{done} of {len(wanted)} configurations judged")
+    for trace in traces:
+        trace.truth = [known[json.dumps(params, sort_keys=True)] for params in trace.params]
+
+
 def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> None:
-    """A line for each way: its ratio to the baseline, and all its times."""
-    ends = [trace.last for trace in traces[BASELINE]]
+    """A line for each way: its ratio to the baseline, all its times, and what it had found by and by."""
+    ends = [trace.at(seconds) for trace in traces[BASELINE]]
     target = statistics.median(ends)
     print(f"\n{objective}: target {target:.5g} (the baseline's ends: {' '.join(f'{end:.5g}' for end in sorted(ends))})")
     times = {way: [trace.reached(target, seconds) for trace in found] for way, found in traces.items()}
@@ -199,9 +234,12 @@ def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> Non
     for way, found in traces.items():
         ratio = statistics.geometric_mean(times[way]) / base
         spread = " ".join(f"{at:.0f}" for at in sorted(times[way]))
-        last = " ".join(f"{trace.best[-1]:.5g}" for trace in found)
+        after = [statistics.median(trace.at(seconds * part / 4) for trace in found) for part in (1, 2, 3, 4)]
+        worths = " ".join(f"{value:.4g}" for value in after)
         epochs = statistics.median(trace.epochs for trace in found)
-        print(f"{way:28} {ratio:5.2f}  seconds {spread:30} best {last:45} epochs {epochs:.0f}", flush=True)
+        print(
+            f"{way:28} {ratio:5.2f}  seconds {spread:30} after each quarter {worths:40} epochs {epochs:.0f}", flush=True
+        )
 
 
 def main() -> None:
@@ -212,6 +250,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--fresh", type=int, default=3, help="seeds on which what was found is judged")
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
@@ -227,7 +266,9 @@ def main() -> None:
                 ):  # in turns, so that none has the quiet hours
                     case = Case(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
-                    say(f"{objective}, seed {seed}, {way}: {traces[way][-1].last:.5g}")
+                    say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].best[-1]:.5g}")
+            sign = -1.0 if loaded.direction == "maximize" else 1.0
+            judge(OBJECTIVES[objective], sign, [trace for found in traces.values() for trace in found], given.fresh)
             table(objective, traces, given.seconds)
 
 

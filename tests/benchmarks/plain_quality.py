@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,24 @@ def train(
     session = Reported(objective.metric, report)
     seeds = {"seed": derive_seed(0, "trial", number), "split_seed": 0}
     return fit(objective, objective.configure(trial), epochs=epochs, session=session, device="cpu", **seeds)
+
+
+def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) -> float:
+    """The mean over fresh seeds of the best value that a configuration has; infinitely bad where it diverges."""
+    torch.set_num_threads(1)
+    objective = load_objective(reference)
+    found = []
+    for number in range(fresh):
+        try:
+            session = Kept(objective.metric)
+            seeds = {"seed": derive_seed(0, "fresh", number), "split_seed": 0}
+            config = objective.configure(optuna.trial.FixedTrial(params))
+            found.append(
+                float(fit(objective, config, epochs=epochs, session=session, device="cpu", **seeds).best_value)
+            )
+        except NonFiniteError:
+            return math.inf if objective.direction == "minimize" else -math.inf
+    return statistics.fmean(found)
 
 
 def by_optuna(given: argparse.Namespace) -> None:
@@ -99,7 +119,7 @@ def by_ray(given: argparse.Namespace) -> None:
     class Times(tune.Callback):
         def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **_: Any) -> None:
             with Path(given.results).open("a") as file:
-                file.write(json.dumps([result["time"], result["value"]]) + "\n")
+                file.write(json.dumps([result["time"], result["value"], flat.params(result["config"])]) + "\n")
 
     search = None
     if given.searcher == "hyperopt":

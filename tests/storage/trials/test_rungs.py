@@ -160,6 +160,30 @@ def test_the_best_goes_on_to_the_end_where_too_few_have_come_for_any_to(
     assert promotions(engine) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+def test_so_many_are_trained_to_their_end_where_too_few_have_come_for_them_to(
+    storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=6)
+    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3, complete=3))
+    for number, claim in enumerate([take(claims) for _ in range(6)]):
+        claims.reach(claim, 0, 1 / (1 + number))
+    held = [take(claims) for _ in range(2)]  # the best third of six
+    held.append(take(claims))  # at once: two complete ones are too few
+    assert [claim.number for claim in held] == [0, 1, 2]
+    ended = [claims.claim() for _ in range(4)]
+    assert [type(each) for each in ended] == [Retired, Retired, Retired, Nothing], "three run, and may all be complete"
+    for claim in held:
+        claims.reach(claim, 1, 1 / (1 + claim.number))
+    last = []
+    for _ in range(3):
+        last.append(take(claims))
+        claims.settle(last[-1], Outcome.COMPLETE, value=1.0)
+    assert [claim.number for claim in last] == [0, 1, 2]
+    assert claims.claim() == Nothing(running=0)
+    assert isinstance(ended[0], Retired)
+    assert "where the best 3 of 6 trials go on" in ended[0].reason
+
+
 def test_when_the_time_is_up_nobody_goes_on(asha: Asha, storage: BaseStorage, study_id: int) -> None:
     budget(storage, study_id, n_trials=8)
     claims = asha()
