@@ -39,20 +39,22 @@ class CurvesSampler(BaseSampler):
         seed: of this suggestion.
         epochs: of a full trial.
         n_startup_trials: drawn at random before any is chosen; trials of earlier studies count.
+        random_fraction: of the later ones that are drawn at random all the same.
     """
 
-    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10) -> None:
+    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.0) -> None:
         self._random = np.random.default_rng(seed)
         self._independent = RandomSampler(seed)
         self._epochs = epochs
         self._n_startup_trials = n_startup_trials
+        self._at_random = self._random.random() < random_fraction
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """All parameters that trials had; none before there are enough trials."""
+        """All parameters that trials had; none before there are enough trials, or where it is to be at random."""
         trials = told_trials(study, but=trial.number)
         self._kept = study._storage.get_study_system_attrs(study._study_id)
         self._earlier = Earlier.read(self._kept.get(EARLIER))
-        if len(trials) + len(self._earlier.trials) < self._n_startup_trials:
+        if self._at_random or len(trials) + len(self._earlier.trials) < self._n_startup_trials:
             return {}
         return parameters(trials, self._earlier)
 

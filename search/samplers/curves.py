@@ -22,11 +22,13 @@ class Curves(SamplerSpec):
 
     A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
     last epoch on the best that is foreseen. It takes --warm-start: the same configuration in an earlier study tells as
-    much as the studies turn out to be alike (after Bonilla et al. 2007 and Swersky et al. 2013).
+    much as the studies turn out to be alike (after Bonilla et al. 2007 and Swersky et al. 2013). A `random_fraction` of
+    the trials is drawn at random (after Falkner et al. 2018): the process alone can dwell on what it believes in.
     """
 
     name: Literal["curves"] = "curves"
     n_startup_trials: int = Field(default=10, ge=1)
+    random_fraction: float = Field(default=0.3, ge=0, le=1, strict=False)
 
     warm_starts: ClassVar[bool] = True
 

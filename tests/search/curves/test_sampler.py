@@ -113,6 +113,13 @@ def test_what_was_fitted_is_kept_until_there_is_much_more():
     assert fitted()["theta"] != first["theta"]
 
 
+def test_a_fraction_is_drawn_at_random():
+    study = study_of(list(np.linspace(0, 1, 12)))
+    near = sum(abs(suggestion(study, seed, random_fraction=0.3) - 0.7) < 0.1 for seed in range(60))
+    assert 0.5 * 60 < near < 0.9 * 60
+    assert len({round(suggestion(study, seed, random_fraction=1.0), 6) for seed in range(20)}) == 20
+
+
 def test_a_parameter_that_comes_later_is_taken_up():
     study = study_of(list(np.linspace(0, 1, 12)))
     suggestion(study)

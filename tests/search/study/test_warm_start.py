@@ -37,7 +37,13 @@ def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def made(storage: PostgresStorage, objective, name: str, **settings: object) -> StoredStudy:
-    given = {"objective": "wine.py", "name": name, "sampler": {"name": "curves"}, "default_first": False, **settings}
+    given = {
+        "objective": "wine.py",
+        "name": name,
+        "sampler": {"name": "curves", "random_fraction": 0},
+        "default_first": False,
+        **settings,
+    }
     return create_or_join(storage, given, objective, rehearse=lambda *_: None)[0]
 
 
