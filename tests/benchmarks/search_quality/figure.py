@@ -70,7 +70,7 @@ def draw_ratios(ratios: dict[str, Ratio], path: Path, *, baseline: str) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.set_yticks(range(len(ways)), ways, fontsize=8)
-    axis.set_xlabel(f"epochs to what {baseline} ends with, as a share of its own (lower is better)", fontsize=8)
+    axis.set_xlabel(f"epochs to what {baseline} ends with, of its own (lower is better)", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
