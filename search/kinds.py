@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from search.errors import nearest
+
+
+def _no_switch(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return given
+
+
+# A flag's words are a number, unlike true, which pydantic would take for 1.
+Number = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_switch)]
 
 
 class Options(BaseModel):

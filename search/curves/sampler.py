@@ -42,7 +42,7 @@ class CurvesSampler(BaseSampler):
         random_fraction: of the later ones that are drawn at random all the same.
     """
 
-    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.0) -> None:
+    def __init__(self, *, seed: int, epochs: int, n_startup_trials: int = 10, random_fraction: float = 0.3) -> None:
         self._random = np.random.default_rng(seed)
         self._independent = RandomSampler(seed)
         self._epochs = epochs

@@ -28,7 +28,7 @@ class ASHA(PrunerSpec):
     min_complete: int = Field(default=3, ge=1)
 
     def for_epochs(self, epochs: int) -> Self:
-        if self.min_resource >= epochs > 1:  # a trial of one epoch is over where it might be judged
+        if self.min_resource >= max(epochs, 2):  # one epoch alone is no mistake
             raise ValueError(
                 f"pruner.min_resource {self.min_resource} is not below epochs {epochs}: no trial would ever be paused; "
                 "lower it"
@@ -43,9 +43,9 @@ class ASHA(PrunerSpec):
     def judge(self, case: Case, peers: Peers) -> Decision:
         return case.on()  # a trial is judged at rungs alone, where it is paused
 
-    def promotion(self, epochs: int) -> Promotion:
+    def promotion(self, epochs: int) -> Promotion | None:
         reached, rung = [], self.min_resource
         while rung < epochs:
             reached.append(rung)
             rung *= self.reduction_factor
-        return Promotion(tuple(reached), self.reduction_factor, self.min_complete)
+        return Promotion(tuple(reached), self.reduction_factor, self.min_complete) if reached else None

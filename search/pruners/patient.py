@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from search.kinds import Number
 from search.pruners.base import PrunerSpec
 from search.pruners.decision import Case, Decision, Peers
 from search.pruners.halving import Halving
@@ -30,7 +31,7 @@ class Patient(PrunerSpec):
 
     name: Literal["patient"] = "patient"
     patience: int = Field(default=3, ge=0)
-    min_delta: float = Field(default=0.0, ge=0, strict=False, allow_inf_nan=False)
+    min_delta: Number = Field(default=0.0, ge=0)
     wrapped: Annotated[SerializeAsAny[PrunerSpec] | None, BeforeValidator(_parse)] = None
 
     @model_validator(mode="after")

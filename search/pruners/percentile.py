@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from search.kinds import Number
 from search.pruners.base import PrunerSpec
 from search.pruners.decision import Case, Decision, Grounds, Peers, first_of_interval
 
@@ -42,7 +43,7 @@ class Percentile(_Stopping):
     """Keep the best `percentile` percent at each epoch, Optuna's ``PercentilePruner``."""
 
     name: Literal["percentile"] = "percentile"
-    percentile: float = Field(default=25.0, ge=0.0, le=100.0, strict=False)
+    percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
 
     def build(self) -> BasePruner:
         from optuna.pruners import PercentilePruner

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from search.kinds import Number
 from search.pruners.base import PrunerSpec
 from search.pruners.decision import Case, Decision, Peers, first_of_interval
 
@@ -18,8 +19,8 @@ class Threshold(PrunerSpec):
     """Prune at an absolute bound, Optuna's ``ThresholdPruner``; which way is better does not matter."""
 
     name: Literal["threshold"] = "threshold"
-    lower: float | None = Field(default=None, strict=False, allow_inf_nan=False)
-    upper: float | None = Field(default=None, strict=False, allow_inf_nan=False)
+    lower: Number | None = None
+    upper: Number | None = None
     n_warmup_steps: int = Field(default=0, ge=0)
     interval_steps: int = Field(default=1, ge=1)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from search.kinds import Number
 from search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Curves(SamplerSpec):
 
     name: Literal["curves"] = "curves"
     n_startup_trials: int = Field(default=10, ge=1)
-    random_fraction: float = Field(default=0.3, ge=0, le=1, strict=False)
+    random_fraction: Number = Field(default=0.3, ge=0, le=1)
 
     warm_starts: ClassVar[bool] = True
 

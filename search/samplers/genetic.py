@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from search.kinds import Number
 from search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ class _Genetic(SamplerSpec):
     """What the two have in common."""
 
     population_size: int = Field(default=50, ge=2)
-    mutation_prob: float | None = Field(default=None, ge=0, le=1, strict=False)
-    crossover_prob: float = Field(default=0.9, ge=0, le=1, strict=False)
-    swapping_prob: float = Field(default=0.5, ge=0, le=1, strict=False)
+    mutation_prob: Number | None = Field(default=None, ge=0, le=1)
+    crossover_prob: Number = Field(default=0.9, ge=0, le=1)
+    swapping_prob: Number = Field(default=0.5, ge=0, le=1)
 
     repeats: ClassVar[bool] = True  # a child may have all of one parent
 

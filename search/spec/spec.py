@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from search.errors import SearchError, nearest
-from search.kinds import Options, refusal
+from search.kinds import Number, Options, refusal
 from search.pruners import PrunerSpec
 from search.pruners.percentile import Median
 from search.samplers import SamplerSpec
@@ -42,16 +42,6 @@ def _study_names(given: Any) -> Any:
         if name in names[:place]:
             raise ValueError(f"--warm-start: {name} is named twice: leave one out")
     return names
-
-
-def _no_switch(given: Any, info: ValidationInfo) -> Any:
-    """A flag's words are a number to pydantic, as they should be, and so is true, which should not."""
-    if isinstance(given, bool):
-        raise ValueError(f"{typed(str(info.field_name))} is {str(given).lower()}: it must be a number")
-    return given
-
-
-Number = Annotated[float, BeforeValidator(_no_switch)]
 
 
 def searched_by(name: str) -> str | None:
@@ -124,8 +114,6 @@ class StudySpec(Options):
     timeout: Number | None = Field(
         default=None,
         gt=0,
-        strict=False,
-        allow_inf_nan=False,
         description="Seconds after which no new trial is started",
     )
     budget_epochs: int | None = Field(
@@ -138,15 +126,11 @@ class StudySpec(Options):
         default=None,
         gt=0,
         le=1_000_000_000,
-        strict=False,
-        allow_inf_nan=False,
         description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
     )
     stop_when: Number | None = Field(
         default=None,
         gt=0,
-        strict=False,
-        allow_inf_nan=False,
         description="Stop early once the rest of the budget is expected to gain less than this, in the metric's unit",
     )
     models: Literal["top", "complete", "all", "none"] = Field(

@@ -67,7 +67,7 @@ class Trace:
     Attributes:
         times: the seconds.
         best: the reported loss, lower is better.
-        params: the configuration.
+        params: the configuration; while a study is watched the trial's number.
         epochs: reported by all trials.
         truth: what the configurations are worth, lower is better.
     """
@@ -83,6 +83,11 @@ class Trace:
             self.times.append(seconds)
             self.best.append(loss)
             self.params.append(params)
+
+    @property
+    def last(self) -> float:
+        """What was reported best."""
+        return self.best[-1] if self.best else math.inf
 
     def at(self, seconds: float) -> float:
         """What the best after so many seconds is worth."""
@@ -266,7 +271,7 @@ def main() -> None:
                 ):  # in turns, so that none has the quiet hours
                     case = Case(loaded, OBJECTIVES[objective], seed, *where)
                     traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
-                    say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].best[-1]:.5g}")
+                    say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
             sign = -1.0 if loaded.direction == "maximize" else 1.0
             judge(OBJECTIVES[objective], sign, [trace for found in traces.values() for trace in found], given.fresh)
             table(objective, traces, given.seconds)

@@ -41,7 +41,7 @@ def pruned(params: dict, distributions: dict, values: dict, **shape: object) -> 
 
 
 def suggestion(study: optuna.Study, seed: int = 0, **options: object) -> float:
-    study.sampler = CurvesSampler(seed=seed, epochs=EPOCHS, **options)
+    study.sampler = CurvesSampler(seed=seed, epochs=EPOCHS, **{"random_fraction": 0.0, **options})
     trial = study.ask()
     return trial.suggest_float("x", 0.0, 1.0)
 
@@ -66,7 +66,7 @@ def test_a_search_by_it_ends_nearer_than_one_at_random():
             study.tell(trial, value)
         return study.best_value
 
-    chosen = best(lambda number: CurvesSampler(seed=number, epochs=EPOCHS))
+    chosen = best(lambda number: CurvesSampler(seed=number, epochs=EPOCHS, random_fraction=0.0))
     assert chosen < 0.2 * best(optuna.samplers.RandomSampler)
 
 
@@ -125,7 +125,7 @@ def test_a_parameter_that_comes_later_is_taken_up():
     suggestion(study)
     for lr in np.geomspace(1e-4, 1, 10):
         study.add_trial(pruned({"x": 0.7, "lr": lr}, {"x": X, "lr": LR}, curve(0.7 + abs(np.log10(lr) + 2))))
-    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS)
+    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     assert study.ask().relative_params.keys() == {"lr", "x"}
     kept = study._storage.get_study_system_attrs(study._study_id)[FITTED]
     assert kept["names"] == ["lr", "x"]
@@ -173,7 +173,7 @@ def test_of_what_it_did_not_choose_alone_it_notes_nothing():
         params = {"x": x, "lr": 10 ** -(number % 4)}
         study.add_trial(pruned(params, {"x": X, "lr": LR}, curve(x)))
     study.enqueue_trial({"x": 0.25})
-    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS)
+    study.sampler = CurvesSampler(seed=0, epochs=EPOCHS, random_fraction=0.0)
     for given in (True, False):
         trial = study.ask()
         trial.suggest_float("lr", 1e-4, 1.0, log=True)  # chosen, before what is given is asked for
@@ -201,7 +201,7 @@ from search.curves.foreseen import CHOSEN, band, chosen_line
 from search.curves.points import Seen
 from search.curves.sampler import CurvesSampler
 study = optuna.load_study(study_name="s", storage=sys.argv[1])
-study.sampler = CurvesSampler(seed=5, epochs=9)
+study.sampler = CurvesSampler(seed=5, epochs=9, random_fraction=0.0)
 print(repr(study.ask().suggest_float("x", 0.0, 1.0)))
 """
 

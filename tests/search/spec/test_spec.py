@@ -64,9 +64,9 @@ def test_defaults_are_written_down() -> None:
         ({"budget_seconds": -1.5}, ["--budget-seconds", "-1.5", "greater than 0"]),
         ({"budget_seconds": float("nan")}, ["--budget-seconds", "nan"]),
         ({"budget_seconds": float("inf")}, ["--budget-seconds", "inf"]),
-        ({"budget_seconds": True}, ["--budget-seconds", "true", "number"]),
-        ({"stop_when": False}, ["--stop-when", "false", "number"]),
-        ({"timeout": True}, ["--timeout", "true", "number"]),
+        ({"budget_seconds": True}, ["--budget-seconds", "True", "number"]),
+        ({"stop_when": False}, ["--stop-when", "False", "number"]),
+        ({"timeout": True}, ["--timeout", "True", "number"]),
         ({"retry_on": "lost"}, ["retry_on", "'lost'", '["lost", "memory"]']),
         ({"retry_on": ["lots"]}, ["retry_on", "'lots'", "'memory'"]),
         ({"trails": 3}, ["'trails'", "did you mean"]),
@@ -110,6 +110,8 @@ def test_defaults_are_written_down() -> None:
         ({"pruner": {"name": "hyperband", "min_resource": 3, "max_resource": 2}}, ["max_resource 2", "min_resource 3"]),
         ({"pruner": {"name": "successive_halving", "min_resource": 99}}, ["min_resource 99", "epochs 12"]),
         ({"pruner": {"name": "asha", "min_resource": 12}}, ["min_resource 12", "epochs 12", "lower it"]),
+        ({"sampler": {"name": "curves", "random_fraction": True}}, ["sampler.random_fraction", "True", "number"]),
+        ({"sampler": {"name": "curves", "random_fraction": 1.5}}, ["sampler.random_fraction", "1.5", "at most 1"]),
         ({"pruner": {"name": "asha", "min_complete": 0}}, ["pruner.min_complete is 0", "at least 1"]),
         ({"pruner": {"name": "asha", "reduction_factor": 1}}, ["pruner.reduction_factor is 1", "at least 2"]),
         ({"objective": 3}, ["OBJECTIVE", "3", "string"]),
@@ -202,6 +204,12 @@ def test_trials_pause_at_rungs_below_the_last_epoch(options: dict[str, int], run
     promotion = parse_spec({**BASE, "pruner": {"name": "asha", **options}}).pruner.promotion(12)
     assert promotion is not None
     assert promotion.epochs == rungs
+
+
+def test_a_trial_of_one_epoch_is_never_paused() -> None:
+    assert parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha"}}).pruner.promotion(1) is None
+    with pytest.raises(SearchError, match="min_resource 2 is not below epochs 1"):
+        parse_spec({**BASE, "epochs": 1, "pruner": {"name": "asha", "min_resource": 2}})
 
 
 def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
