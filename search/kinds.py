@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from search.errors import nearest
 
 
 def _no_switch(given: Any) -> Any:
-    if isinstance(given, bool):
-        raise PydanticCustomError("float_type", "Input should be a valid number")
-    return given
+    """Make a word of what pydantic would take for 0 or 1."""
+    return str(given).lower() if isinstance(given, bool) else given
 
 
-# A flag's words are a number, unlike true, which pydantic would take for 1.
+# From a flag it comes as a word.
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False), BeforeValidator(_no_switch)]
 
 
