@@ -161,6 +161,7 @@ WAYS: dict[str, Callable[[Case, str], Trace]] = {
     "hpsearch curves + asha": hpsearch("curves", "asha"),
     "hpsearch curves + median": hpsearch("curves", "median"),
     "hpsearch random + asha": hpsearch("random", "asha"),
+    "hpsearch tpe + asha": hpsearch("tpe", "asha"),
     "Optuna TPE + median": plain_optuna,
     "Ray Tune ASHA, random": ray_tune("random"),
     "Ray Tune ASHA, HyperOpt": ray_tune("hyperopt"),
