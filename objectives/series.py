@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from objectives.errors import needing
 from objectives.objective import Objective
-from objectives.training import Dataset, Splits, TrainConfig
+from objectives.training import Blocks, Dataset, Splits, TrainConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,9 +62,9 @@ class Series(Objective):
         """Windows [n, 104] and what follows them [n, 13], in parts per million, numbered by the first week forecast."""
         values = weekly()
         first, second = round(0.6 * len(values)), round(0.8 * len(values))
-        return Splits(
-            windows(values, PAST, first), windows(values, first, second), windows(values, second, len(values))
-        )
+        val = windows(values, first, second)
+        test = windows(values, second, len(values))
+        return Splits(windows(values, PAST, first), val, test, Blocks(np.arange(len(val)), ordered=True))
 
     def model(self, config: TrainConfig, train: Dataset) -> nn.Module:
         """[n, 104] weeks -> [n, 13] weeks that follow, in parts per million."""

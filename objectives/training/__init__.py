@@ -2,6 +2,7 @@
 
 from objectives.training.config import TrainConfig
 from objectives.training.data.dataset import Batch, Dataset, Splits
+from objectives.training.data.division import Blocks
 from objectives.training.data.preprocess import Standardize
 from objectives.training.data.samplers import ByLength
 from objectives.training.data.samples import fingerprint_files, padded
@@ -16,6 +17,7 @@ from objectives.training.trainer import Trainer
 
 __all__ = [
     "Batch",
+    "Blocks",
     "ByLength",
     "Dataset",
     "DeviceMemoryError",

@@ -22,6 +22,10 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     reported = run.ranks.told(files.path is not None) and status != "stopped"
     train_scores = run.judge_train() if reported else None
     model = plain(run.strategy.plain(run.judged)).eval()
+    fresh = None
+    if run.fresh is not None and status == "completed" and run.ranks.first:
+        metric = run.progress.key.removeprefix("val_")
+        fresh = run.fresh.score(metric, best.get("value", math.nan), run.stepping, run.device)
     return FitResult(
         status=status,
         best_epoch=best.get("epoch", -1),
@@ -38,6 +42,7 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
         resume_note="; ".join(run.notes) or None,
         memory=peak_memory(run.device),
         train_scores=train_scores,
+        fresh_score=fresh,
     )
 
 

@@ -32,6 +32,25 @@ class Exported(NamedTuple):
     free: Sequence[frozenset[int]]
 
 
+@dataclass(frozen=True)
+class FreshScore:
+    """What a run on a fresh division of the data scores.
+
+    Attributes:
+        value: of the metric, by cross-fitting where the validation samples could be halved; else of the best epoch.
+        error: its standard error by the samples that it was measured on; None where nothing is known of it.
+        epochs: 0-based, that the halves chose; none of the best epoch's value.
+        divided: whether train and validation were divided anew, and not only seeds.
+        sizes: how many samples were trained on, validated on, and are in the test split.
+    """
+
+    value: float
+    error: float | None
+    epochs: tuple[int, ...]
+    divided: bool
+    sizes: tuple[int, int, int]
+
+
 @dataclass(kw_only=True)
 class RunResult(ABC):
     """What a run came to, however it was trained.
@@ -55,6 +74,11 @@ class RunResult(ABC):
     best_path: Path | None
     last_path: Path | None
     resume_note: str | None = None
+
+    @property
+    def fresh(self) -> FreshScore | None:
+        """The score of a run on a fresh division; None of any other."""
+        return None
 
     @property
     def has_model(self) -> bool:
@@ -89,6 +113,7 @@ class FitResult(RunResult):
         train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
             for the report, and None without a run directory.
         memory: most bytes of the device's memory that the run held at once; None on a CPU.
+        fresh_score: of a run on a fresh division.
     """
 
     model: nn.Module
@@ -98,6 +123,12 @@ class FitResult(RunResult):
     val: Dataset
     memory: int | None = None
     train_scores: dict[str, float] | None = None
+    fresh_score: FreshScore | None = None
+
+    @property
+    def fresh(self) -> FreshScore | None:
+        """The score of a run on a fresh division; None of any other."""
+        return self.fresh_score
 
     @property
     def data_digest(self) -> tuple[str, int] | None:

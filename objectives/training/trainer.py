@@ -48,6 +48,8 @@ class Trainer:
         epochs: length of the run; schedules are laid out over it.
         seed: of initial weights, order and dropout.
         split_seed: of the data's split, the same for a whole study; `seed` unless given.
+        division: seed by which train and validation are divided anew, apart from the test split, where the data allow
+            it; the run then confirms a configuration, and has a score of its own: `FitResult.fresh`.
         session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
         run_dir: where configuration, log, numbers and plots go; none are written without it.
         device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
@@ -66,6 +68,7 @@ class Trainer:
         epochs: int,
         seed: int,
         split_seed: int | None = None,
+        division: int | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
@@ -79,6 +82,7 @@ class Trainer:
             run_dir = session.run_dir
         self.objective, self.config, self.epochs = objective, config, epochs
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
+        self.division = division
         self.ranks = current()
         if not self.ranks.first:  # it speaks to nobody and writes nothing
             session, run_dir, instruments = None, None, NONE
@@ -122,7 +126,7 @@ class Trainer:
         run.strategy.agree(run.model)
         run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
         run.strategy.agree(run.judged)
-        scores = run.validate()
+        scores = run.validate_epoch()
         _require_finite(scores, self.objective.metric, run, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
         metrics = {
@@ -197,6 +201,7 @@ class Trainer:
             seed=self.seed,
             split_seed=self.split_seed,
             device=self.device,
+            division=self.division,
             ranks=self.ranks,
         )
         run.shards = self.session.shards if isinstance(self.session, RankedSession) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError
 from objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, plain, to_plain
+from objectives.training.data.division import Blocks, moved_back, wanted
 from objectives.training.data.samples import (
     Collate,
     Mapped,
@@ -163,11 +164,17 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Splits:
-    """Disjoint train, validation and test data. Training sees `test` only as a hash."""
+    """Disjoint train, validation and test data. Training sees `test` only as a hash.
+
+    Attributes:
+        train, val, test: the parts.
+        blocks: what of the validation samples belongs together; None where each stands for itself.
+    """
 
     train: Dataset
     val: Dataset
     test: Dataset
+    blocks: Blocks | None = None
 
     @classmethod
     def make(  # noqa: PLR0913 each is a way to divide, and all but the data are by keyword
@@ -186,6 +193,9 @@ class Splits:
         fingerprint: str | None = None,
     ) -> Splits:
         """Splits n samples, at random or by time: a pure function of the arguments.
+
+        Where finalists are trained, validation samples are drawn anew from all but the test split, which stays; by
+        time they are moved back.
 
         Args:
             x: inputs [n, ...], or a dict or tuple of such: floating point becomes float32, uint8 stays as it is, other
@@ -215,7 +225,10 @@ class Splits:
         if times is not None:
             if groups is not None:
                 raise ObjectiveError("give groups or times: a split by both has no single answer")
-            return cls(*(data.take(torch.from_numpy(part)) for part in by_time(times, len(data), val, test)))
+            found = by_time(times, len(data), val, test, earlier=moved_back(wanted(), val, test))
+            moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
+            train, valid, held = (data.take(torch.from_numpy(part)) for part in found)
+            return cls(train, valid, held, Blocks(moments, ordered=True))
         rows = np.arange(len(data))
         classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
@@ -228,7 +241,10 @@ class Splits:
             if _are_classes(labels):
                 raise ObjectiveError(f"{error}; stratify=False draws without regard to classes") from error
             parts = _drawn(rows, val, test, None, grouped, seed)
-        return cls(*(data.take(torch.from_numpy(np.sort(part))) for part in parts))
+        parts = [np.sort(part) for part in parts]
+        blocks = None if grouped is None else Blocks(np.unique(grouped[parts[1]], return_inverse=True)[1])
+        train, valid, held = (data.take(torch.from_numpy(part)) for part in parts)
+        return cls(train, valid, held, blocks)
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """The splits with their names."""
@@ -241,12 +257,13 @@ class Splits:
         """
         found = hashlib.sha256()
         for name, part in self.parts():
-            if part.samples is not None:
-                rows = None if part.rows is None else part.rows.tolist()
-                found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
-            for tree in (part.x, part.y):
-                for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
-                    _add_bytes(found, f"{name}:{where}:" if where else f"{name}:", tensor)
+            _add_part(found, name, part)
+        return found.hexdigest()
+
+    def hash_of(self, part: Literal["validation", "test"]) -> str:
+        """SHA-256 over one of them."""
+        found = hashlib.sha256()
+        _add_part(found, part, dict(self.parts())[part])
         return found.hexdigest()
 
     def check(self) -> None:
@@ -285,9 +302,10 @@ class Splits:
 
 
 def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
-    """Train, validation and test rows, drawn by `seed`."""
+    """Train, validation and test rows, drawn by `seed`, but for a division that is wanted anew."""
     rest, held = divide(rows, test, labels, groups, seed)
-    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
+    division = wanted()
+    train, valid = divide(rest, val / (1 - test), labels, groups, seed if division is None else division)
     return [train, valid, held]
 
 
@@ -323,6 +341,15 @@ def _whole(
     if len(data) != count:
         raise ObjectiveError(f"x has {len(data)} samples and y has {count}")
     return data
+
+
+def _add_part(found: Any, name: str, part: Dataset) -> None:
+    if part.samples is not None:
+        rows = None if part.rows is None else part.rows.tolist()
+        found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+    for tree in (part.x, part.y):
+        for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+            _add_bytes(found, f"{name}:{where}:" if where else f"{name}:", tensor)
 
 
 def _add_bytes(found: Any, what: str, tensor: Tensor | Mapped) -> None:

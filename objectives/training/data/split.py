@@ -38,8 +38,15 @@ def divide(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tup
     return kept, taken
 
 
-def by_time(times: Any, samples: int, val: float, test: float) -> tuple[Rows, Rows, Rows]:
+def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0) -> tuple[Rows, Rows, Rows]:
     """Rows of the earliest, the next and the latest samples, in the order of time; no moment is in two of them.
+
+    Args:
+        times: of all samples [n].
+        samples: how many there are.
+        val, test: shares of the samples.
+        earlier: by which share of the samples the middle part is moved back from the last, which stays: a rolling
+            origin (Tashman 2000, *International Journal of Forecasting* 16). What is between them is in no part.
 
     Raises:
         ObjectiveError: a time is missing, or there are too few moments for three parts.
@@ -52,15 +59,15 @@ def by_time(times: Any, samples: int, val: float, test: float) -> tuple[Rows, Ro
     order = np.argsort(moments, kind="stable")
     ordered = moments[order]
     cuts = []
-    for share in (1 - val - test, 1 - test):
+    for share in (1 - val - test - earlier, 1 - test - earlier, 1 - test):
         first_later = ordered[min(round(share * samples), samples - 1)]
         cuts.append(int(np.searchsorted(ordered, first_later, side="left")))  # the whole moment is later
-    parts = np.split(order, cuts)
-    if min(map(len, parts)) == 0:
+    train, valid, _, held = np.split(order, cuts)
+    if min(len(train), len(valid), len(held)) == 0:
         raise ObjectiveError(
             f"the data cannot be split by time: {len(np.unique(moments))} moments, and each split needs its own"
         )
-    return parts[0], parts[1], parts[2]
+    return train, valid, held
 
 
 def _missing(moments: Rows) -> Rows:

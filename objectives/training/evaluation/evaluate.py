@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ _PURPOSE = ("evaluation",)
 EVALUATION_SEED = derive_seed(*_PURPOSE)  # of what is drawn in one
 
 
+class InParts(Protocol):
+    """What judges the first samples of a dataset apart from the others.
+
+    Attributes:
+        cut: how many are the first: no batch has some of both.
+    """
+
+    cut: int
+
+    def add(self, step: Step, rows: range) -> None:
+        """Adds a batch of the samples at `rows`; none of a batch that is another rank's."""
+        ...
+
+
 @torch.inference_mode()
 def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     model: nn.Module,
@@ -35,6 +49,7 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     device: torch.device | str,
     num_workers: int = 0,
     ranks: Ranks = ALONE,
+    also: InParts | None = None,
 ) -> dict[str, float]:
     """The mean loss, as "loss", and each metric, over a whole dataset.
 
@@ -49,6 +64,7 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
         device: where the model is.
         num_workers: processes that load a dataset which is not in memory.
         ranks: that judge it together: each a share of the samples, without padding.
+        also: what sees each batch, too.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
     training = model.training
@@ -58,11 +74,15 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
         sums = Means(device)
         # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
         with seeded_on(device, *_PURPOSE):
-            for batch, counts in batches(dataset, batch_size, device, num_workers, ranks):
+            for batch, rows in batches(
+                dataset, batch_size, device, num_workers, ranks, None if also is None else also.cut
+            ):
                 found = stepping(model, batch, nullcontext())
-                sums.add(found, batch.size if counts else 0)
-                if counts and found.outputs is not None:
+                sums.add(found, len(rows))
+                if rows and found.outputs is not None:
                     metrics.update(found.outputs, found.targets)
+                if also is not None:
+                    also.add(found, rows)
         return ranks.told(as_floats({**sums.compute(ranks), **metrics.compute()}))
     finally:
         model.train(training)
@@ -115,25 +135,31 @@ class Means:
 
 
 def batches(
-    dataset: Dataset, size: int, device: torch.device, num_workers: int, ranks: Ranks = ALONE
-) -> Iterator[tuple[Batch, bool]]:
-    """All samples in their order, on the device, or this rank's share of each batch, and whether they are its own.
+    dataset: Dataset,
+    size: int,
+    device: torch.device,
+    num_workers: int,
+    ranks: Ranks = ALONE,
+    cut: int | None = None,
+) -> Iterator[tuple[Batch, range]]:
+    """All samples in their order, on the device, or this rank's share of each batch, and the rows that are its own.
 
     A rank for which a batch has no sample gets one that is another's: models that are spread over ranks run together.
     """
     samples = len(dataset)
-    spans = [range(samples)[start : start + size] for start in range(0, samples, size)]
+    parts = [range(samples)] if cut is None else [range(cut), range(cut, samples)]
+    spans = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
     own = [span[ranks.rank :: ranks.world] for span in spans]
     shares = [mine or span[:1] for mine, span in zip(own, spans, strict=True)]
     if dataset.in_memory:
         for mine, share in zip(own, shares, strict=True):
             rows = slice(share.start, share.stop, share.step)
             x, y = taken(dataset.x, rows), taken(dataset.y, rows)
-            yield Batch(moved(x, device), moved(y, device), len(share)), bool(mine)
+            yield Batch(moved(x, device), moved(y, device), len(share)), mine
         return
     found = loaded(dataset, [torch.tensor(share) for share in shares], device=device, num_workers=num_workers)
     for mine, batch in zip(own, found, strict=True):
-        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size), bool(mine)
+        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size), mine
 
 
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:

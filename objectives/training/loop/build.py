@@ -25,12 +25,14 @@ from objectives.training.evaluation.metrics import (
     BINARY,
     CLASSIFICATION,
     DIRECTIONS,
+    Metrics,
     as_metrics,
     fitting,
     largest_class,
     unfit,
 )
 from objectives.training.evaluation.step import LossStep, Stepping
+from objectives.training.loop.fresh import Fresh, build_fresh
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.performance import compiled, layout
 from objectives.training.loop.prepared import prepared_splits
@@ -57,7 +59,7 @@ _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear":
 _TRIED = 32  # validation samples that a loss is tried on
 
 
-def build(
+def build(  # noqa: PLR0913 all that a run is made of, by keyword
     objective: Objective,
     config: TrainConfig,
     *,
@@ -65,17 +67,19 @@ def build(
     seed: int,
     split_seed: int,
     device: torch.device,
+    division: int | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Run, dict[str, float]]:
     """The run, and what its untrained model scores.
 
-    Every part of the objective's code has run once when this returns, so its mistakes show before training.
+    Every part of the objective's code has run once when this returns, so its mistakes show before training. With a
+    `division` it is a run that confirms: see `Trainer`.
 
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits, split_hash = prepared_splits(objective, split_seed)
+    splits, split_hash = prepared_splits(objective, split_seed, division)
     _check_ranks(who, splits, split_hash, ranks)
     strategy = build_strategy(config, ranks)
     set_seed(seed, "init")
@@ -85,11 +89,7 @@ def build(
         _materialise(model, splits.val, device)
     stepping = build_stepping(objective, config, splits, model, device)
     _check_classes(objective, splits, stepping)
-    with users_code(f"{who}.metrics"):
-        metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-        metrics = over_ranks(metrics, ranks)
-        if hasattr(metrics, "to"):
-            metrics.to(device)
+    metrics, fresh = _metrics(objective, splits, split_seed, division, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with users_code(f"{who}.augment"):
@@ -97,6 +97,7 @@ def build(
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
     in_memory = config.num_workers is None and splits.val.in_memory
+    val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
     with users_code(f"{who}.sampler"):
         order = _order(objective, config, splits.train, seed)
     epoch_steps = order.steps
@@ -123,6 +124,7 @@ def build(
             "seed": seed,
             "split_seed": split_seed,
             "split_hash": split_hash,
+            **({} if division is None else {"division": division}),
         },
         environment=environment(device, source, ranks.world),
         changes=uncommitted(source.parent if source else Path.cwd()),
@@ -131,7 +133,7 @@ def build(
         seed=seed,
         device=device,
         splits=splits,
-        val=splits.val.to(device) if in_memory else splits.val,
+        val=val.to(device) if in_memory else val,
         feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment, ranks=ranks),
         model=model,
         stepping=stepping,
@@ -146,6 +148,7 @@ def build(
         progress=Progress(f"val_{objective.metric}", maximize=maximize),
         ranks=ranks,
         strategy=strategy,
+        fresh=fresh,
     )
     strategy.begin(model, stepping)
     with strategy.explained():
@@ -156,6 +159,24 @@ def build(
         if why:
             run.notes.append(f"not compiled: {why}")
     return run, scores
+
+
+def _metrics(
+    objective: Objective, splits: Splits, split_seed: int, division: int | None, device: torch.device, ranks: Ranks
+) -> tuple[Metrics, Fresh | None]:
+    """What the validation split is judged by; of a run on a fresh division its halves, too."""
+    who, fresh = type(objective).__name__, None
+    with users_code(f"{who}.metrics"):
+        metrics = as_metrics(objective.metrics(splits.train), objective.metric)
+    if division is not None:
+        fresh = build_fresh(
+            objective, splits, metrics, split_seed=split_seed, division=division, device=device, ranks=ranks
+        )
+    with users_code(f"{who}.metrics"):
+        metrics = over_ranks(metrics, ranks)
+        if hasattr(metrics, "to"):
+            metrics.to(device)
+    return metrics, fresh
 
 
 def oddities(run: Run) -> list[str]:

@@ -2,40 +2,86 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.dataset import Splits
+from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.division import divided_anew
 from objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
 
-# By objective, the last seed's: a worker trains many trials on one split, and data may be all of the memory.
-_PREPARED: WeakKeyDictionary[Objective, tuple[int, Splits, str]] = WeakKeyDictionary()
+# By objective, the last division's: a worker trains many trials on one split, and data may be all of the memory.
+_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, int | None], Splits, str]] = WeakKeyDictionary()
+_OWN: WeakKeyDictionary[Objective, _Own] = WeakKeyDictionary()  # which other divisions are compared with
 
 
-def prepared_splits(objective: Objective, split_seed: int) -> tuple[Splits, str]:
+def prepared_splits(objective: Objective, split_seed: int, division: int | None = None) -> tuple[Splits, str]:
     """The objective's data, found fit to train on, and their hash.
 
-    `data()` is called once in a process for a seed, unless the objective's code changed what it gave in place.
+    `data()` is called once in a process for a seed, unless the objective's code changed what it gave in place; for
+    another division once more, to see that the test split stays what it is.
+
+    Args:
+        objective: whose data.
+        split_seed: of the study.
+        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide; the
+            study's own division unless given.
 
     Raises:
         ObjectiveError: the data are wrong.
     """
+    key = split_seed, division
     kept = _PREPARED.get(objective)
-    if kept is not None and kept[0] == split_seed and kept[1].hash() == kept[2]:
+    if kept is not None and kept[0] == key and kept[1].hash() == kept[2]:
         return kept[1:]
-    splits = _made(objective, split_seed)
-    _PREPARED[objective] = split_seed, splits, (found := splits.hash())
+    own = None if division is None else _own_parts(objective, split_seed)
+    splits = _made(objective, split_seed, division)
+    if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"))):
+        raise ObjectiveError(
+            f"{type(objective).__name__}.data: the test split is {digest[:12]} where train and validation are divided "
+            f"anew, and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does"
+        )
+    _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found
 
 
-def _made(objective: Objective, split_seed: int) -> Splits:
+def is_divided_anew(objective: Objective, split_seed: int, splits: Splits) -> bool:
+    """Whether the validation split is another than the study's: `data()` may give an official one."""
+    return _samples(splits.val, splits.hash_of("validation")) != _own_parts(objective, split_seed).val
+
+
+class _Own(NamedTuple):
+    """What says which samples are the validation and the test split of the study's own division."""
+
+    seed: int
+    val: str
+    test: str
+
+
+def _own_parts(objective: Objective, split_seed: int) -> _Own:
+    kept = _OWN.get(objective)
+    if kept is None or kept.seed != split_seed:
+        own = _made(objective, split_seed, None)
+        parts = _samples(own.val, own.hash_of("validation")), _samples(own.test, own.hash_of("test"))
+        kept = _OWN[objective] = _Own(split_seed, *parts)
+    return kept
+
+
+def _samples(part: Dataset, contents: str) -> str:
+    """Which samples a part has: by their rows where these are known, for `data()` may scale by what is trained on."""
+    if part.rows is None:
+        return contents
+    return hashlib.sha256(str(part.rows.tolist()).encode()).hexdigest()
+
+
+def _made(objective: Objective, split_seed: int, division: int | None) -> Splits:
     who = type(objective).__name__
     set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with users_code(f"{who}.data"):
+    with users_code(f"{who}.data"), divided_anew(division):
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Feed
 from objectives.training.data.dataset import Dataset, Splits
-from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
+from objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Stepping
+from objectives.training.loop.fresh import Fresh
 from objectives.training.loop.guards import FiniteGuard
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.steplog import StepLog
@@ -46,6 +47,7 @@ class Run:
         changes: how the objective's source differs from its commit, as git prints it.
         splits: as the objective gave them, on the CPU.
         val: the validation split, on the device unless it is loaded as it is used.
+        fresh: what a run on a fresh division has beside others.
         feed: the training batches.
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         ranks: the processes that train it together.
@@ -84,6 +86,7 @@ class Run:
     progress: Progress
     ranks: Ranks = ALONE
     strategy: Strategy = field(kw_only=True)
+    fresh: Fresh | None = None
     on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -114,11 +117,21 @@ class Run:
         """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
         return self._judge(self.val, metrics or self.metrics)
 
+    def validate_epoch(self) -> dict[str, float]:
+        """The same after the epoch that is next in the record; a run on a fresh division judges the halves too."""
+        halves = None if self.fresh is None else self.fresh.cross_fit
+        if halves is None:
+            return self.validate()
+        halves.begin()
+        scores = self._judge(self.val, self.metrics, halves)
+        halves.end(self.progress.next_epoch)
+        return scores
+
     def judge_train(self) -> dict[str, float]:
         """Loss and metrics of the judged model on the training split, in evaluation mode."""
         return self._judge(self.splits.train, self.metrics)
 
-    def _judge(self, split: Dataset, metrics: Metrics) -> dict[str, float]:
+    def _judge(self, split: Dataset, metrics: Metrics, also: InParts | None = None) -> dict[str, float]:
         return evaluate(
             self.judged,
             split,
@@ -128,6 +141,7 @@ class Run:
             device=self.device,
             num_workers=self.config.num_workers or 0,
             ranks=self.ranks,
+            also=also,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,6 +149,7 @@ class Run:
 
         No generator is in it: every epoch seeds them from (seed, epoch), so a resume is exact without.
         """
+        halves = None if self.fresh is None else self.fresh.cross_fit
         parts: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -151,6 +166,7 @@ class Run:
             "skipped": self.guard.skipped,
             "skipped_in_all": self.guard.skipped_in_all,
             **self.progress.state_dict(),
+            **({} if halves is None else {"halves": halves.state_dict()}),
         }
 
     def state_within(self, sums: dict[str, Any]) -> dict[str, Any]:
@@ -180,4 +196,6 @@ class Run:
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.progress.load_state_dict(state)
+        if self.fresh is not None and self.fresh.cross_fit is not None:
+            self.fresh.cross_fit.load_state_dict(state["halves"])
         self.within = state.get("within")

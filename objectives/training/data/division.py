@@ -1,0 +1,85 @@
+"""Dividing anew what is not the test split: what a run is confirmed on, once a search has climbed on one division.
+
+`Splits.make` asks here for the division that is wanted, so that whatever else `data()` does with what it gets - a
+vocabulary, a filter, a scale - is done for that division too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+
+from objectives.training.data.split import Rows, divide
+from objectives.training.reproducibility.seeds import derive_seed
+
+_WANTED: ContextVar[int | None] = ContextVar("division", default=None)
+_LEAST = 2  # samples, of a class or of all, that a half is judged by
+
+
+@contextmanager
+def divided_anew(division: int | None) -> Iterator[None]:
+    """A region in which `Splits.make` draws train and validation by `division`, and the test split as ever."""
+    token = _WANTED.set(division)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+def wanted() -> int | None:
+    """The seed of the division that is wanted; None for the study's own."""
+    return _WANTED.get()
+
+
+def moved_back(division: int | None, val: float, test: float) -> float:
+    """By which share of the samples the validation window of a division by time is moved back from the study's.
+
+    At most by its own length, and so that half of the training samples stay.
+    """
+    if division is None:
+        return 0.0
+    return derive_seed(division, "origin") / 2**32 * min(val, (1 - val - test) / 2)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What of the validation samples belongs together, and is neither halved nor resampled apart.
+
+    Attributes:
+        numbers: of the block of each sample [n]: its group, its moment.
+        ordered: whether the blocks follow each other in time, and so do the samples.
+    """
+
+    numbers: Rows
+    ordered: bool = False
+
+
+def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
+    """Two halves of the validation samples, as positions [n / 2]; None where they are too few.
+
+    By time the earlier and the later ones; whole blocks, where there are any; else the same shares of each class.
+
+    Args:
+        labels: classes [n], or None.
+        samples: how many there are.
+        blocks: of them, or None.
+        seed: of the draw.
+    """
+    rows = np.arange(samples)
+    numbers = None if blocks is None else blocks.numbers
+    if numbers is not None and len(numbers) != samples:  # somebody took a part of them
+        numbers = None
+    if samples < 2 * _LEAST or (numbers is not None and len(np.unique(numbers)) < 2):
+        return None
+    if numbers is not None and blocks is not None and blocks.ordered:
+        cut = int(np.searchsorted(numbers, numbers[samples // 2], side="left"))
+        cut = cut or int(np.searchsorted(numbers, numbers[0], side="right"))
+        return rows[:cut], rows[cut:]
+    if labels is not None and numbers is None and int(np.unique(labels, return_counts=True)[1].min()) < _LEAST:
+        return None  # a class would be in one of them alone, and many a metric needs them all
+    first, second = divide(rows, 0.5, None if numbers is not None else labels, numbers, derive_seed(seed, "halves"))
+    return np.sort(first), np.sort(second)

@@ -1,0 +1,128 @@
+"""A run on a fresh division of the data: it confirms a configuration, and is scored by cross-fitting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from objectives.errors import users_code
+from objectives.training.data.dataset import Splits
+from objectives.training.data.division import halved
+from objectives.training.data.split import Rows
+from objectives.training.evaluation.across_ranks import over_ranks
+from objectives.training.evaluation.cross_fit import CrossFit, Outputs
+from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.resampling import standard_error, value_of
+from objectives.training.evaluation.step import Stepping
+from objectives.training.loop.prepared import is_divided_anew
+from objectives.training.ranks import Ranks
+from objectives.training.result import FreshScore
+
+if TYPE_CHECKING:
+    from objectives.objective import Objective
+
+
+@dataclass
+class Fresh:
+    """What a run on a fresh division has beside others.
+
+    Attributes:
+        division: seed of the division.
+        divided: whether the data let train and validation be divided anew: `data()` may give fixed parts.
+        sizes: how many samples are trained on, validated on, and tested on.
+        rows: the order of the validation samples in which the first half comes first; None where they are not halved.
+        blocks: numbers of what belongs together [n], in that order; None where each sample stands for itself.
+        cross_fit: judges the halves; None where the samples are too few, or come in an order of their own.
+        metrics: a copy of the run's, to judge resamples by.
+    """
+
+    division: int
+    divided: bool
+    sizes: tuple[int, int, int]
+    rows: Tensor | None
+    blocks: Rows | None
+    cross_fit: CrossFit | None
+    metrics: Metrics
+
+    def score(self, metric: str, best_value: float, stepping: Stepping, device: torch.device) -> FreshScore:
+        """The score of the run, by its best epoch where the validation samples cannot be halved."""
+        value, error, epochs = None, None, list[int]()
+        if self.cross_fit is not None:
+            value, epochs = self.cross_fit.score, self.cross_fit.epochs
+            judge = value_of(metric, self.metrics, stepping)
+            if judge is not None:
+                error = self.cross_fit.error(partial(self._error, judge, device))
+        return FreshScore(
+            value=best_value if value is None else value,
+            error=error,
+            epochs=tuple(epochs) if value is not None else (),
+            divided=self.divided,
+            sizes=self.sizes,
+        )
+
+    def _error(self, judge: Callable[[Outputs], float], device: torch.device, outputs: Outputs) -> float | None:
+        blocks = None if self.blocks is None else self.blocks[outputs.rows.numpy()]
+        return standard_error(judge, outputs.to(device), blocks, self.division)
+
+
+def build_fresh(
+    objective: Objective,
+    splits: Splits,
+    metrics: Metrics,
+    *,
+    split_seed: int,
+    division: int,
+    device: torch.device,
+    ranks: Ranks,
+) -> Fresh:
+    """What the run on a fresh division needs.
+
+    Args:
+        objective: that is trained.
+        splits: of the division.
+        metrics: of the run, before they are made to sum over ranks.
+        split_seed: of the study.
+        division: seed of the division.
+        device: of the run.
+        ranks: that train together.
+
+    Raises:
+        ObjectiveError: the metrics cannot be copied.
+    """
+    samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
+    classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
+    halves = None if splits.val.is_stream else halved(y.numpy() if classes else None, samples, blocks, division)
+    rows = None if halves is None else torch.from_numpy(np.concatenate(halves))
+    with users_code(f"{type(objective).__name__}.metrics, which is copied for the halves of the validation split"):
+        copied = copy.deepcopy(metrics)
+        if hasattr(copied, "to"):
+            copied.to(device)
+        halved_metrics = [over_ranks(copy.deepcopy(copied), ranks) for _ in range(2)]
+    cross_fit = None
+    if halves is not None:
+        cross_fit = CrossFit(
+            len(halves[0]),
+            samples,
+            metric=objective.metric,
+            maximize=objective.direction == "maximize",
+            metrics=halved_metrics,
+            device=device,
+            ranks=ranks,
+        )
+    known = blocks is not None and len(blocks.numbers) == samples
+    return Fresh(
+        division=division,
+        divided=is_divided_anew(objective, split_seed, splits),
+        sizes=(len(splits.train), samples, len(splits.test)),
+        rows=rows,
+        blocks=blocks.numbers[rows.numpy()] if rows is not None and blocks is not None and known else None,
+        cross_fit=cross_fit,
+        metrics=copied,
+    )
