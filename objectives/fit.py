@@ -27,6 +27,7 @@ class Where(TypedDict, total=False):
     epochs: int
     seed: int
     split_seed: int
+    division: int | None  # of an `Objective` alone: an own loop divides its data itself
     session: Session
     run_dir: Path
     device: str | None
@@ -42,6 +43,7 @@ def fit(objective: BaseObjective, config: Any, **where: Unpack[Where]) -> RunRes
         DeviceMemoryError: it does not fit the device.
     """
     if isinstance(objective, LoopObjective):
+        where.pop("division", None)
         own: Any = where  # without instruments, which watch no own loop
         return LoopRun(objective, config, **own).fit()
     return Trainer(model_objective(objective, "training"), config, **where).fit()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -49,6 +49,17 @@ class FreshScore:
     epochs: tuple[int, ...]
     divided: bool
     sizes: tuple[int, int, int]
+
+    def record(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {**asdict(self), "epochs": list(self.epochs), "sizes": list(self.sizes)}
+
+    def told(self, metric: str) -> str:
+        """What it is, in words."""
+        if not self.epochs:
+            return f"{metric} {self.value:.6g} of the best epoch"
+        chosen = " and ".join(str(epoch + 1) for epoch in self.epochs)
+        return f"{metric} {self.value:.6g} of the halves at each other's best epochs, {chosen}"
 
 
 @dataclass(kw_only=True)

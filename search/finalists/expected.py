@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from search.curves.bounds import least_loss
 
 LEVEL = 0.9  # of the interval
 
@@ -18,6 +21,7 @@ class Scored:
         value: of the metric.
         error: its standard error by the validation samples; None where nothing is known of it.
         trained, validated, tested: how many samples were trained on, validated on, and are in the test split.
+        divided: whether train and validation were divided anew for it.
     """
 
     value: float
@@ -25,6 +29,7 @@ class Scored:
     trained: int
     validated: int
     tested: int
+    divided: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,12 @@ class Expected:
     high: float
 
 
-def expect(runs: Mapping[int, Sequence[Scored]], winner: int, *, bounds: tuple[float, float]) -> Expected:
+def scored_of(value: float, record: Mapping[str, Any] | None) -> Scored | None:
+    """Return what a trial's value rests on, from what is noted of it; None where nothing is."""
+    return None if record is None else Scored(value, record["error"], *record["sizes"], divided=record["divided"])
+
+
+def expect(runs: Mapping[int, Sequence[Scored]], winner: int, *, metric: str, maximize: bool) -> Expected:
     """What the winner's model, which the search trained, will score on a test set.
 
     The mean m of the winner's s runs is off by what differs between runs, and by the validation samples, which all
@@ -56,7 +66,8 @@ def expect(runs: Mapping[int, Sequence[Scored]], winner: int, *, bounds: tuple[f
     Args:
         runs: of each finalist, by its number.
         winner: whose score is expected.
-        bounds: between which the metric lies.
+        metric: of the scores: it may have a bound.
+        maximize: whether higher is better.
     """
     from scipy import stats
 
@@ -72,4 +83,7 @@ def expect(runs: Mapping[int, Sequence[Scored]], winner: int, *, bounds: tuple[f
     run = max(within - (1 - shared) * sampling, 0.0)
     variance = within / len(own) + shared * sampling + run + sampling * first.validated / first.tested
     reach = float(stats.t.ppf((1 + LEVEL) / 2, max(freedom, 1))) * math.sqrt(variance)
-    return Expected(mean, max(mean - reach, bounds[0]), min(mean + reach, bounds[1]))
+    sign = -1.0 if maximize else 1.0
+    least = least_loss(metric, min(sign * run.value for row in runs.values() for run in row), maximize=maximize)
+    low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
+    return Expected(mean, low, high)

@@ -150,6 +150,7 @@ def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: l
         top=top,
         trials=[trial.number for trial in chosen],
         seeds=seeds,
+        divisions=True,
     )
     for number in itertools.count(1):
         spec = _spec(study.spec, of, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +11,10 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
+from search.finalists.expected import Expected, Scored, expect, scored_of
 from search.finalists.winner import choose
 from search.study.study import StoredStudy, load_study
-from storage.attributes import INFEASIBLE
+from storage.attributes import FRESH, INFEASIBLE
 from storage.trials.finalist_sets import finalist_studies
 
 
@@ -24,10 +25,12 @@ class FinalistRow:
     Attributes:
         trial: its number in the search.
         search_value: what it scored there, chosen as one of the best of many: too good by that choice.
-        values: what it scored on each of the fresh seeds; None where it has not ended, failed or diverged.
+        values: what it scored on each of the fresh seeds, by cross-fitting where the set has fresh divisions; None
+            where it has not ended, failed or diverged.
         mean: of the values there are; None without any.
         spread: sample standard deviation (n - 1) of the values there are; None of fewer than two.
         reasons: why a value is missing, for each of the seeds; None where it is there.
+        scored: what the values rest on; None of a run on the study's own division.
     """
 
     trial: int
@@ -36,6 +39,7 @@ class FinalistRow:
     mean: float | None
     spread: float | None
     reasons: tuple[str | None, ...] = ()
+    scored: tuple[Scored | None, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -56,6 +60,7 @@ class Finalists:
         study: name of the study that they are trained in.
         pending: how many of its trials have not ended.
         error: standard error of the difference of two means; None where nothing can be said of it.
+        expected: what new data will show of the winner; None without one, and where runs are not on fresh divisions.
     """
 
     winner: int | None
@@ -65,6 +70,13 @@ class Finalists:
     study: str = ""
     pending: int = 0
     error: float | None = None
+    expected: Expected | None = None
+
+    @property
+    def divided(self) -> bool:
+        """Whether the runs that have ended were on fresh divisions of the data, and not on fresh seeds alone."""
+        scored = [run for row in self.rows for run in row.scored if run is not None]
+        return bool(scored) and all(run.divided for run in scored)
 
     def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "confirmed", "incomplete"]:
         """Return what became of a finalist: without a value for every seed it cannot win."""
@@ -119,7 +131,23 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
     choice = choose({} if pending else whole, maximize=study.spec.maximize)
-    return Finalists(choice.winner, choice.tie, tuple(of.seeds), rows, chosen.spec.name, pending, choice.error)
+    return Finalists(
+        winner=choice.winner,
+        tie=choice.tie,
+        seeds=tuple(of.seeds),
+        rows=rows,
+        study=chosen.spec.name,
+        pending=pending,
+        error=choice.error,
+        expected=None if choice.winner is None else _expected(study, rows, choice.winner),
+    )
+
+
+def _expected(study: StoredStudy, rows: Sequence[FinalistRow], winner: int) -> Expected | None:
+    runs = {row.trial: [run for run in row.scored if run is not None] for row in rows if row.whole}
+    if len(runs[winner]) < len(rows[0].values):
+        return None  # a set that was chosen before runs had such scores, or of an own loop
+    return expect(runs, winner, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
 def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:
@@ -133,6 +161,10 @@ def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) 
         mean=statistics.fmean(there) if there else None,
         spread=statistics.stdev(there) if len(there) > 1 else None,
         reasons=tuple(_why_missing(trial) for trial in trials),
+        scored=tuple(
+            None if value is None or trial is None else scored_of(value, trial.user_attrs.get(FRESH))
+            for value, trial in zip(values, trials, strict=True)
+        ),
     )
 
 

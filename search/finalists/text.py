@@ -7,6 +7,7 @@ import statistics
 from rich.table import Table
 
 from search.console import counted
+from search.finalists.expected import LEVEL, Expected
 from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
 from search.study.ranking import best_first
 from search.study.study import StoredStudy
@@ -22,7 +23,7 @@ def confirmation_lines(study: StoredStudy) -> list[str]:
     if counting is not None and newest is not None and newest.spec.name != counting.study:
         lines.append(f"chosen anew, in {newest.spec.name}: {finalist_lines(study, tabulate(study, newest))[0]}")
     opening = read_opening(study.engine, study.study_id)
-    return lines if opening is None else [*lines, opening_line(study, opening)]
+    return lines if opening is None else [*lines, opening_line(study, opening, counting)]
 
 
 def optimism(study: StoredStudy, row: FinalistRow) -> float | None:
@@ -44,7 +45,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("rank", "trial", "search", "fresh mean", "spread", "optimism"):
         table.add_column(column, justify="right")
-    table.add_column(f"val {study.spec.metric} by seed")
+    table.add_column(f"val {study.spec.metric} by {'division' if found.divided else 'seed'}")
     table.add_column("")
     for rank, row in enumerate(ranked(study, found), 1):
         values = [
@@ -68,7 +69,7 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
 def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     """Return what the table says: who wins, whether that is a tie, and by how much the search over-stated."""
     n_seeds = len(found.seeds)
-    seeds = counted(n_seeds, "fresh seed")
+    seeds = drawn(found)
     if found.pending:
         n_trials = len(found.rows) * n_seeds
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained, on {seeds}"]
@@ -84,6 +85,8 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         who = f"trial{'s' if len(found.tie) > 1 else ''} {', '.join(map(str, found.tie))}"
         within = "their values are equal" if not found.error else f"within one standard error, {found.error:.4f}"
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
+    if (expected := found.expected) is not None:
+        lines.append(f"expect {expected_words(expected)} on new data: {basis(found)}")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
     over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(study, r)) is not None)
@@ -92,11 +95,43 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     return lines
 
 
-def opening_line(study: StoredStudy, opening: Opening) -> str:
-    """Return a line on the opened test set."""
+def drawn(found: Finalists) -> str:
+    """Return what the finalists were trained on, in words."""
+    return counted(len(found.seeds), "fresh division" if found.divided else "fresh seed")
+
+
+def expected_words(expected: Expected) -> str:
+    """Return the interval in words."""
+    return f"{expected.low:.4f} to {expected.high:.4f} ({LEVEL:.0%})"
+
+
+def basis(found: Finalists) -> str:
+    """Return what the numbers of the finalists rest on, in a sentence."""
+    scored = [run for row in found.rows for run in row.scored if run is not None]
+    data = "train and validation were divided anew for each seed"
+    if not found.divided:
+        data = "data() gives fixed parts, so that seeds alone are fresh"
+    halves = "" if all(run.error is not None for run in scored) else "; how much the validation samples weigh is unknown"
+    return f"{data}{halves}"
+
+
+def opening_line(study: StoredStudy, opening: Opening, found: Finalists | None = None) -> str:
+    """Return a line on the opened test set, and whether it is as the finalists that chose its trial let expect."""
     sure = "" if opening.finalists else ", unconfirmed by finalists"
     if opening.scores is None:
         return f"test set: opened {opening.told}{sure}; its scores are not written yet"
     metric = study.spec.metric
     shown = f"{metric} {opening.scores[metric]:.4f}" if metric in opening.scores else f"{opening.scores}"
-    return f"test set: {shown}, opened {opening.told}{sure}"
+    return f"test set: {shown}{_as_expected(study, opening, found)}, opened {opening.told}{sure}"
+
+
+def _as_expected(study: StoredStudy, opening: Opening, found: Finalists | None) -> str:
+    """Return in words where the test score lies; nothing where nothing was expected of it."""
+    if found is None or found.expected is None or (found.study, found.winner) != (opening.finalists, opening.trial_number):
+        return ""
+    score, expected = (opening.scores or {}).get(study.spec.metric), found.expected
+    if score is None:
+        return ""
+    if expected.low <= score <= expected.high:
+        return f", within {expected_words(expected)}"
+    return f", {'below' if score < expected.low else 'above'} the expected {expected_words(expected)}"

@@ -24,6 +24,13 @@ def training_seed(spec: StudySpec, number: int) -> int:
     return derive_seed(spec.seed, "trial", number)
 
 
+def division_seed(spec: StudySpec, number: int) -> int | None:
+    """Return the seed of a trial's division of the data, common as that of its training; None for the study's own."""
+    if spec.finalists_of is None or not spec.finalists_of.divisions:
+        return None
+    return derive_seed(spec.seed, "division", training_seed(spec, number))
+
+
 def make_sampler(
     spec: SamplerSpec, *, study_seed: int, trial_number: int, epochs: int, again: int = 0
 ) -> optuna.samplers.BaseSampler:

@@ -59,6 +59,8 @@ class FinalistsOf(Options):
         top: how many finalists were asked for; there may be fewer trials.
         trials: numbers of the finalists in the other study, the best one first.
         seeds: of the training, the same for all finalists; none is a seed of the search.
+        divisions: whether each seed divides train and validation anew, and a run's score is cross-fitted; sets that
+            were chosen before there was such a thing go on without.
     """
 
     study: str
@@ -66,6 +68,7 @@ class FinalistsOf(Options):
     top: int = Field(ge=1)
     trials: list[int] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
+    divisions: bool = False
 
     def assignment(self, number: int) -> tuple[int, int]:
         """Return whose configuration trial `number` trains, and on which seed.

@@ -15,7 +15,7 @@ from objectives import ObjectiveError
 from objectives.training import DeviceMemoryError, NonFiniteError
 from objectives.training.ranks import RankLostError, current
 from objectives.training.result import RunResult
-from search.sampling.seeds import training_seed
+from search.sampling.seeds import division_seed, training_seed
 from search.sampling.suggest import suggest
 from search.study.devices import pace_of
 from search.study.folders import open_attempt_dir, remove_earlier
@@ -23,7 +23,7 @@ from search.tracking.trial_run import TrialTracking
 from search.worker.context import WorkerContext
 from search.worker.ranks import Job, fit_together
 from search.worker.session import TrialSession
-from storage.attributes import INFEASIBLE, PRUNING, REASON, TRACKING
+from storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, TRACKING
 from storage.errors import CheckpointStoreError, ClaimLostError
 from storage.trials.claims import Claim
 from storage.trials.outcome import Ended, Outcome
@@ -128,6 +128,7 @@ class Attempt:
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
+            division=division_seed(spec, self._claim.number),
         )
         return fit_together(current(), context.objective, job, session=self._session, device=context.device)
 
@@ -144,8 +145,12 @@ class Attempt:
             value, attrs = session.last_value, {PRUNING: grounds, **pace}
             ended = self._end(Outcome.PRUNED, session.decision.reason, value=value, attrs=attrs, kept=kept)
         else:
-            best = f"best {self._context.spec.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
-            ended = self._end(Outcome.COMPLETE, best, value=result.best_value, attrs=pace, kept=kept)
+            value, told = result.best_value, pace
+            reason = f"best {self._context.spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
+            if result.fresh is not None:
+                value, reason = result.fresh.value, f"{result.fresh.told(self._context.spec.metric)}; {reason}"
+                told = {**pace, FRESH: result.fresh.record()}
+            ended = self._end(Outcome.COMPLETE, reason, value=value, attrs=told, kept=kept)
         session.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)
         return ended

@@ -25,7 +25,7 @@ class Job:
         objective: as the study names it.
         metric, direction: what it is judged by.
         config: as the objective's `suggest` made it.
-        epochs, seed, split_seed: see `Trainer`.
+        epochs, seed, split_seed, division: see `Trainer`.
     """
 
     trial: int
@@ -37,10 +37,17 @@ class Job:
     epochs: int
     seed: int
     split_seed: int
+    division: int | None = None
 
     def where(self, device: str | None) -> Where:
         """How it is trained, on this rank's device."""
-        return {"epochs": self.epochs, "seed": self.seed, "split_seed": self.split_seed, "device": device}
+        return {
+            "epochs": self.epochs,
+            "seed": self.seed,
+            "split_seed": self.split_seed,
+            "division": self.division,
+            "device": device,
+        }
 
 
 def fit_together(

@@ -282,7 +282,7 @@ def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
             number: [Scored(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = expect(runs, winner, bounds=(-math.inf, 1.0))
+        expected = expect(runs, winner, metric=OBJECTIVES[name].metric, maximize=True)
         note("what is expected", expected.mean, finalists[winner], anew=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)
         width.append(POINT * (expected.high - expected.low))
