@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
+from search.curves.bounds import least_loss
 from search.curves.foreseen import Forecast, foreseeable, scale
 from search.curves.learning import Lesson, known, parameters
 from search.curves.points import Seen, losses
@@ -44,7 +45,12 @@ class _Open:
 
 
 def forecasts(
-    trials: Sequence[FrozenTrial], *, epochs: int, maximize: bool, of: Container[int] | None = None
+    trials: Sequence[FrozenTrial],
+    *,
+    epochs: int,
+    maximize: bool,
+    metric: str = "",
+    of: Container[int] | None = None,
 ) -> dict[int, Forecast]:
     """What the trials that run or wait will end with, by their numbers; those are at most `MOST`.
 
@@ -54,6 +60,7 @@ def forecasts(
         trials: all of a study.
         epochs: of a full trial.
         maximize: whether higher values are better.
+        metric: its name; of some it is known how good they can be.
         of: numbers of those that are asked about; None for all.
 
     Returns:
@@ -81,7 +88,8 @@ def forecasts(
     means, deviations = (found.numpy() for found in posterior.at(_some(lesson.ends, rows)))
     noise, ended = process.theta[5].exp().item(), sum(len(t.intermediate_values) >= epochs for t in told)
     wide = _DEVIATIONS * np.sqrt(deviations**2 + noise + _UNKNOWN**2 / (1 + ended))
-    ends = [_losses(lesson.seen, scores) for scores in (means, means - wide, means + wide)]
+    least = _least(lesson.seen, metric, maximize=maximize)
+    ends = [_losses(lesson.seen, scores, least) for scores in (means, means - wide, means + wide)]
     found = {}
     for each, values in zip(still, np.column_stack(ends), strict=True):
         # The best value so far stays, whatever comes.
@@ -104,15 +112,22 @@ def _some(points: Points, rows: list[int]) -> Points:
     return Points(points.x[rows], points.s[rows], points.trial[rows])
 
 
-def _losses(points: Seen, scores: np.ndarray) -> np.ndarray:
-    """Expected scores [n] as losses [n]: told between those that were seen, and beyond the best by their slope.
-
-    Where no value was below 0, or none was beyond 1, none is foreseen there: it may be a loss, or an accuracy.
-    """
+def _losses(points: Seen, scores: np.ndarray, least: float) -> np.ndarray:
+    """Expected scores [n] as losses [n]: told between those that were seen, and beyond the best by their slope."""
     of_seen, seen = scale(points)
     tail = min(max(3, round(_TAIL * len(seen))), len(seen) - 1)
     apart = of_seen[tail] - of_seen[0]
     slope = (seen[tail] - seen[0]) / apart if apart > 0 else 0.0
     found: np.ndarray = np.interp(scores, of_seen, seen) + slope * np.minimum(scores - of_seen[0], 0.0)
-    least = 0.0 if seen[0] >= 0 else -1.0 if seen[0] >= -1 and seen[-1] <= 0 else -np.inf
     return found.clip(min=least)
+
+
+def _least(points: Seen, metric: str, *, maximize: bool) -> float:
+    """The loss beyond which none is foreseen.
+
+    Of a metric that is not known none is, where no value was below 0, or all were between 0 and 1: it may be another
+    loss, or another accuracy.
+    """
+    _, seen = scale(points)
+    alike = 0.0 if seen[0] >= 0 else -1.0 if seen[0] >= -1 and seen[-1] <= 0 else -np.inf
+    return max(alike, least_loss(metric, float(seen[0]), maximize=maximize))

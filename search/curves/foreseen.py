@@ -13,6 +13,7 @@ from search.curves.points import Seen
 
 CHOSEN = "curves:chosen"  # a trial's system attribute: why it has its configuration
 ENOUGH = 8  # trials that have reported, before which no trial's end is foreseen
+_DIGITS, _MOST_DIGITS = 4, 8  # of a value that is told
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,20 @@ class Forecast:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+        value, between = told(None, self)[1:]
+        return f"{value} ({between})"
+
+
+def told(best: float | None, found: Forecast) -> tuple[str, str, str]:
+    """The best value so far, the one that is foreseen and its band, with as many digits as tell them apart."""
+    values = [found.value if best is None else best, found.value, found.low, found.high]
+    digits = next((d for d in range(_DIGITS, _MOST_DIGITS) if _apart(values, d)), _DIGITS)
+    now, value, low, high = (f"{v:.{digits}g}" for v in values)
+    return now, value, f"{low} to {high}" if low != high else f"all at {low}"
+
+
+def _apart(values: Sequence[float], digits: int) -> bool:
+    return len({f"{v:.{digits}g}" for v in values}) == len(set(values))
 
 
 def foreseeable(trials: Sequence[FrozenTrial], epochs: int) -> bool:

@@ -19,6 +19,7 @@ import optuna
 import torch
 from optuna.study import StudyDirection
 
+from search.curves.bounds import least_loss
 from search.curves.earlier import EARLIER, Earlier
 from search.curves.learning import Lesson, parameters
 from search.curves.points import Seen, losses
@@ -45,7 +46,7 @@ class Left:
     epochs: int
 
 
-def expected_gain(study: optuna.Study, left: Left, *, seed: int) -> float | None:
+def expected_gain(study: optuna.Study, left: Left, *, seed: int, metric: str = "") -> float | None:
     """What the rest is expected to gain, in the metric's unit; None where too little is known.
 
     The same study and seed give the same.
@@ -54,6 +55,7 @@ def expected_gain(study: optuna.Study, left: Left, *, seed: int) -> float | None
         study: as its sampler sees it; the process's hyperparameters are kept with it, as the sampler's are.
         left: of its budget.
         seed: of what is drawn.
+        metric: its name; of some it is known how good they can be, and no more than that is gained.
     """
     told, maximize = told_trials(study), study.direction == StudyDirection.MAXIMIZE
     random = np.random.default_rng(seed)
@@ -66,7 +68,10 @@ def expected_gain(study: optuna.Study, left: Left, *, seed: int) -> float | None
         return None
     curves = [losses(t, maximize=maximize, epochs=left.epochs) for t in told]
     posterior = posterior_of(study, kept.get(FITTED, {}), lesson, len(told))
+    best = float(lesson.seen.loss.min())
+    most = best - least_loss(metric, best, maximize=maximize)
     gain = max(slope * _in_scores(posterior, lesson.space, left.trials, random), _pace(curves, left.trials))
+    gain = min(gain, most)
     return gain if math.isfinite(gain) else None
 
 

@@ -7,10 +7,9 @@ from collections.abc import Container
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
-from search.curves.foreseen import Forecast, foreseeable
+from search.curves.foreseen import Forecast, foreseeable, told
 from search.study.ranking import best_first
 from search.study.study import StoredStudy
-from search.study.summary import format_value
 
 _LINES = 10  # of trials, the best first
 
@@ -27,7 +26,7 @@ def foreseen(study: StoredStudy, of: Container[int] | None = None) -> dict[int, 
         return {}
     from search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need
 
-    found = forecasts(trials, epochs=spec.epochs, maximize=spec.maximize, of=of)
+    found = forecasts(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
     order = best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)
     return {number: found[number] for number in order}
 
@@ -68,9 +67,7 @@ def foreseen_table(study: StoredStudy, *, every: bool) -> Table | None:
             str(number),
             _STATES[trial.state],
             str(len(trial.intermediate_values)),
-            format_value(best),
-            format_value(each.value),
-            f"{each.low:.4g} to {each.high:.4g}",
+            *told(best, each),
         )
     return table
 

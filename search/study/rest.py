@@ -41,7 +41,8 @@ class Rest:
             return None
         seed = derive_seed(self._study.spec.seed, "rest", ended)
         self._sampled._thread_local.cached_all_trials = None  # else those of the last suggestion
-        gain = expected_gain(self._sampled, Left(left, self._study.spec.epochs), seed=seed)
+        spec = self._study.spec
+        gain = expected_gain(self._sampled, Left(left, spec.epochs), seed=seed, metric=spec.metric)
         self._study.set_attr(FORESEEN, {"gain": gain, "ended": ended})
         if gain is None or gain >= threshold:
             return None

@@ -37,10 +37,10 @@ def study(storage: PostgresStorage) -> optuna.Study:
     return study
 
 
-def ran(study: optuna.Study, xs: np.ndarray) -> None:
+def ran(study: optuna.Study, xs: np.ndarray, best: float = 0.8) -> None:
     """Trials that came to a value which is best at 0.7."""
     for x in xs:
-        value = 1 - (x - 0.7) ** 2
+        value = best - (x - 0.7) ** 2
         kind = {"params": {"x": x}, "distributions": {"x": X}, "state": TrialState.COMPLETE, "value": value}
         study.add_trial(create_trial(**kind, intermediate_values={0: value - 0.2, 1: value}))
 
@@ -96,6 +96,15 @@ def test_a_search_that_got_on_lately_is_not_stopped(study: optuna.Study, stored:
     ran(study, np.linspace(0, 0.7, FIRST))
     assert rest(stored).given_up() is None
     assert stored.attrs[FORESEEN]["gain"] > 0.1, "the later half of the trials gained a tenth"
+
+
+def test_a_search_that_can_hardly_be_better_is_stopped_though_it_got_on(
+    study: optuna.Study, stored: StoredStudy
+) -> None:
+    ran(study, np.linspace(0, 0.7, FIRST), best=0.995)
+    given_up = rest(stored).given_up()
+    assert given_up is not None, "no accuracy is above 1"
+    assert given_up.gain == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize("verb", [["start", "s"], ["extend", "s", "--trials", "+50"]])
