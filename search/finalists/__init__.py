@@ -1,6 +1,6 @@
 """Finalists: the best trials of a search, trained anew on fresh seeds before one of them is crowned.
 
-Imports: errors, console, samplers, pruners, spec, sampling, study.
+Imports: errors, console, curves, samplers, pruners, spec, sampling, study.
 """
 
 from search.finalists.table import FinalistRow, Finalists, read_finalists

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from search.curves.bounds import least_loss
+from search.finalists.winner import Choice
 
 LEVEL = 0.9  # of the interval
+_ENOUGH = 4  # means: of fewer none is drawn in
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Expected:
     """What new data will show.
 
     Attributes:
-        mean: the score that is expected.
+        mean: the score that is expected: of the winner's mean what its choice does not flatter.
         low, high: between which the score on the test set lies with the probability `LEVEL`.
     """
 
@@ -48,42 +50,70 @@ class Expected:
 
 def scored_of(value: float, record: Mapping[str, Any] | None) -> Scored | None:
     """Return what a trial's value rests on, from what is noted of it; None where nothing is."""
-    return None if record is None else Scored(value, record["error"], *record["sizes"], divided=record["divided"])
+    if record is None:
+        return None
+    trained, validated, tested = record["sizes"]
+    return Scored(value, record["error"], trained, validated, tested, record["divided"])
 
 
-def expect(runs: Mapping[int, Sequence[Scored]], winner: int, *, metric: str, maximize: bool) -> Expected:
+def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str, maximize: bool) -> Expected | None:
     """What the winner's model, which the search trained, will score on a test set.
 
-    The mean m of the winner's s runs is off by what differs between runs, and by the validation samples, which all
-    come from the n + v samples that are not tested; the model is itself one run; and a test set of t samples is a draw.
-    With w the variance of runs about their finalist's mean, pooled over finalists, b the standard error of a run by
-    its v samples, and f = v / (n + v) the share of samples that two divisions have in common,
+    The winner's mean is the best of several, and too good by that. It is drawn towards the mean of all k finalists by
+    the positive-part James-Stein factor (Efron and Morris 1975, *JASA* 70), with E the squared error of a mean and B
+    the variance of the means:
+
+        max(0, 1 - (k - 3) / (k - 1) E / B)
+
+    What is expected is off by what differs between runs, and by the validation samples, which all come from the
+    n + v samples that are not tested; the model is itself one run; and a test set of t samples is a draw. With s runs
+    of a finalist, w their variance about its mean, pooled over finalists, b the standard error of a run by its v
+    samples, and f = v / (n + v) the share of samples that two divisions have in common,
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
-    and the interval is that of Student's t with the pooled degrees of freedom.
+    and the interval is that of Student's t, with the degrees of freedom of w for the share that rests on it
+    (Satterthwaite 1946, *Biometrics Bulletin* 2).
 
     Args:
-        runs: of each finalist, by its number.
-        winner: whose score is expected.
+        runs: of each finalist, by its number: as many for each.
+        choice: the winner, whose score is expected, and the error of the difference of two means.
         metric: of the scores: it may have a bound.
         maximize: whether higher is better.
+
+    Returns:
+        None where nothing is known of the error by the validation samples: an interval without it would be too narrow.
     """
     from scipy import stats
 
-    own = runs[winner]
-    mean = statistics.fmean(run.value for run in own)
-    residuals = [run.value - statistics.fmean(r.value for r in row) for row in runs.values() for run in row]
-    freedom = sum(len(row) - 1 for row in runs.values())
-    within = math.fsum(residual**2 for residual in residuals) / freedom if freedom else 0.0
     errors = [run.error for row in runs.values() for run in row if run.error is not None]
-    sampling = statistics.fmean(error**2 for error in errors) if errors else 0.0
-    first = own[0]
-    shared = first.validated / (first.trained + first.validated)
+    if choice.winner is None or not errors:
+        return None
+    own, seeds = runs[choice.winner], len(runs[choice.winner])
+    means = {number: statistics.fmean(run.value for run in row) for number, row in runs.items()}
+    mean = _drawn_in(list(means.values()), means[choice.winner], choice.error)
+    freedom = len(runs) * (seeds - 1)
+    squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
+    within = squares / freedom if freedom else 0.0
+    sampling = statistics.fmean(error**2 for error in errors)
+    shared = own[0].validated / (own[0].trained + own[0].validated)
     run = max(within - (1 - shared) * sampling, 0.0)
-    variance = within / len(own) + shared * sampling + run + sampling * first.validated / first.tested
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, max(freedom, 1))) * math.sqrt(variance)
-    sign = -1.0 if maximize else 1.0
-    least = least_loss(metric, min(sign * run.value for row in runs.values() for run in row), maximize=maximize)
+    variance = within / seeds + shared * sampling + run + sampling * own[0].validated / own[0].tested
+    uncertain = within / seeds + (within if run else 0.0)
+    quantile = stats.norm.ppf((1 + LEVEL) / 2)
+    if uncertain:
+        quantile = stats.t.ppf((1 + LEVEL) / 2, freedom * (variance / uncertain) ** 2)
+    reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
+    least = least_loss(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
     return Expected(mean, low, high)
+
+
+def _drawn_in(means: Sequence[float], best: float, error: float | None) -> float:
+    """Return the best mean, drawn towards the mean of all by what its choice flatters it."""
+    count = len(means)
+    if error is None or count < _ENOUGH or not (variance := statistics.variance(means)):
+        return best
+    factor = max(0.0, 1 - (count - 3) / (count - 1) * (error**2 / 2) / variance)
+    centre = statistics.fmean(means)
+    return centre + factor * (best - centre)

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.errors import SearchError
 from search.finalists.expected import Expected, Scored, expect, scored_of
-from search.finalists.winner import choose
+from search.finalists.winner import Choice, choose
 from search.study.study import StoredStudy, load_study
 from storage.attributes import FRESH, INFEASIBLE
 from storage.trials.finalist_sets import finalist_studies
@@ -139,15 +139,15 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         study=chosen.spec.name,
         pending=pending,
         error=choice.error,
-        expected=None if choice.winner is None else _expected(study, rows, choice.winner),
+        expected=_expected(study, rows, choice),
     )
 
 
-def _expected(study: StoredStudy, rows: Sequence[FinalistRow], winner: int) -> Expected | None:
+def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -> Expected | None:
     runs = {row.trial: [run for run in row.scored if run is not None] for row in rows if row.whole}
-    if len(runs[winner]) < len(rows[0].values):
-        return None  # a set that was chosen before runs had such scores, or of an own loop
-    return expect(runs, winner, metric=study.spec.metric, maximize=study.spec.maximize)
+    if any(len(found) < len(rows[0].values) for found in runs.values()):
+        return None  # the set was chosen before runs had such scores, or is of an own loop
+    return expect(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
 def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:

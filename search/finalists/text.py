@@ -86,7 +86,7 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         within = "their values are equal" if not found.error else f"within one standard error, {found.error:.4f}"
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
     if (expected := found.expected) is not None:
-        lines.append(f"expect {expected_words(expected)} on new data: {basis(found)}")
+        lines.append(f"expect {expected.mean:.4f} on new data, {expected_words(expected)}: {basis(found)}")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
     over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(study, r)) is not None)
@@ -107,12 +107,9 @@ def expected_words(expected: Expected) -> str:
 
 def basis(found: Finalists) -> str:
     """Return what the numbers of the finalists rest on, in a sentence."""
-    scored = [run for row in found.rows for run in row.scored if run is not None]
-    data = "train and validation were divided anew for each seed"
-    if not found.divided:
-        data = "data() gives fixed parts, so that seeds alone are fresh"
-    halves = "" if all(run.error is not None for run in scored) else "; how much the validation samples weigh is unknown"
-    return f"{data}{halves}"
+    if found.divided:
+        return "train and validation were divided anew for each seed"
+    return "data() gives fixed parts, so that seeds alone are fresh"
 
 
 def opening_line(study: StoredStudy, opening: Opening, found: Finalists | None = None) -> str:
@@ -127,7 +124,11 @@ def opening_line(study: StoredStudy, opening: Opening, found: Finalists | None =
 
 def _as_expected(study: StoredStudy, opening: Opening, found: Finalists | None) -> str:
     """Return in words where the test score lies; nothing where nothing was expected of it."""
-    if found is None or found.expected is None or (found.study, found.winner) != (opening.finalists, opening.trial_number):
+    if (
+        found is None
+        or found.expected is None
+        or (found.study, found.winner) != (opening.finalists, opening.trial_number)
+    ):
         return ""
     score, expected = (opening.scores or {}).get(study.spec.metric), found.expected
     if score is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from search.finalists.expected import LEVEL
 from search.promotion.evidence import Evidence
 from search.study.summary import format_value
 from storage.mlflow.registry import DESCRIPTION_LIMIT
@@ -64,6 +65,10 @@ def _confirmation(evidence: Evidence) -> list[str]:
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
     facts: list[tuple[str, object]] = [(f"val {evidence.metric}, in the search", _number(evidence.value))]
+    expected = (evidence.finalists or {}).get("expected")
+    if expected is not None and evidence.trial == (evidence.finalists or {}).get("winner"):
+        between = f"{_number(expected['low'])} to {_number(expected['high'])}"
+        facts.append((f"{evidence.metric} to expect on new data ({LEVEL:.0%})", between))
     if evidence.test is not None and evidence.test["scores"]:
         facts += [(f"test {name}", _number(value)) for name, value in evidence.test["scores"].items()]
         facts.append(("test set opened", f"{evidence.test['opened_at'][:16]} by {evidence.test['opened_by']}"))

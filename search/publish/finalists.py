@@ -53,6 +53,12 @@ def _tell_finalists(
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
+        if row.trial == found.winner and found.expected is not None:
+            figures |= {
+                "expected": found.expected.mean,
+                "expected_low": found.expected.low,
+                "expected_high": found.expected.high,
+            }
         _annotate(
             tracking,
             runs[row.trial],
@@ -96,5 +102,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "winner": found.winner,
         "tie": list(found.tie),
         "standard_error_of_difference": found.error,
+        "fresh_divisions": found.divided,
+        "expected": None if found.expected is None else dataclasses.asdict(found.expected),
         "rows": rows,
     }

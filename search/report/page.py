@@ -11,8 +11,9 @@ from optuna.trial import TrialState
 
 from search.console import counted
 from search.curves.foreseen import CHOSEN, chosen_line
+from search.finalists.expected import LEVEL
 from search.finalists.table import Finalists, read_finalists
-from search.finalists.text import SHOWN, finalist_lines, opening_line, optimism, ranked
+from search.finalists.text import SHOWN, drawn, expected_words, finalist_lines, opening_line, optimism, ranked
 from search.pruning import study_rungs
 from search.report.figures import figure_data, importances
 from search.report.foreseen import foreseen
@@ -61,7 +62,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         figures=figures,
         importances=shares,
         finalists=_finalists(study, finalists) if finalists else None,
-        test_set=opening_line(study, opening) if opening else None,
+        test_set=opening_line(study, opening, finalists) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(study),
         promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
@@ -86,8 +87,11 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
     if finalists is not None and finalists.winner is not None:
         row = finalists.row(finalists.winner)
         tie = f", in a tie with {counted(len(finalists.tie), 'other')}" if finalists.tie else ""
-        seeds = counted(len(finalists.seeds), "fresh seed")
-        return f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {seeds}, out of {trials}."
+        expect = f"; expect {expected_words(finalists.expected)} on new data" if finalists.expected else ""
+        return (
+            f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {drawn(finalists)}, "
+            f"out of {trials}{expect}."
+        )
     if summary.best is not None and summary.finished == 1:
         return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.value:.4f}."
     if summary.best is not None:
@@ -112,7 +116,9 @@ def _cards(
         cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, trial {opening.trial_number}"))
     if finalists is not None and finalists.winner is not None:
         mean = finalists.row(finalists.winner).mean
-        cards.append((f"{mean:.4f}", f"{metric} on {counted(len(finalists.seeds), 'fresh seed')}"))
+        cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))
+        if (expected := finalists.expected) is not None:
+            cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
     if summary.best is not None:
         cards.append((f"{summary.best.value:.4f}", f"best {metric} of the search, trial {summary.best.number}"))
     if (spending := study.spending) is None:

@@ -108,6 +108,8 @@ class TrialTracking:
             last = result.history[-1]
             best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
             best["best_epoch"] = float(result.best_epoch)
+            if result.fresh is not None:
+                best[f"cross_fitted_val_{self._spec.metric}"] = result.fresh.value
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         if result.resume_note:

@@ -275,14 +275,16 @@ def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
             "fresh divisions, cross-fitted": [[value for value, _, _ in f.scores] for f in finalists],
         }
         for way, table in tables.items():
-            winner = choose(dict(enumerate(table)), maximize=True).winner
+            choice = choose(dict(enumerate(table)), maximize=True)
+            winner = choice.winner
             assert winner is not None
             note(way, statistics.fmean(table[winner]), finalists[winner], anew=way != "fresh seeds")
         runs = {
             number: [Scored(value, error, *sizes) for value, error, sizes in finalist.scores]
             for number, finalist in enumerate(finalists)
         }
-        expected = expect(runs, winner, metric=OBJECTIVES[name].metric, maximize=True)
+        expected = expect(runs, choice, metric=OBJECTIVES[name].metric, maximize=True)
+        assert expected is not None
         note("what is expected", expected.mean, finalists[winner], anew=True)
         inside.append(expected.low <= finalists[winner].test <= expected.high)
         width.append(POINT * (expected.high - expected.low))
@@ -305,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--studies", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first study, which is its seed")
     parser.add_argument("--raw", type=Path, help="where the studies are written")
     parser.add_argument("--from", dest="read", type=Path, help="studies that --raw wrote, in place of new ones")
     given = parser.parse_args()
@@ -315,7 +318,8 @@ def main() -> None:
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             for name in given.objectives:
                 raw[name] = []
-                for done, found in enumerate(pool.map(study, [(name, number) for number in range(given.studies)]), 1):
+                numbers = range(given.first, given.first + given.studies)
+                for done, found in enumerate(pool.map(study, [(name, number) for number in numbers]), 1):
                     raw[name].append(found)
                     print(f"{name}: {done} of {given.studies}", file=sys.stderr, flush=True)
                 if given.raw:

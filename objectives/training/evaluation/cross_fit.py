@@ -22,7 +22,7 @@ from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Step, detached
 from objectives.training.ranks import ALONE, Ranks
 
-MOST = 8 << 20  # bytes of outputs and targets that are kept to be resampled: with more of them little is left to chance
+MOST = 32 << 20  # bytes of outputs and targets that are kept to be resampled: they are in every checkpoint
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, create_trial
 
 from search.finalists import Finalists, read_finalists
 from search.study.study import StoredStudy, load_study
-from storage.attributes import INFEASIBLE, SPEC
+from storage.attributes import FRESH, INFEASIBLE, SPEC
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim, Claims, Nothing
 from storage.trials.outcome import Outcome
@@ -40,8 +40,14 @@ def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, bu
     return load_study(storage, name)
 
 
-def train(chosen: StoredStudy, value_of: Callable[[int, int], float | None], *, trials: int | None = None) -> None:
-    """Run waiting trials as a worker does, with values that are made up; None diverges."""
+def train(
+    chosen: StoredStudy,
+    value_of: Callable[[int, int], float | None],
+    *,
+    trials: int | None = None,
+    fresh: dict[str, object] | None = None,
+) -> None:
+    """Run waiting trials as a worker does, with values that are made up; None diverges; `fresh` is noted of each."""
     claims = Claims(chosen.storage.engine, chosen.study_id, worker="host:1")
     of = chosen.spec.finalists_of
     assert of is not None
@@ -55,7 +61,7 @@ def train(chosen: StoredStudy, value_of: Callable[[int, int], float | None], *, 
         if value is None:
             claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.settle(claim, Outcome.COMPLETE, value=value)
+            claims.settle(claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {FRESH: fresh})
         done += 1
 
 

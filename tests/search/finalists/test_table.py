@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from search.console import PlainConsole
@@ -9,7 +11,10 @@ from search.finalists.study import (
     create_or_join,
 )
 from search.finalists.text import confirmation_lines, finalist_table
+from search.sampling.seeds import division_seed
 from search.study.study import StoredStudy
+from storage.attributes import SPEC
+from storage.records.test_openings import open_test_set, write_scores
 from tests.search.finalists.support import table, train
 
 
@@ -39,6 +44,77 @@ def test_the_table_of_fresh_seeds_decides(study: StoredStudy) -> None:
     lines = confirmation_lines(study)
     assert "winner: trial 4, val accuracy 0.8650 on 2 fresh seeds, spread 0.0212 (the search said 0.8000)" in lines
     assert "the search over-stated its finalists by 0.0717 on average" in lines
+
+
+DIVIDED = {"error": 0.01, "epochs": [3, 4], "divided": True, "sizes": [600, 200, 200]}
+
+
+def test_fresh_divisions_say_what_to_expect(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=3, seeds=2)
+    of = chosen.spec.finalists_of
+    assert of is not None
+    assert of.divisions
+    train(chosen, lambda trial, seed: 0.8 + trial / 100 + of.seeds.index(seed) / 100, fresh=DIVIDED)
+    found = table(study)
+    expected = found.expected
+    assert (found.winner, found.divided) == (4, True)
+    assert expected is not None
+    assert expected.low < 0.845 < expected.high
+    between = f"{expected.low:.4f} to {expected.high:.4f} (90%)"
+    lines = confirmation_lines(study)
+    assert lines[0].startswith("winner: trial 4, val accuracy 0.8450 on 2 fresh divisions")
+    assert f"expect 0.8450 on new data, {between}: train and validation were divided anew for each seed" in lines
+
+
+@pytest.mark.parametrize(
+    ("test", "where"), [(0.84, "within"), (0.5, "below the expected"), (0.99, "above the expected")]
+)
+def test_the_test_score_is_set_beside_what_was_expected(study: StoredStudy, test: float, where: str) -> None:
+    chosen, _ = create_or_join(study, top=3, seeds=2)
+    train(chosen, lambda trial, _: 0.8 + trial / 100, fresh=DIVIDED)
+    opening = open_test_set(
+        study.engine,
+        study.study_id,
+        trial_number=4,
+        model_sha256="0" * 64,
+        opened_by="somebody",
+        finalists=chosen.spec.name,
+    )
+    write_scores(study.engine, study.study_id, opening, {"accuracy": test})
+    assert re.search(rf"^test set: accuracy {test:.4f}, {where} 0\.\d+ to 0\.\d+ \(90%\), opened", last_line(study))
+
+
+def last_line(study: StoredStudy) -> str:
+    return confirmation_lines(study)[-1]
+
+
+def test_fixed_parts_are_said_to_be_so(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
+    lines = confirmation_lines(study)
+    assert "on 2 fresh seeds" in lines[0]
+    assert lines[1].endswith("data() gives fixed parts, so that seeds alone are fresh")
+
+
+def test_nothing_is_expected_where_nothing_is_known_of_the_samples(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "error": None})
+    assert (table(study).winner, table(study).expected) == (3, None)
+    assert not [line for line in confirmation_lines(study) if line.startswith("expect")]
+
+
+def test_a_set_that_was_chosen_before_there_were_divisions_goes_on_without(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    spec = chosen.attrs[SPEC]
+    del spec["finalists_of"]["divisions"]  # as it was stored then
+    chosen.set_attr(SPEC, spec)
+    again, made = create_or_join(study, top=2, seeds=2)
+    assert (again.study_id, made) == (chosen.study_id, False)
+    assert division_seed(again.spec, 0) is None
+    assert division_seed(chosen.spec, 0) == division_seed(chosen.spec, 1) != division_seed(chosen.spec, 2)
+    train(again, lambda trial, _: trial / 10)
+    found = table(study)
+    assert (found.winner, found.expected, found.divided) == (3, None, False)
 
 
 def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:

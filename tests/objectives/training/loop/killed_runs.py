@@ -65,6 +65,9 @@ CONFIGS = {
 }
 
 
+DIVISIONS = {"sam": 3}  # whose validation samples are halved, and their outputs kept to be resampled
+
+
 class Augmented(Digits):
     """Some digits, shifted by up to a pixel and blurred with noise: a draw from each generator."""
 
@@ -106,9 +109,19 @@ class Killed(LocalSession):
 
 def train(name, session, result_file):
     """Trains to the end and leaves what a run comes to, to the last bit."""
-    result = Trainer(Augmented(), CONFIGS[name], epochs=EPOCHS, seed=11, split_seed=5, session=session).fit()
+    division = DIVISIONS.get(name)
+    trainer = Trainer(
+        Augmented(), CONFIGS[name], epochs=EPOCHS, seed=11, split_seed=5, division=division, session=session
+    )
+    result = trainer.fit()
     weights = {key: tensor.numpy().tobytes().hex() for key, tensor in result.model.state_dict().items()}
-    kept = {"history": exact(result.history), "best": result.best_epoch, "note": result.resume_note, **weights}
+    kept = {
+        "history": exact(result.history),
+        "best": result.best_epoch,
+        "note": result.resume_note,
+        "fresh": repr(result.fresh),
+    }
+    kept |= weights
     result_file.write_text(json.dumps(kept))
 
 

@@ -1,6 +1,9 @@
+import pytest
 import torch
 
-from objectives.training.loop.prepared import prepared_splits
+from objectives import ObjectiveError
+from objectives.training import Dataset, Splits
+from objectives.training.loop.prepared import is_divided_anew, prepared_splits
 from tests.objectives.training.support import exact, fit
 
 
@@ -35,3 +38,52 @@ def test_data_that_the_objectives_code_changed_are_made_again(objective_with):
     assert first.split_hash == again.split_hash
     assert exact(first.history) == exact(again.history)
     assert torch.equal(first.val.x, again.val.x)
+
+
+def test_a_fresh_division_is_compared_with_the_studys_own(objective_with):
+    objective, calls = _counting(objective_with)
+    own, _ = prepared_splits(objective, 3)
+    assert calls == [3]
+    splits, _ = prepared_splits(objective, 3, 77)
+    assert calls == [3, 3, 3], "its own once more, to compare the test split with, and the fresh one"
+    assert splits.hash_of("test") == own.hash_of("test")
+    assert is_divided_anew(objective, 3, splits)
+    prepared_splits(objective, 3, 77)
+    prepared_splits(objective, 3, 78)
+    assert calls == [3] * 4, "the other half of the comparison is kept"
+
+
+def test_parts_that_data_fixes_are_kept(objective_with):
+    def fixed(self, seed):
+        parts = [torch.arange(n, n + 30) for n in (0, 30, 60)]
+        x = torch.randn(90, 13, generator=torch.Generator().manual_seed(0))
+        return Splits(*(Dataset(x[part], part % 3, part) for part in parts))
+
+    objective = objective_with(data=fixed)
+    splits, _ = prepared_splits(objective, 3, 77)
+    assert not is_divided_anew(objective, 3, splits)
+    result = fit(objective, split_seed=3, division=77, epochs=2)
+    assert (result.fresh.divided, len(result.fresh.epochs)) == (False, 2), "the choice of the epoch is cross-fitted yet"
+
+
+def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
+    def data(self, seed):
+        splits = type(self).__mro__[1].data(self, seed)
+        mean = splits.train.x.mean(0)
+        return Splits(*(Dataset(part.x - mean, part.y, part.rows) for _, part in splits.parts()))
+
+    objective = objective_with(data=data)
+    own, _ = prepared_splits(objective, 3)
+    splits, _ = prepared_splits(objective, 3, 77)
+    assert splits.train.x.mean(0).abs().max() < 1e-3
+    assert splits.hash_of("test") != own.hash_of("test"), "the same samples, on another scale"
+    assert torch.equal(splits.test.rows, own.test.rows)
+
+
+def test_a_test_split_that_changes_is_refused(objective_with):
+    def data(self, seed):
+        splits = type(self).__mro__[1].data(self, seed)
+        return Splits(splits.train, splits.test, splits.val)  # the wrong way round
+
+    with pytest.raises(ObjectiveError, match=r"the test split is \w{12} where train and validation are divided anew"):
+        prepared_splits(objective_with(data=data), 3, 77)

@@ -1,0 +1,139 @@
+"""The cross-fitted score of a run, and its error by the samples."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from objectives.training import Dataset, Step
+from objectives.training.evaluation.cross_fit import MOST, CrossFit, Outputs
+from objectives.training.evaluation.evaluate import evaluate
+from objectives.training.evaluation.metrics import classification
+from objectives.training.evaluation.resampling import standard_error, value_of
+from objectives.training.evaluation.step import LossStep
+from tests.objectives.training.support import Wine, fit
+
+CPU = torch.device("cpu")
+
+
+def _cross_fit(cut, samples, *, metric="accuracy", maximize=True):
+    metrics = [classification(2), classification(2)]
+    return CrossFit(cut, samples, metric=metric, maximize=maximize, metrics=metrics, device=CPU)
+
+
+def _judge(found, epoch, right):
+    """An epoch in which the samples whose bit is set are classified rightly."""
+    found.begin()
+    right = torch.tensor(right)
+    labels = torch.zeros(len(right), dtype=torch.int64)
+    outputs = torch.stack([right.float(), 1 - right.float()], dim=1)
+    for rows in (range(found.cut), range(found.cut, len(right))):
+        part = slice(rows.start, rows.stop)
+        found.add(Step(torch.tensor(0.0), outputs[part], labels[part]), rows)
+    found.end(epoch)
+
+
+def test_each_half_chooses_the_epoch_that_the_other_is_scored_at():
+    found = _cross_fit(2, 6)
+    assert found.score is None
+    _judge(found, 0, [1, 0, 1, 0, 0, 0])
+    _judge(found, 1, [1, 1, 0, 0, 1, 0])  # the first half's best; the second scores 1/4
+    _judge(found, 2, [0, 0, 1, 1, 1, 0])  # the second half's best; the first scores 0
+    _judge(found, 3, [1, 1, 1, 1, 0, 1])  # as good as their best, and later
+    assert found.epochs == [1, 2]
+    assert [choice.score for choice in found.choices] == [0.25, 0.0]
+    assert found.score == 0.125
+
+
+def test_lower_is_better_where_the_metric_is_minimized():
+    found = _cross_fit(1, 2, metric="loss", maximize=False)
+    for epoch, (first, second) in enumerate([(0.5, 0.5), (0.25, 1.0), (1.0, 0.125)]):
+        found.begin()
+        outputs, labels = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+        found.add(Step(torch.tensor(first), outputs, labels), range(1))
+        found.add(Step(torch.tensor(second), outputs, labels), range(1, 2))
+        found.end(epoch)
+    assert (found.epochs, found.score) == ([1, 2], 1.0)
+
+
+def test_outputs_are_kept_where_they_are_few_and_tensors():
+    found = _cross_fit(1, 2)
+    labels = torch.zeros(1, dtype=torch.int64)
+    wide = Step(torch.tensor(0.0), torch.zeros(1, MOST // 4), labels)
+    for step in (wide, Step(torch.tensor(0.0), None, None, {"accuracy": 1.0})):
+        found.begin()
+        for row in range(2):
+            if step.outputs is None:
+                found.add(step, range(row, row + 1))
+            else:
+                found._halves[row].metrics = _Nothing()
+                found.add(step, range(row, row + 1))
+        assert not any(half.kept for half in found._halves)
+
+
+class _Nothing:
+    def update(self, output, target):
+        pass
+
+
+def test_an_evaluation_in_halves_is_the_whole_and_its_parts():
+    torch.manual_seed(0)
+    data = Dataset(torch.randn(50, 4), torch.arange(50) % 2)
+    model, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
+    found = _cross_fit(23, 50)
+    found.begin()
+    how = {"batch_size": 10, "device": "cpu"}
+    whole = evaluate(model, data, loss, classification(2), also=found, **how)
+    found.end(0)
+    plain = evaluate(model, data, loss, classification(2), **how)
+    assert whole == pytest.approx(plain, rel=1e-6)
+    parts = [data.take(torch.arange(23)), data.take(torch.arange(23, 50))]
+    apart = [evaluate(model, part, loss, classification(2), **how)["accuracy"] for part in parts]
+    assert [choice.value for choice in found.choices] == apart
+    assert [len(choice.outputs.rows) for choice in found.choices] == [27, 23], "of the half that is scored"
+    assert torch.equal(found.choices[0].outputs.targets, data.y[23:])
+
+
+def test_the_error_of_a_share_is_the_binomial_one():
+    right = torch.arange(400) % 4 != 0
+    outputs = Outputs(torch.arange(400), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(400).long())
+    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    error = standard_error(judge, outputs, None, 0)
+    assert error == pytest.approx(math.sqrt(0.75 * 0.25 / 400), rel=0.25)
+    assert error == standard_error(judge, outputs, None, 0), "a function of its seed"
+
+
+def test_samples_that_belong_together_are_drawn_together():
+    """Ten groups of forty that are all right or all wrong weigh as ten samples."""
+    right = torch.arange(400) // 40 % 2 == 0
+    outputs = Outputs(torch.arange(400), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(400).long())
+    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    error = standard_error(judge, outputs, np.arange(400) // 40, 0)
+    assert error == pytest.approx(math.sqrt(0.25 / 10), rel=0.25)
+
+
+def test_the_loss_is_resampled_too_and_what_steps_measure_is_not():
+    outputs = Outputs(torch.arange(6), torch.randn(6, 2), torch.zeros(6).long())
+    judge = value_of("loss", classification(2), LossStep(nn.CrossEntropyLoss()))
+    assert judge(outputs) == pytest.approx(float(nn.CrossEntropyLoss()(outputs.outputs, outputs.targets)))
+    assert value_of("loss", classification(2), lambda *_: None) is None
+
+
+def test_a_metric_that_refuses_most_resamples_has_no_error():
+    def refuses(_):
+        raise ValueError("one class only")
+
+    outputs = Outputs(torch.arange(4), torch.zeros(4, 2), torch.zeros(4).long())
+    assert standard_error(refuses, outputs, None, 0) is None
+
+
+def test_a_run_on_a_fresh_division_has_a_score_of_its_own():
+    assert fit(Wine(), epochs=3, split_seed=5).fresh is None
+    runs = [fit(Wine(), epochs=3, split_seed=5, division=division) for division in (1, 1, 2)]
+    first, again, other = (run.fresh for run in runs)
+    assert first == again != other
+    assert (first.divided, first.sizes, len(first.epochs)) == (True, (106, 36, 36), 2)
+    assert first.error > 0
+    assert runs[0].split_hash == runs[1].split_hash != runs[2].split_hash

@@ -1,0 +1,80 @@
+"""What new data will show of a winner."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from search.finalists.expected import LEVEL, Expected, Scored, expect
+from search.finalists.winner import choose
+
+SIZES = (600, 200, 200)
+
+
+def expected(
+    table: dict[int, list[float]], error: float = 0.01, *, metric: str = "gain", maximize: bool = True
+) -> Expected:
+    runs = {number: [Scored(value, error, *SIZES) for value in row] for number, row in table.items()}
+    found = expect(runs, choose(table, maximize=maximize), metric=metric, maximize=maximize)
+    assert found is not None
+    return found
+
+
+def test_of_few_finalists_the_winners_mean_is_expected() -> None:
+    assert expected({0: [0.5, 0.6], 1: [0.4, 0.5], 2: [0.1, 0.3]}).mean == pytest.approx(0.55)
+
+
+def test_finalists_that_chance_alone_tells_apart_are_expected_to_be_alike() -> None:
+    table = {0: [0.60, 0.50], 1: [0.50, 0.58], 2: [0.55, 0.51], 3: [0.50, 0.55], 4: [0.53, 0.52]}
+    assert expected(table).mean == pytest.approx(statistics.fmean(map(statistics.fmean, table.values())))
+
+
+def test_a_winner_that_stands_out_keeps_its_mean() -> None:
+    table = {0: [0.900, 0.901], 1: [0.50, 0.501], 2: [0.4, 0.401], 3: [0.3, 0.301], 4: [0.20, 0.201]}
+    assert expected(table).mean == pytest.approx(0.9005, abs=1e-4)
+
+
+def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
+    """b^2 (f + v / t), with f = 1/4 and as many samples to validate as to test on."""
+    found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
+    assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(0.25 + 1), rel=1e-3)
+
+
+def test_no_accuracy_is_above_one() -> None:
+    assert expected({0: [0.999, 0.998]}, metric="accuracy").high == 1.0
+    assert expected({0: [0.999, 0.998]}).high > 1.0
+
+
+def test_what_is_lower_is_better_is_turned_round() -> None:
+    table = {0: [0.005, 0.006], 1: [0.7, 0.8]}
+    found = expected(table, metric="size", maximize=False)
+    assert found.mean == pytest.approx(0.0055)
+    assert found.low < 0 < found.mean < found.high
+    assert expected(table, metric="mae", maximize=False).low == 0
+
+
+def test_one_seed_leaves_the_samples_alone() -> None:
+    found = expected({0: [0.5], 1: [0.4]})
+    assert found.low < 0.5 < found.high
+
+
+def test_the_interval_has_the_test_score_as_often_as_it_says() -> None:
+    """Simulated: finalists that differ, runs that differ, validation parts that overlap, a test set of one model."""
+    rng = np.random.default_rng(0)
+    f, inside, studies = 0.25, 0, 1500
+    for _ in range(studies):
+        worth = 0.8 + 0.01 * rng.normal(size=5)
+        pool = 0.03 * math.sqrt(f) * rng.normal()  # what the samples that are not tested happen to be
+        table = {
+            n: [worth[n] + pool + 0.02 * rng.normal() + 0.03 * math.sqrt(1 - f) * rng.normal() for _ in range(2)]
+            for n in range(5)
+        }
+        found = expected(table, 0.03)
+        winner = choose(table, maximize=True).winner
+        assert winner is not None
+        test = worth[winner] + 0.02 * rng.normal() + 0.03 * rng.normal()
+        inside += found.low <= test <= found.high
+    assert LEVEL - 0.03 < inside / studies < LEVEL + 0.04
