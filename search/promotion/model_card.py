@@ -97,7 +97,8 @@ def _finalists(finalists: dict[str, Any], metric: str) -> list[str]:
     columns = ("finalist", "search", *(f"seed {seed}" for seed in seeds), "mean", "spread")
     tie = f"; trials {', '.join(map(str, finalists['tie']))} tie with it" if finalists["tie"] else ""
     chosen = "not chosen yet" if finalists["winner"] is None else f"trial {finalists['winner']}{tie}"
-    return [f"Finalists by val {metric}, trained again on fresh seeds: {chosen}.", "", *_table(columns, rows)]
+    anew = "seeds and divisions" if finalists.get("expected") else "seeds"
+    return [f"Finalists by val {metric}, trained again on fresh {anew}: {chosen}.", "", *_table(columns, rows)]
 
 
 def _number(value: float | None) -> str:

@@ -200,4 +200,5 @@ def _finalists(study: StoredStudy, found: Finalists) -> dict[str, Any]:
                 "verdict": "" if found.pending else SHOWN[found.verdict(row)],
             }
         )
-    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(study, found)}
+    drawn_anew = "division" if found.divided else "seed"
+    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(study, found), "anew": drawn_anew}

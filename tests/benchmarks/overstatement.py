@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import matplotlib as mpl
 import numpy as np
 import optuna
 import torch
@@ -303,12 +304,38 @@ def told(name: str, studies: list[list[Finalist]]) -> dict[str, list[float]]:
     return ways
 
 
+def draw(each: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
+    """A panel for each objective, a line for each number: its mean over-statement, and two standard errors."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ways = [way for way in next(iter(each.values())) if way != "inside"]
+    figure, axes = plt.subplots(1, len(each), figsize=(2.4 * len(each) + 2, 2.4), sharey=True, layout="constrained")
+    for axis, (name, found) in zip(np.atleast_1d(axes), each.items(), strict=True):
+        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+        for place, way in enumerate(reversed(ways)):
+            mean, error = statistics.fmean(found[way]), statistics.stdev(found[way]) / math.sqrt(len(found[way]))
+            color = "C0" if way == ways[-1] else "0.45"
+            axis.plot([mean - 2 * error, mean + 2 * error], [place, place], color=color, linewidth=1.5)
+            axis.plot(mean, place, "o", color=color, markersize=5)
+        axis.set_title(f"{name} ({OBJECTIVES[name].metric})", fontsize=9)
+        axis.set_yticks(range(len(ways)), list(reversed(ways)), fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(
+        "points above what the winner's model is worth: mean over studies, two standard errors", fontsize=8
+    )
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--studies", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first study, which is its seed")
     parser.add_argument("--raw", type=Path, help="where the studies are written")
+    parser.add_argument("--figure", type=Path, help="where a picture is drawn")
     parser.add_argument("--from", dest="read", type=Path, help="studies that --raw wrote, in place of new ones")
     given = parser.parse_args()
     if given.read:
@@ -325,6 +352,8 @@ def main() -> None:
                 if given.raw:
                     given.raw.write_text(json.dumps(raw))
     each = {name: told(name, [[Finalist(**f) for f in found] for found in raw[name]]) for name in raw}
+    if given.figure:
+        draw(each, given.figure)
     print("\nover all")
     for way in next(iter(each.values())):
         over = [value for ways in each.values() for value in ways[way]]

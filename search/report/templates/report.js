@@ -304,11 +304,11 @@
       mark(row.search, "in the search");
       for (const value of row.values.filter((v) => v !== null)) {
         add(svg, "circle", { class: "dot seed", cx: x(value), cy: y, r: 4 });
-        mark(value, "on a fresh seed");
+        mark(value, "of a fresh run");
       }
       if (row.mean === null) return;
       add(svg, "path", { class: `mean ${won ? "best" : ""}`, d: `M${x(row.mean)} ${y - 7}l7 7l-7 7l-7 -7Z` });
-      mark(row.mean, "mean of the fresh seeds");
+      mark(row.mean, "mean of the fresh runs");
     });
     watch(svg, among(marks, 24));
   }
