@@ -65,10 +65,10 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
 
         max(0, 1 - (k - 3) / (k - 1) E / B)
 
-    What is expected is off by what differs between runs, and by the validation samples, which all come from the
-    n + v samples that are not tested; the model is itself one run; and a test set of t samples is a draw. With s runs
-    of a finalist, w their variance about its mean, pooled over finalists, b the standard error of a run by its v
-    samples, and f = v / (n + v) the share of samples that two divisions have in common,
+    What is expected is off by what differs between runs, and by the validation samples, which all come from the n that
+    the study trains on; the model is itself one run; and a test set of t samples is a draw. With s runs of a finalist,
+    w their variance about its mean, pooled over finalists, b the standard error of a run by its v samples, and
+    f = v / n the share of samples that two divisions have in common (1 where `data()` fixes the parts),
 
         run = max(w - (1 - f) b^2, 0),    variance = w / s + f b^2 + run + b^2 v / t
 
@@ -96,7 +96,7 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     squares = math.fsum((run.value - means[number]) ** 2 for number, row in runs.items() for run in row)
     within = squares / freedom if freedom else 0.0
     sampling = statistics.fmean(error**2 for error in errors)
-    shared = own[0].validated / (own[0].trained + own[0].validated)
+    shared = min(own[0].validated / own[0].trained, 1.0) if own[0].divided else 1.0
     run = max(within - (1 - shared) * sampling, 0.0)
     variance = within / seeds + shared * sampling + run + sampling * own[0].validated / own[0].tested
     uncertain = within / seeds + (within if run else 0.0)

@@ -29,6 +29,9 @@ from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, form, map_tensors, moved, taken, tensors
 
 
+_MOST = 0.5  # share of what a study trains on that a fresh division validates on
+
+
 class Batch(NamedTuple):
     """Samples that are trained on or judged together.
 
@@ -194,8 +197,8 @@ class Splits:
     ) -> Splits:
         """Splits n samples, at random or by time: a pure function of the arguments.
 
-        Where finalists are trained, validation samples are drawn anew from all but the test split, which stays; by
-        time they are moved back.
+        Where finalists are trained, validation samples are drawn anew, from those that the study trains on, and the
+        test split stays; by time they are moved back.
 
         Args:
             x: inputs [n, ...], or a dict or tuple of such: floating point becomes float32, uint8 stays as it is, other
@@ -302,11 +305,18 @@ class Splits:
 
 
 def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
-    """Train, validation and test rows, drawn by `seed`, but for a division that is wanted anew."""
+    """Train, validation and test rows, drawn by `seed`.
+
+    Of a division that is wanted anew the validation rows are among those that the study trains on: what it validates
+    on has chosen the configuration, and would flatter it again.
+    """
     rest, held = divide(rows, test, labels, groups, seed)
+    train, valid = divide(rest, val / (1 - test), labels, groups, seed)
     division = wanted()
-    train, valid = divide(rest, val / (1 - test), labels, groups, seed if division is None else division)
-    return [train, valid, held]
+    if division is None:
+        return [train, valid, held]
+    kept, fresh = divide(train, min(val / (1 - val - test), _MOST), labels, groups, division)
+    return [np.concatenate([kept, valid]), fresh, held]
 
 
 def _are_classes(labels: Rows) -> bool:

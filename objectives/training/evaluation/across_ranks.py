@@ -17,6 +17,18 @@ def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
     return metrics if ranks.alone or synchronises(metrics) else _Gathered(metrics, ranks)
 
 
+def of_this_rank(metrics: Metrics) -> Metrics:
+    """The metrics over what this rank adds, whatever the others do: its computation waits for none of them."""
+    for metric in _torchmetrics(metrics, set()):
+        metric.sync_on_compute = False
+        metric.distributed_available_fn = _alone  # the former is read when a metric is made
+    return metrics
+
+
+def _alone() -> bool:
+    return False
+
+
 class _Gathered:
     """Keeps what a rank adds, on the CPU, and gives every rank's to the metrics at the end."""
 
@@ -24,8 +36,7 @@ class _Gathered:
         self._inner, self._each = inner, ranks.each
         self._kept: list[tuple[Any, Any]] = []
         self._device = torch.device("cpu")
-        for metric in _torchmetrics(inner, set()):  # such as one that somebody's class holds: it would sum once more
-            metric.sync_on_compute = False
+        of_this_rank(inner)  # such as one that somebody's class holds: it would sum once more
 
     def update(self, output: Any, target: Any) -> None:
         """Adds a batch."""

@@ -140,13 +140,14 @@ class CrossFit:
         self._halves = []
 
     def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
-        """The outputs of all ranks, on the CPU, in the order of the samples."""
-        own = None if not kept else _joined([outputs.to("cpu") for outputs in kept])
-        if not self._ranks.alone:
-            each = self._ranks.each(own)
-            there = [part for part in each if part is not None]
-            own = _joined(there) if len(there) == len(each) else None
-        return None if own is None else own.take(own.rows.argsort())
+        """The outputs of all ranks, on the CPU, in the order of the samples; None where one of them kept none."""
+        own = None if kept is None else [outputs.to("cpu") for outputs in kept]
+        each = self._ranks.each(own)
+        parts = [outputs for part in each for outputs in part or ()]
+        if not parts or any(part is None for part in each):
+            return None
+        whole = _joined(parts)
+        return whole.take(whole.rows.argsort())
 
     @property
     def score(self) -> float | None:

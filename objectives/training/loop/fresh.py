@@ -16,7 +16,7 @@ from objectives.errors import users_code
 from objectives.training.data.dataset import Splits
 from objectives.training.data.division import halved
 from objectives.training.data.split import Rows
-from objectives.training.evaluation.across_ranks import over_ranks
+from objectives.training.evaluation.across_ranks import of_this_rank, over_ranks
 from objectives.training.evaluation.cross_fit import CrossFit, Outputs
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.resampling import standard_error, value_of
@@ -124,5 +124,5 @@ def build_fresh(
         rows=rows,
         blocks=blocks.numbers[rows.numpy()] if rows is not None and blocks is not None and known else None,
         cross_fit=cross_fit,
-        metrics=copied,
+        metrics=of_this_rank(copied),
     )

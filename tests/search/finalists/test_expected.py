@@ -38,9 +38,13 @@ def test_a_winner_that_stands_out_keeps_its_mean() -> None:
 
 
 def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
-    """b^2 (f + v / t), with f = 1/4 and as many samples to validate as to test on."""
+    """b^2 (f + v / t), with f = 1/3 and as many samples to validate as to test on; f = 1 where parts are fixed."""
     found = expected({0: [0.5, 0.5], 1: [0.4, 0.4]})
-    assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(0.25 + 1), rel=1e-3)
+    assert (found.high - found.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(1 / 3 + 1), rel=1e-3)
+    runs = {0: [Scored(0.5, 0.01, *SIZES, divided=False)] * 2}
+    fixed = expect(runs, choose({0: [0.5, 0.5]}, maximize=True), metric="gain", maximize=True)
+    assert fixed is not None
+    assert (fixed.high - fixed.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(2), rel=1e-3)
 
 
 def test_no_accuracy_is_above_one() -> None:
@@ -64,7 +68,7 @@ def test_one_seed_leaves_the_samples_alone() -> None:
 def test_the_interval_has_the_test_score_as_often_as_it_says() -> None:
     """Simulated: finalists that differ, runs that differ, validation parts that overlap, a test set of one model."""
     rng = np.random.default_rng(0)
-    f, inside, studies = 0.25, 0, 1500
+    f, inside, studies = 1 / 3, 0, 1500
     for _ in range(studies):
         worth = 0.8 + 0.01 * rng.normal(size=5)
         pool = 0.03 * math.sqrt(f) * rng.normal()  # what the samples that are not tested happen to be

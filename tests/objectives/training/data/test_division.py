@@ -32,9 +32,10 @@ def test_the_test_split_stays_and_the_rest_is_drawn_anew(samples, classes, share
     assert fresh.hash_of("test") == own.hash_of("test")
     assert _rows(fresh.train) | _rows(fresh.val) == _rows(own.train) | _rows(own.val)
     assert not _rows(fresh.train) & _rows(fresh.val)
-    assert len(fresh.val) == len(own.val)
-    counts = [torch.bincount(splits.val.y, minlength=classes) for splits in (own, fresh)]
-    assert int((counts[0] - counts[1]).abs().max()) <= 1, "the shares of the classes stay"
+    assert _rows(own.val) <= _rows(fresh.train), "what has chosen the configuration does not judge it again"
+    assert abs(len(fresh.val) - min(len(own.val), len(own.train) / 2)) <= 1
+    counts = torch.bincount(fresh.val.y, minlength=classes)
+    assert int(counts.max() - counts.min()) <= 2, "the shares of the classes stay"
     assert _made(division, **how).hash() == fresh.hash(), "a function of the two seeds"
 
 
@@ -48,6 +49,7 @@ def test_no_group_is_in_two_parts(sizes, share, seed, division):
     assert fresh.hash_of("test") == own.hash_of("test")
     of = [set(groups[part.rows.numpy()]) for _, part in fresh.parts()]
     assert sum(map(len, of)) == len(set.union(*of)) == len(sizes)
+    assert _rows(own.val) <= _rows(fresh.train)
     halves = halved(None, len(fresh.val), fresh.blocks, division)
     if halves is None:
         assert len(of[1]) < 2 or len(fresh.val) < 4
