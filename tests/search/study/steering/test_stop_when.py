@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
+from rich.console import Console
 
 from search.cli import _run
+from search.fleet.fleet import Fleet
+from search.publish.note import study_note
+from search.report import write_report
 from search.report.standing import read_standing
 from search.report.summary import summary_lines
+from search.run.live import LiveView
 from search.sampling.paused import as_sampled
 from search.study.rest import FIRST, Rest
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
+from search.worker.options import WorkerOptions
 from storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
@@ -50,7 +58,7 @@ def rest(stored: StoredStudy) -> Rest:
 
 
 def test_it_stops_where_all_is_known_and_its_running_trials_end(
-    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST - 1))
     assert rest(stored).given_up() is None
@@ -68,10 +76,27 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     claims.settle(running, Outcome.COMPLETE, value=0.5)
     assert not claims.any_left()
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
-    assert read_standing(stored).progress.share == 1.0
+    standing = read_standing(stored)
+    assert (standing.progress.share, standing.eta) == (1.0, 0.0)
     line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
-    assert line in summary_lines(stored, summarise(stored), dashboard_url=None)
+    summary = summarise(stored)
+    assert summary_lines(stored, summary, dashboard_url=None)[:2] == [
+        "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
+        line,
+    ]
     assert line in say("show", "s", "--all")
+    # Wherever the budget is told it is the whole one.
+    assert "21/100 trials, stopped early: 21 complete" in say("top", "s", "--once")
+    listed = say("studies").splitlines()[-1].split()
+    assert listed[:5] == ["s", "(stopped", "early)", "digits", "21/100"]
+    assert "21 of 100 trials." in study_note(stored, summary)
+    page = write_report(stored, tmp_path / "report.html", dashboard_url=None).read_text()
+    assert "21 / 100" in page
+    assert "21 / 21" not in page
+    told, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with LiveView(Console(file=told, width=200), stored.spec, fleet) as live:
+        live.update(standing.progress)
+    assert told.getvalue().startswith("21/100 trials, stopped early: 21 done")
 
 
 def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
