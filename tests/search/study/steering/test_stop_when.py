@@ -13,6 +13,7 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
+from search.api.study import Study
 from search.cli import _run
 from search.fleet.fleet import Fleet
 from search.publish.note import study_note
@@ -21,11 +22,13 @@ from search.report.standing import read_standing
 from search.report.summary import summary_lines
 from search.run.live import LiveView
 from search.sampling.paused import as_sampled
+from search.study.enqueue import waits_in_vain
 from search.study.rest import FIRST, Rest
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from search.worker.options import WorkerOptions
 from storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from storage.embedded.stack import StackInfo
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claims, Nothing
@@ -162,6 +165,32 @@ def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: Stored
     study.enqueue_trial({"x": 0.3})
     assert rest(stored).given_up() is None
     take(claims)
+
+
+def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path, stack: StackInfo,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    ran(study, np.linspace(1, 0, FIRST))
+    assert waits_in_vain(stored) is None
+    assert rest(stored).given_up() is not None
+    assert waits_in_vain(stored) is None
+    mine = tmp_path / "mine.csv"
+    mine.write_text("weight_decay\n0.003\n")
+    home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
+    told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
+    why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
+    assert why in told.splitlines()
+    assert isinstance(claims.claim(), Nothing)
+    shown = "mine.csv, line 2; enqueued: the study stopped early, start it with hpsearch start s"
+    assert shown in say("show", "s")
+    mine.write_text("weight_decay\n0.003\n0.004\n")
+    where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
+    assert Study.open("s", **where).enqueue(mine) == 1
+    assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
+    say("start", "s")
+    assert waits_in_vain(stored) is None
+    assert [take(claims).number for _ in range(2)] == [FIRST, FIRST + 1]
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
