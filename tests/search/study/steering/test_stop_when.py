@@ -153,9 +153,12 @@ def test_it_goes_on_where_somebody_wants_it(
 
 def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: StoredStudy, database_url: str) -> None:
     ran(study, np.linspace(1, 0, FIRST))
+    judged = {"gain": 0.001, "ended": FIRST}
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        written = list(pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01), engines))
+        written = list(
+            pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
+        )
     assert sum(one is not None for one in written) == 1
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{GIVEN_UP}'")) == 1
 
