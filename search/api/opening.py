@@ -65,6 +65,7 @@ class StudyRow:
         best_value, best_number: of the best trial; None without a complete one.
         promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
         stopped: whether somebody stopped it.
+        stopped_early: whether it gave the rest of its budget up.
         of_finalists: whether it holds the finalists of another study.
         ours: whether hpsearch made it.
     """
@@ -83,6 +84,7 @@ class StudyRow:
     best_number: int | None = None
     promoted: tuple[str, ...] = ()
     stopped: bool = False
+    stopped_early: bool = False
     of_finalists: bool = False
     ours: bool = True
 
@@ -142,5 +144,6 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         best_number=at.best_number,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
+        stopped_early=at.given_up is not None,
         of_finalists=spec.finalists_of is not None,
     )

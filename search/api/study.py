@@ -454,7 +454,8 @@ class Study:
     def enqueue(self, path: Path | str) -> int:
         """Enqueue the configurations of a .csv or .jsonl file, which are run before new ones and count in the budget.
 
-        A configuration that was enqueued before is not enqueued again.
+        A configuration that was enqueued before is not enqueued again. Where the study stopped early, a warning says
+        that they wait until it is started.
 
         Returns:
             How many were enqueued now.
@@ -466,10 +467,14 @@ class Study:
             study.extend("+2")
             assert study.enqueue("more.csv") == 2
         """
-        from search.study.enqueue import enqueue
+        from search.api.telling import warn
+        from search.study.enqueue import enqueue, waits_in_vain
 
         stored = self.stored
-        return enqueue(stored, self._rows(stored, path))
+        made = enqueue(stored, self._rows(stored, path))
+        if why := waits_in_vain(stored):
+            warn(why)
+        return made
 
     @staticmethod
     def _rows(stored: StoredStudy, path: Path | str) -> builtins.list[FrozenTrial]:

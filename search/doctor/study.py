@@ -41,7 +41,7 @@ class _Looks:
     def stands(self) -> Found:
         name = self.study.spec.name
         at = read_progress(self.study.engine, self.study.study_id, self.study.spec.direction)
-        said = f"{name}: {at.done} have ended, {len(at.running)} running"
+        said = f"{name}: {at.done} have ended{at.early}, {len(at.running)} running"
         if why := self.study.attrs.get(STOPPED):
             return warning(f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
         if self.study.out_of_time:

@@ -67,8 +67,11 @@ def figure_data(
 
 def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
     """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
-    if sum(t.state == TrialState.COMPLETE for t in study.trials()) < 2:
+    values = [t.value for t in study.trials(TrialState.COMPLETE)]
+    if len(values) < 2:
         return "Shown from two complete trials on."
+    if len(set(values)) == 1:  # of which Optuna's evaluator gives each parameter the same share
+        return f"All {len(values)} complete trials have the same value: which parameter matters cannot be told."
     if len({name for t in study.trials() for name in t.params}) == 1:
         return "There is one parameter, and nothing to compare it with."
     try:

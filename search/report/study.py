@@ -16,6 +16,7 @@ from search.study.summary import format_value, summarise
 from storage.attributes import ORIGIN, REASON, STOPPED, WORKER
 
 _LAST = 20
+_WIDE = 100  # columns, from which on there is room for more
 
 
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
@@ -44,8 +45,11 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
 
 def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("trial", "state", "epochs", "value", "worker", "reason"):
-        table.add_column(column, justify="right" if column in {"trial", "epochs", "value"} else "left")
+    # A narrow terminal has room for reasons alone: who ran a trial is told by `show --trial`.
+    worker = ("worker",) if console.width >= _WIDE else ()
+    for column in ("trial", "state", "epochs", "value", *worker, "reason"):
+        right, reason = column in {"trial", "epochs", "value"}, column == "reason"
+        table.add_column(column, justify="right" if right else "left", no_wrap=not reason, overflow="fold")
     trials, waiting = study.trials(), why_waiting(study)
     for trial in trials if every else trials[-_LAST:]:
         attrs = trial.user_attrs
@@ -55,7 +59,7 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
             trial.state.name,
             str(len(trial.intermediate_values)),
             "" if trial.value is None else format_value(trial.value),
-            attrs.get(WORKER, ""),
+            *[attrs.get(WORKER, "") for _ in worker],
             reason.splitlines()[0] if reason else "",
         )
     if not every and len(trials) > _LAST:

@@ -72,7 +72,7 @@ def _counts(standing: Standing) -> Text:
     if progress.best_value is not None:
         best = f"{standing.metric} {progress.best_value:.6g} (trial {progress.best_number})"
     return Text(
-        f"{progress.done}: {progress.complete} complete, {progress.pruned} pruned, "
+        f"{progress.done}{progress.early}: {progress.complete} complete, {progress.pruned} pruned, "
         f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
     )
 

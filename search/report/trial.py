@@ -8,6 +8,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
+from search.console import command
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.report.foreseen import foreseen
 from search.report.promotions import promotion_lines
@@ -43,12 +44,14 @@ def why_waiting(study: StoredStudy) -> dict[int, str]:
     """Return why trials wait, by their numbers: what became of the last attempt at each."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     last = last_attempts(study.engine, [trial._trial_id for trial in waiting]) if waiting else {}
-    return {trial.number: _why(trial, last.get(trial._trial_id)) for trial in waiting}
+    enqueued = "enqueued: no worker has taken it yet"
+    if waiting and study.given_up is not None:
+        enqueued = f"enqueued: the study stopped early, start it with {command('start', study.spec.name)}"
+    found = ((trial, last.get(trial._trial_id)) for trial in waiting)
+    return {trial.number: enqueued if attempt is None else _why(trial, attempt) for trial, attempt in found}
 
 
-def _why(trial: FrozenTrial, last: AttemptRecord | None) -> str:
-    if last is None:
-        return "enqueued: no worker has taken it yet"
+def _why(trial: FrozenTrial, last: AttemptRecord) -> str:
     if last.outcome == "paused" and (rung := trial.user_attrs.get(RUNG)):
         return (
             f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"

@@ -98,7 +98,7 @@ class LiveView:
         if progress.best_value is not None:
             best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number})"
         return (
-            f"{progress.done}: {progress.complete} done, {progress.pruned} pruned, "
+            f"{progress.done}{progress.early}: {progress.complete} done, {progress.pruned} pruned, "
             f"{progress.fail} failed, {len(progress.running)} running{paused}{best}"
         )
 

@@ -22,7 +22,7 @@ from search.run.drive import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
-from search.study.enqueue import read_rows
+from search.study.enqueue import read_rows, waits_in_vain
 from search.study.folders import report_path
 from search.study.prepare import load_for_search, prepare_study, start_clock
 from search.study.smoke import smoke_test
@@ -125,6 +125,8 @@ def run_search(
         console.print(f"{away}; the search goes on, what it logs waits in {services.home / 'outbox'}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
+    if why := waits_in_vain(study):
+        console.print(why, style="yellow")
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return Ran(begin)

@@ -96,9 +96,30 @@ def _loaded(package: str, ref: str) -> ModuleType:
         with FileLock(lock):
             module: ModuleType = optunahub.load_module(package, ref=ref)
     except Exception as error:  # what git, GitHub, a network or somebody's module raises
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"sampler.package {package!r} at {ref} cannot be loaded from OptunaHub: {why}") from None
+        folder = Path(cache_home(), "github.com/optuna/optunahub-registry", ref)
+        what = _not_fetched(error, folder) if not (folder / "package" / package).exists() else _not_loaded(error)
+        raise ValueError(f"sampler.package {package!r} at {ref} {what}") from None
     return module
+
+
+def _not_loaded(error: Exception) -> str:
+    return f"cannot be loaded from OptunaHub: {_in_one_line(str(error)) or type(error).__name__}"
+
+
+def _not_fetched(error: Exception, folder: Path) -> str:
+    """Say why a package did not come, and what would do; `folder` would have it, and others of that commit."""
+    told = _in_one_line(str(getattr(error, "stderr", None) or error))  # of git, what it wrote, without its command line
+    if isinstance(error, FileNotFoundError) or "not our ref" in told or getattr(error, "status", None) in (404, 422):
+        return "is not in OptunaHub's registry: give the folder of one that is there, and a commit that has it"
+    why = told.rpartition("fatal: ")[2].strip(" '") or type(error).__name__
+    return (
+        f"cannot be fetched from OptunaHub ({why}): connect this machine to github.com, or copy {folder} "
+        "from a machine that has it"
+    )
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def _class_in(module: ModuleType, name: str | None) -> type[BaseSampler]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from search.errors import SearchError
-from search.spec.spec import parse_spec, usual_trials
+from search.spec.spec import parse_spec, usual_trials, with_room
 
 
 def check_settings(settings: dict[str, Any]) -> None:
@@ -13,4 +13,4 @@ def check_settings(settings: dict[str, Any]) -> None:
     if "finalists_of" in settings:
         raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
     stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000}
-    parse_spec({**stand_in, "n_trials": usual_trials(settings, 1_000_000), **settings})
+    parse_spec({**stand_in, "n_trials": usual_trials(settings, 1_000_000), **with_room(settings)})

@@ -26,6 +26,7 @@ from search.spec.spec import (
     searched_by,
     typed,
     usual_trials,
+    with_room,
 )
 from search.study.enqueue import enqueue, require_room
 from search.study.release import note_release
@@ -76,7 +77,7 @@ def create_or_join(
     Raises:
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
-    wanted = parse_spec(complete_settings(settings, objective))
+    wanted = parse_spec(complete_settings(with_room(settings), objective))
     made: list[int] = []
 
     @functools.cache  # once, however often a connection is cut
@@ -100,7 +101,7 @@ def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective)
         sampler = spec.sampler.for_objective(objective)
     except ValueError as error:
         raise SearchError(str(error)) from None
-    budget = {} if "n_trials" in settings else {"n_trials": sampler.most() or spec.n_trials}
+    budget = {"n_trials": settings.get("n_trials", sampler.most() or spec.n_trials)}
     return parse_spec({**spec.model_dump(), "sampler": sampler.model_dump(), **budget})
 
 

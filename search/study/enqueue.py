@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from objectives import BaseObjective
 from objectives.search_space import Given, NotInSpaceError, Written
+from search.console import command, counted
 from search.errors import SearchError
 from search.sampling.given import asked_for, waiting_trial
 from search.spec.spec import StudySpec, parse_spec
 from search.study.study import StoredStudy
 from storage.study_storage.creating import insert_missing_by
+from storage.trials.attempts import last_attempts
 from storage.trials.spec_change import change_spec
 
 
@@ -100,6 +102,21 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _wrong(path: Path, line: int, why: str) -> SearchError:
     return SearchError(f"--enqueue {path}: line {line}: {why}")
+
+
+def waits_in_vain(study: StoredStudy) -> str | None:
+    """Say that enqueued trials wait in a study that stopped early, and what lets them run; None where none does."""
+    if study.given_up is None:
+        return None
+    waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
+    count = len(waiting) - len(last_attempts(study.engine, waiting)) if waiting else 0
+    if not count:
+        return None
+    name = study.spec.name
+    return (
+        f"{counted(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
+        f"{command('start', name)}"
+    )
 
 
 def require_room(spec: StudySpec, trials: int) -> None:

@@ -43,10 +43,13 @@ class Rest:
         self._sampled._thread_local.cached_all_trials = None  # else those of the last suggestion
         spec = self._study.spec
         gain = expected_gain(self._sampled, Left(left, spec.epochs), seed=seed, metric=spec.metric)
-        self._study.set_attr(FORESEEN, {"gain": gain, "ended": ended})
-        if gain is None or gain >= threshold:
-            return None
-        return give_up(self._study.engine, self._study.study_id, gain=gain, threshold=threshold)
+        judged_now = {"gain": gain, "ended": ended}
+        if gain is not None and gain < threshold:
+            engine, study_id = self._study.engine, self._study.study_id
+            if given_up := give_up(engine, study_id, gain=gain, threshold=threshold, foreseen=judged_now):
+                return given_up
+        self._study.set_attr(FORESEEN, judged_now)
+        return None
 
     def _left(self, begun: int) -> float:
         """How many trials are yet to be begun, by the budget that is over first at the pace so far."""

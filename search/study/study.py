@@ -42,10 +42,8 @@ class StoredStudy:
 
     @property
     def budget(self) -> int:
-        """How many trials the study is to have by now: it is extended, or given up, while others have it open."""
-        attrs = self.attrs
-        budget, given_up = int(attrs[SPEC]["n_trials"]), GivenUp.of(attrs)
-        return budget if given_up is None else min(budget, given_up.started)
+        """How many trials the study may have by now: it is extended while others have it open."""
+        return int(self.attrs[SPEC]["n_trials"])
 
     @property
     def given_up(self) -> GivenUp | None:
@@ -58,8 +56,11 @@ class StoredStudy:
         return read_spending(self.engine, self.study_id) if self.spec.metered else None
 
     def is_spent(self, finished: int) -> bool:
-        """Whether the budget is, in trials, epochs or seconds, with so many trials that have ended."""
-        return finished >= self.budget or ((spending := self.spending) is not None and spending.over)
+        """Whether the budget is, in trials, epochs or seconds, or its rest given up, with so many trials ended."""
+        attrs = self.attrs
+        budget, given_up = int(attrs[SPEC]["n_trials"]), GivenUp.of(attrs)
+        last = budget if given_up is None else min(budget, given_up.started)
+        return finished >= last or ((spending := self.spending) is not None and spending.over)
 
     def done(self, finished: int) -> str:
         """Return for a person what is spent, with so many trials that have ended: ``12 of 50 trials``."""

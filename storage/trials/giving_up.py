@@ -63,7 +63,8 @@ _AT = sa.text("""
 """)
 
 _WRITE = sa.text("""
-    INSERT INTO study_user_attributes (study_id, key, value_json) VALUES (:study, :given_up, :value)
+    INSERT INTO study_user_attributes (study_id, key, value_json)
+    VALUES (:study, :given_up, :value), (:study, :foreseen, :judged)
     ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
 """)
 
@@ -80,14 +81,20 @@ _JUDGED_NOW = sa.text("""
 """)
 
 
-def give_up(engine: sa.Engine, study_id: int, *, gain: float, threshold: float) -> GivenUp | None:
+def give_up(
+    engine: sa.Engine, study_id: int, *, gain: float, threshold: float, foreseen: Mapping[str, Any]
+) -> GivenUp | None:
     """Give the rest of a study's budget up.
+
+    When it was judged is written with it: who dies before leaves the judgement to the next, and nobody believes that it
+    was made, and the study goes on.
 
     Args:
         engine: of the study's database.
         study_id: the study.
         gain: that is expected of the rest.
         threshold: below which it is to stop.
+        foreseen: what the study keeps of this judgement.
 
     Returns:
         What was written; None where it was given up before, nothing is left of it, or enqueued trials are to be run.
@@ -100,7 +107,8 @@ def give_up(engine: sa.Engine, study_id: int, *, gain: float, threshold: float) 
         if study is None or at.given_up or at.enqueued or at.started >= study.budget:
             return None
         told = GivenUp(gain, threshold, at.started, study.budget)
-        connection.execute(_WRITE, {**words, "value": json.dumps(asdict(told))})
+        judged = {"foreseen": FORESEEN, "judged": json.dumps(dict(foreseen))}
+        connection.execute(_WRITE, {**words, **judged, "value": json.dumps(asdict(told))})
         return told
 
     return Database(engine).transaction(once)

@@ -27,6 +27,7 @@ class Progress:
     """The budget, trials by state, epochs reported in all, the best COMPLETE trial, and what runs now."""
 
     budget: int
+    given_up: int | None = None  # trials that were begun when the rest of the budget was given up
     complete: int = 0
     pruned: int = 0
     fail: int = 0
@@ -49,9 +50,15 @@ class Progress:
         return done(self.finished, self.budget, self.spending)
 
     @property
+    def early(self) -> str:
+        """What follows that, where the rest of the budget was given up."""
+        return "" if self.given_up is None else ", stopped early"
+
+    @property
     def share(self) -> float:
-        """How much of the budgets is spent, from 0 to 1: of the one of which most is."""
-        trials = self.finished / self.budget if self.budget else 1.0
+        """How much of what the study is to run has ended, from 0 to 1: of the budget of which most is spent."""
+        last = self.budget if self.given_up is None else min(self.budget, self.given_up)
+        trials = self.finished / last if last else 1.0
         return max(trials, 0.0 if self.spending is None else self.spending.share)
 
     @property
@@ -61,10 +68,10 @@ class Progress:
 
 
 _COUNTS = sa.text("""
-    SELECT (SELECT least((s.value_json::jsonb ->> 'n_trials')::int, (g.value_json::jsonb ->> 'started')::int)
-              FROM study_user_attributes s
-              LEFT JOIN study_user_attributes g ON g.study_id = s.study_id AND g.key = :given_up
-             WHERE s.study_id = :study AND s.key = :spec) AS budget,
+    SELECT (SELECT (value_json::jsonb ->> 'n_trials')::int FROM study_user_attributes
+             WHERE study_id = :study AND key = :spec) AS budget,
+           (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
+             WHERE study_id = :study AND key = :given_up) AS given_up,
            count(*) FILTER (WHERE state = 'COMPLETE') AS complete,
            count(*) FILTER (WHERE state = 'PRUNED') AS pruned,
            count(*) FILTER (WHERE state = 'FAIL') AS fail,
@@ -111,6 +118,7 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
     running = database.rows(_RUNNING, {"study": study_id})
     return Progress(
         budget=counts.budget or 0,
+        given_up=counts.given_up,
         complete=counts.complete,
         pruned=counts.pruned,
         fail=counts.fail,

@@ -20,6 +20,7 @@ from tests.faults import orders
 # The steps of a worker, in their order.
 POINTS = {
     "rehearse": ("search.study.prepare", "rehearse"),
+    "give up": ("search.study.rest", "give_up"),
     "in claim": ("storage.trials.claims", "Claims._take"),
     "claim": ("storage.trials.claims", "Claims.claim"),
     "append": ("storage.mlflow.outbox", "Journal.append"),
@@ -96,6 +97,8 @@ def wrap(module: str, attribute: str, wrapper: Callable[[Callable[..., Any]], Ca
 def at(point: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if point == "give up":  # between two trials
+                orders.arrive(None, None)
             orders.obey(point, "before")
             result = original(*args, **kwargs)
             if point in {"claim", "in claim"}:

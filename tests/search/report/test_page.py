@@ -106,3 +106,9 @@ def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -
 
     study = search(open_storage(database_url, application_name="test"), "s", [alone(number) for number in range(3)])
     assert importances(study) == "There is one parameter, and nothing to compare it with."
+
+
+def test_of_equal_values_no_parameter_is_said_to_matter(database_url: str) -> None:
+    """Optuna's evaluator gives each the same share."""
+    study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
+    assert importances(study) == "All 3 complete trials have the same value: which parameter matters cannot be told."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import optuna
@@ -67,6 +68,55 @@ def test_a_package_that_cannot_be_had_is_told(cached: Path) -> None:
     (cached / "__init__.py").write_text("import nothing_of_this_name")
     with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be loaded from OptunaHub: No module"):
         parsed().get_ready()
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A registry with the package, which git fetches from in place of GitHub's."""
+    folder = tmp_path / "github/optuna/optunahub-registry"
+    package = folder / "package/samplers/half"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(CODE)
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm half"):
+        subprocess.run(["git", *command.split()], cwd=folder, check=True)
+    reach(monkeypatch, f"file://{tmp_path}/github/")
+    monkeypatch.setenv("OPTUNAHUB_CACHE_HOME", str(tmp_path / "cache"))
+    _loaded.cache_clear()
+    yield folder
+    _loaded.cache_clear()
+
+
+def reach(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Let git find GitHub there."""
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{url}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
+
+
+def test_a_package_is_fetched_once(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
+    parsed(ref=head.stdout.strip()).get_ready()
+    _loaded.cache_clear()
+    reach(monkeypatch, "https://127.0.0.1:1/")
+    parsed(ref=head.stdout.strip()).get_ready()
+
+
+def test_without_a_network_one_line_says_what_would_do(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(monkeypatch, "https://127.0.0.1:1/")
+    with pytest.raises(ValueError, match=f"'samplers/half' at {REF} cannot be fetched from OptunaHub") as refused:
+        parsed().get_ready()
+    said = str(refused.value)
+    assert "unable to access 'https://127.0.0.1:1/optuna/optunahub-registry/'" in said
+    assert f"connect this machine to github.com, or copy {registry.parents[2] / 'cache'}" in said
+    assert not [word for word in ("\n", "Cmd(", "cmdline", "stderr", "exit code", "fatal") if word in said], said
+
+
+@pytest.mark.parametrize("package", ["samplers/half", "samplers/whole"])
+def test_a_commit_or_a_package_that_is_not_there_is_told(registry: Path, package: str) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=registry, check=True, capture_output=True, text=True)
+    ref = REF if package == "samplers/half" else head.stdout.strip()
+    with pytest.raises(ValueError, match=f"'{package}' at {ref} is not in OptunaHub's registry: give"):
+        parsed(package=package, ref=ref).get_ready()
 
 
 @pytest.mark.parametrize(("key", "value"), [("ref", "main"), ("package", "../../etc"), ("package", "pruners/x")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from objectives import LoopObjective, ObjectiveError, load_objective
 from objectives.loading import BUILTIN
 from search.errors import SearchError
 from search.sampling.given import default_params
+from search.spec.check import check_settings
 from search.study.create_or_join import create_or_join
 from search.study.enqueue import enqueue, read_rows
 from search.study.steering import extend_study
@@ -185,6 +187,22 @@ def test_the_budget_has_room_for_all_or_nothing_is_written(database_url: str, tm
     done = extend_study(study, "+1", given)
     assert (done.after, done.enqueued, study.budget) == (3, 3, 3)
     assert len(study.trials()) == 3
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"lr": [0.1]}, "sampler.search_space has no 'width', which Wide asks for"),
+        ({"lr": [5.0], "width": [8], "kind": ["a"]}, "sampler.search_space.lr: 5.0 is not in"),
+        ({"lr": [0.1], "width": [8], "kind": ["a"]}, "--trials 50: grid has 1 configuration, and runs none twice"),
+    ],
+)
+def test_what_is_wrong_with_a_grid_is_told_before_its_size(database_url: str, grid: dict[str, Any], words: str) -> None:
+    settings = {"sampler": {"name": "grid", "search_space": grid}, "n_trials": 50}
+    check_settings({"objective": "x.py", **settings})
+    with pytest.raises(SearchError, match=re.escape(words)):
+        study_of(database_url, Wide(), **settings)
+    assert open_storage(database_url, application_name="test").get_all_studies() == []
 
 
 def test_a_grid_takes_no_other_configurations(database_url: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from storage.attributes import REASON
 from storage.trials.claims import Claims
 from storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, take
@@ -23,3 +24,18 @@ def test_studies_and_a_trial_fit_80_columns(say: Say, stored, monkeypatch: pytes
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     assert re.search(rf"^  1 +vm:16392 +{time} +{time} +complete$", say("show", "s", "--trial", "0"), re.MULTILINE)
     assert max(map(len, listed.splitlines())) <= 80
+
+
+def test_reasons_are_whole_in_80_columns(say: Say, stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    claims = Claims(stored.engine, stored.study_id, worker="ip-10-0-117-204.eu-central-1.compute.internal:16392-4f2a")
+    claim = take(claims)
+    path = "/data/sets/" + "a-long-folder/" * 8 + "wine.csv"
+    claims.settle(claim, Outcome.FAILED, attrs={REASON: f"FileNotFoundError: no such file: {path}"})
+    shown = say("show", "s")
+    table = shown[shown.index("trial  state") : shown.index("study s:")].splitlines()
+    assert max(map(len, table)) <= 80
+    column = table[0].index("reason")
+    assert "".join(line[column:] for line in table[1:]).replace(" ", "") == f"FileNotFoundError:nosuchfile:{path}"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "ip-10-0-117-204.eu-central-1.compute.internal:16392-4f2a" in say("show", "s"), "there is room for it"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
+from rich.console import Console
 
+from search.api.study import Study
 from search.cli import _run
+from search.fleet.fleet import Fleet
+from search.publish.note import study_note
+from search.report import write_report
 from search.report.standing import read_standing
 from search.report.summary import summary_lines
+from search.run.live import LiveView
 from search.sampling.paused import as_sampled
+from search.study.enqueue import waits_in_vain
 from search.study.rest import FIRST, Rest
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
+from search.worker.options import WorkerOptions
 from storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from storage.embedded.stack import StackInfo
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
 from storage.trials.claims import Claims, Nothing
@@ -50,7 +61,7 @@ def rest(stored: StoredStudy) -> Rest:
 
 
 def test_it_stops_where_all_is_known_and_its_running_trials_end(
-    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path
 ) -> None:
     ran(study, np.linspace(1, 0, FIRST - 1))
     assert rest(stored).given_up() is None
@@ -68,10 +79,27 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     claims.settle(running, Outcome.COMPLETE, value=0.5)
     assert not claims.any_left()
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
-    assert read_standing(stored).progress.share == 1.0
+    standing = read_standing(stored)
+    assert (standing.progress.share, standing.eta) == (1.0, 0.0)
     line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
-    assert line in summary_lines(stored, summarise(stored), dashboard_url=None)
+    summary = summarise(stored)
+    assert summary_lines(stored, summary, dashboard_url=None)[:2] == [
+        "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
+        line,
+    ]
     assert line in say("show", "s", "--all")
+    # Wherever the budget is told it is the whole one.
+    assert "21/100 trials, stopped early: 21 complete" in say("top", "s", "--once")
+    listed = say("studies").splitlines()[-1].split()
+    assert listed[:5] == ["s", "(stopped", "early)", "digits", "21/100"]
+    assert "21 of 100 trials." in study_note(stored, summary)
+    page = write_report(stored, tmp_path / "report.html", dashboard_url=None).read_text()
+    assert "21 / 100" in page
+    assert "21 / 21" not in page
+    told, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
+    with LiveView(Console(file=told, width=200), stored.spec, fleet) as live:
+        live.update(standing.progress)
+    assert told.getvalue().startswith("21/100 trials, stopped early: 21 done")
 
 
 def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
@@ -125,9 +153,12 @@ def test_it_goes_on_where_somebody_wants_it(
 
 def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: StoredStudy, database_url: str) -> None:
     ran(study, np.linspace(1, 0, FIRST))
+    judged = {"gain": 0.001, "ended": FIRST}
     engines = [open_storage(database_url, application_name="test").engine for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        written = list(pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01), engines))
+        written = list(
+            pool.map(lambda e: give_up(e, stored.study_id, gain=0.001, threshold=0.01, foreseen=judged), engines)
+        )
     assert sum(one is not None for one in written) == 1
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{GIVEN_UP}'")) == 1
 
@@ -137,6 +168,32 @@ def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: Stored
     study.enqueue_trial({"x": 0.3})
     assert rest(stored).given_up() is None
     take(claims)
+
+
+def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
+    say: Say, study: optuna.Study, stored: StoredStudy, claims: Claims, tmp_path: Path, stack: StackInfo,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    ran(study, np.linspace(1, 0, FIRST))
+    assert waits_in_vain(stored) is None
+    assert rest(stored).given_up() is not None
+    assert waits_in_vain(stored) is None
+    mine = tmp_path / "mine.csv"
+    mine.write_text("weight_decay\n0.003\n")
+    home = ("--home", str(tmp_path / "home"), "--tracking-uri", stack.tracking_uri)
+    told = say("run", "digits", "--name", "s", "--enqueue", str(mine), "--workers", "0", *home)
+    why = "1 enqueued trial of 's' will not be run, for it stopped early: start it with hpsearch start s"
+    assert why in told.splitlines()
+    assert isinstance(claims.claim(), Nothing)
+    shown = "mine.csv, line 2; enqueued: the study stopped early, start it with hpsearch start s"
+    assert shown in say("show", "s")
+    mine.write_text("weight_decay\n0.003\n0.004\n")
+    where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
+    assert Study.open("s", **where).enqueue(mine) == 1
+    assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
+    say("start", "s")
+    assert waits_in_vain(stored) is None
+    assert [take(claims).number for _ in range(2)] == [FIRST, FIRST + 1]
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
