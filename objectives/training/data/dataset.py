@@ -28,7 +28,6 @@ from objectives.training.data.split import Rows, by_time, divide
 from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, form, map_tensors, moved, taken, tensors
 
-
 _MOST = 0.5  # share of what a study trains on that a fresh division validates on
 
 
