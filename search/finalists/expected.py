@@ -12,7 +12,6 @@ from search.curves.bounds import least_loss
 from search.finalists.winner import Choice
 
 LEVEL = 0.9  # of the interval
-_ENOUGH = 4  # means: of fewer none is drawn in
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ def scored_of(value: float, record: Mapping[str, Any] | None) -> Scored | None:
 def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str, maximize: bool) -> Expected | None:
     """What the winner's model, which the search trained, will score on a test set.
 
-    The winner's mean is the best of several, and too good by that. It is drawn towards the mean of all k finalists by
-    the positive-part James-Stein factor (Efron and Morris 1975, *JASA* 70), with E the squared error of a mean and B
-    the variance of the means:
+    The winner's mean is the best of several, and too good by that. It is drawn towards the mean of all finalists as the
+    best linear unbiased prediction draws it (Henderson 1975, *Biometrics* 31), with E the squared error of a mean and
+    B the variance of the means, by the factor
 
-        max(0, 1 - (k - 3) / (k - 1) E / B)
+        max(0, 1 - E / B)
 
     What is expected is off by what differs between runs, and by the validation samples, which all come from the n that
     the study trains on; the model is itself one run; and a test set of t samples is a draw. With s runs of a finalist,
@@ -111,9 +110,8 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
 
 def _drawn_in(means: Sequence[float], best: float, error: float | None) -> float:
     """Return the best mean, drawn towards the mean of all by what its choice flatters it."""
-    count = len(means)
-    if error is None or count < _ENOUGH or not (variance := statistics.variance(means)):
+    if error is None or not (variance := statistics.variance(means)):
         return best
-    factor = max(0.0, 1 - (count - 3) / (count - 1) * (error**2 / 2) / variance)
+    factor = max(0.0, 1 - (error**2 / 2) / variance)
     centre = statistics.fmean(means)
     return centre + factor * (best - centre)

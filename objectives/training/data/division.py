@@ -38,11 +38,12 @@ def wanted() -> int | None:
 def moved_back(division: int | None, val: float, test: float) -> float:
     """By which share of the samples the validation window of a division by time is moved back from the study's.
 
-    At most by its own length, and so that half of the training samples stay.
+    By half of its length to all of it, for the study's window has chosen the configuration; and so that half of the
+    training samples stay.
     """
     if division is None:
         return 0.0
-    return derive_seed(division, "origin") / 2**32 * min(val, (1 - val - test) / 2)
+    return (1 + derive_seed(division, "origin") / 2**32) / 2 * min(val, (1 - val - test) / 2)
 
 
 @dataclass(frozen=True)
