@@ -66,6 +66,7 @@ class StudyRow:
         promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
         stopped: whether somebody stopped it.
         of_finalists: whether it holds the finalists of another study.
+        of_refit: whether it holds the refit of another study's winner.
         ours: whether hpsearch made it.
     """
 
@@ -84,6 +85,7 @@ class StudyRow:
     promoted: tuple[str, ...] = ()
     stopped: bool = False
     of_finalists: bool = False
+    of_refit: bool = False
     ours: bool = True
 
 
@@ -142,5 +144,6 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         best_number=at.best_number,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
-        of_finalists=spec.finalists_of is not None,
+        of_finalists=spec.finalists_of is not None and spec.refit is None,
+        of_refit=spec.refit is not None,
     )
