@@ -28,6 +28,7 @@ class Where(TypedDict, total=False):
     seed: int
     split_seed: int
     division: int | None  # of an `Objective` alone: an own loop divides its data itself
+    refit: int | None  # the same
     session: Session
     run_dir: Path
     device: str | None
@@ -44,6 +45,8 @@ def fit(objective: BaseObjective, config: Any, **where: Unpack[Where]) -> RunRes
     """
     if isinstance(objective, LoopObjective):
         where.pop("division", None)
+        if where.pop("refit", None) is not None:
+            model_objective(objective, "a refit")
         own: Any = where  # without instruments, which watch no own loop
         return LoopRun(objective, config, **own).fit()
     return Trainer(model_objective(objective, "training"), config, **where).fit()

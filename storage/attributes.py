@@ -34,6 +34,5 @@ PENDING = "pending"  # how TRACKING begins while records are on their way
 REMOVED = "hpsearch:removed"  # who removed its model and its best checkpoint, to free their space
 PARENT_TRIAL = "hpsearch:finalist_of"  # of a finalist: the trial of the search that it trains again
 TRAINING_SEED = "hpsearch:seed"  # of a finalist
-FRESH = (
-    "hpsearch:fresh"  # of a finalist on a fresh division: what its score rests on, search.finalists.fresh_run.FreshRun
-)
+FRESH = "hpsearch:fresh"  # of a finalist on a fresh division: what its score rests on, as FreshScore.record() has it
+REFIT = "hpsearch:refit"  # of a run on train and validation: {"train_loss"} of its last epoch

@@ -79,7 +79,8 @@ class Session(Protocol):
 def promotable(state: dict[str, Any]) -> dict[str, Any]:
     """What `best.pt` holds of a full state: the best weights and what they scored, without the optimizer."""
     kept = ("format", "objective", "config", "seed", "split_seed", "split_hash")
-    return {**{key: state[key] for key in kept}, **state["best"]}
+    refit = {"refit": state["refit"]} if "refit" in state else {}
+    return {**{key: state[key] for key in kept}, **refit, **state["best"]}
 
 
 class LocalSession:
@@ -147,7 +148,7 @@ class LocalSession:
         if self._snapshot_every and done % self._snapshot_every == 0:
             checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
         now = time.monotonic()
-        if now - self._saved_at < self._interval and done < state.get("epochs", 0):
+        if now - self._saved_at < self._interval and done < state.get("refit", state.get("epochs", 0)):
             shards.remove_unnamed(self.run_dir)
             return
         self._saved_at = now

@@ -50,6 +50,9 @@ class Trainer:
         split_seed: of the data's split, the same for a whole study; `seed` unless given.
         division: seed by which train and validation are divided anew, apart from the test split, where the data allow
             it; the run then confirms a configuration, and has a score of its own: `FitResult.fresh`.
+        refit: epochs after which the run ends that is trained on train and validation, its schedules laid out over
+            `epochs` all the same; patience does not end it, and the weights kept are those of its last epoch. The
+            validation numbers are then of samples that it is trained on.
         session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
         run_dir: where configuration, log, numbers and plots go; none are written without it.
         device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
@@ -69,6 +72,7 @@ class Trainer:
         seed: int,
         split_seed: int | None = None,
         division: int | None = None,
+        refit: int | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
@@ -78,11 +82,15 @@ class Trainer:
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
         if epochs < 1:
             raise ObjectiveError(f"epochs must be at least 1, not {epochs}")
+        if refit is not None and not 1 <= refit <= epochs:
+            raise ObjectiveError(f"refit must be from 1 to the {epochs} epochs, not {refit}")
+        if refit is not None and division is not None:
+            raise ObjectiveError("a refit is trained on train and validation: leave the division out")
         if run_dir is None and isinstance(session, LocalSession):
             run_dir = session.run_dir
         self.objective, self.config, self.epochs = objective, config, epochs
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
-        self.division = division
+        self.division, self.refit = division, refit
         self.ranks = current()
         if not self.ranks.first:  # it speaks to nobody and writes nothing
             session, run_dir, instruments = None, None, NONE
@@ -202,6 +210,7 @@ class Trainer:
             split_seed=self.split_seed,
             device=self.device,
             division=self.division,
+            refit=self.refit,
             ranks=self.ranks,
         )
         run.shards = self.session.shards if isinstance(self.session, RankedSession) else None

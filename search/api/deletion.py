@@ -1,4 +1,4 @@
-"""Deleting a study with all that is its own: its finalists, checkpoints, and files on this machine."""
+"""Deleting a study with all that is its own: its finalists, their refits, checkpoints, and files on this machine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.records.test_openings import read_opening
-from storage.trials.finalist_sets import finalist_studies
+from storage.trials.finalist_sets import finalist_studies, refit_studies
 
 
 def with_finalists(study: StoredStudy) -> list[StoredStudy]:
-    """Return what is deleted with a study, in order: its finalists, and it itself.
+    """Return what is deleted with a study, in order: its finalists, the refits of their winners, and it itself.
 
-    The search is the last: without it nobody would know whose finalists the others are.
+    The search is the last: without it nobody would know whose the others are.
 
     Raises:
         SearchError: trials of one of them are running.
     """
-    of_finalists = [load_study(study.storage, each) for each in finalist_studies(study.engine, study.study_id)]
-    for each in (study, *of_finalists):
+    names = [of(study.engine, study.study_id) for of in (finalist_studies, refit_studies)]
+    own = [load_study(study.storage, name) for some in names for name in some]
+    for each in (study, *own):
         if alive := running_trials(each):
             raise SearchError(
                 f"study {each.spec.name!r} has {counted(alive, 'running trial')}: "
                 f"stop it first: {command('stop', each.spec.name)}"
             )
-    return [*of_finalists, study]
+    return [*own, study]
 
 
 def what_goes(study: StoredStudy) -> str:

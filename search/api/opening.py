@@ -67,6 +67,7 @@ class StudyRow:
         stopped: whether somebody stopped it.
         stopped_early: whether it gave the rest of its budget up.
         of_finalists: whether it holds the finalists of another study.
+        of_refit: whether it holds the refit of another study's winner.
         ours: whether hpsearch made it.
     """
 
@@ -86,6 +87,7 @@ class StudyRow:
     stopped: bool = False
     stopped_early: bool = False
     of_finalists: bool = False
+    of_refit: bool = False
     ours: bool = True
 
 
@@ -145,5 +147,6 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
         stopped_early=at.given_up is not None,
-        of_finalists=spec.finalists_of is not None,
+        of_finalists=spec.finalists_of is not None and spec.refit is None,
+        of_refit=spec.refit is not None,
     )

@@ -27,7 +27,7 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
         SearchError: the study holds finalists, or the file cannot be written.
     """
     if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"study {study.spec.name!r} holds finalists: they are in the report of {of.study!r}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.what}: look in the report of {of.study!r}")
     notice_promotions(services, study.storage, study)
     path = output or report_path(services, study)
     try:

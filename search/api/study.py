@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from search.finalists import Finalists
     from search.promotion.promote import Promoted
     from search.run.finalists import FinalistsRan
+    from search.run.refit import RefitRan
     from search.run.search import Ran
     from search.run.sync import Synced
     from search.services import Services
@@ -582,24 +583,58 @@ class Study:
 
         return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed)
 
-    def promote(self, *, trial: int | None = None, alias: str = "champion", model: str | None = None) -> Promoted:
+    def train_refit(
+        self, *, trial: int | None = None, seeds: int | None = None, workers: int = 2, **how: Unpack[Working]
+    ) -> RefitRan:
+        """Train the finalists' winner on train and validation, for the epochs that its fresh runs chose.
+
+        Called again it goes on where it stopped. Of its runs that of the median training loss is taken.
+
+        Args:
+            trial: the winner's number, where it is to be made sure of.
+            seeds: how many, an odd number; 3, or as the refit has it.
+            workers: processes on this machine; none only makes it.
+            how: the workers run: see `run`.
+
+        Example:
+            assert study.train_refit(seeds=1, workers=1).refit.taken == 0
+        """
+        from search.fleet.forking import load_ahead
+
+        load_ahead(workers)
+        from search.console import PlainConsole
+        from search.run.refit import run_refit
+        from search.worker.options import WorkerOptions
+
+        options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
+        return run_refit(
+            self.services, self.stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
+        )
+
+    def promote(
+        self, *, trial: int | None = None, alias: str = "champion", model: str | None = None, refit: bool = False
+    ) -> Promoted:
         """Register a trial's model in MLflow with its evidence, and let an alias name it.
 
         Args:
             trial: by default the finalists' winner, else the best.
             alias: of this version; the one that had it becomes previous.
             model: name of the registered model, by default the study's.
+            refit: promote what `train_refit` has trained, in place of the winner's own model.
 
         Example:
             assert study.promote().alias == "champion"
+            assert study.promote(alias="refitted", refit=True).trial == 0
         """
         from search.promotion.promote import promote
+        from search.promotion.promote_refit import promote_refit
         from search.publish.note import write_note
         from search.study.summary import summarise
         from search.study.tracking import tracking_of
 
         stored = self.stored
-        done = promote(stored, tracking_of(self.services, stored), trial=trial, alias=alias, model=model)
+        way = promote_refit if refit else promote
+        done = way(stored, tracking_of(self.services, stored), trial=trial, alias=alias, model=model)
         write_note(stored, summarise(stored))
         return done
 
@@ -663,12 +698,12 @@ class Study:
         return find_garbage(stored, home=self.services.home, tracking=tracking, keep_top=keep_top)
 
     def delete(self) -> builtins.list[str]:
-        """Delete the study with its trials, finalists, checkpoints and files on this machine; return their names.
+        """Delete the study with its trials, finalists, refits, checkpoints and files here; return their names.
 
         Nobody is asked. What is in MLflow stays.
 
         Example:
-            assert study.delete() == ["example.finalists", "example"]
+            assert study.delete() == ["example.finalists", "example.refit", "example"]
         """
         from search.api.deletion import delete_study
 

@@ -21,7 +21,7 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> Candi
         SearchError: it was opened, no finalists have decided, or the trial is none to open it for.
     """
     if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"study {study.spec.name!r} holds finalists: open the test set of {of.study!r}")
+        raise SearchError(f"study {study.spec.name!r} holds {of.what}: open the test set of {of.study!r}")
     try:
         return choose_candidate(study, trial=trial, unconfirmed=unconfirmed)
     except AlreadyOpenError as error:

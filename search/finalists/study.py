@@ -1,50 +1,26 @@
-"""The study that the finalists of a search are trained in: made whole, once, and joined by whoever comes later.
-
-It is a study like any other, so that its trials are claimed, leased, resumed and counted as any trials are. It is
-another study than the search, so that the search's sampler and budget know nothing of it.
-"""
+"""The finalists of a search: chosen once, and joined by whoever comes later."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import secrets
-from typing import Any
 
-import optuna
-from optuna.exceptions import DuplicatedStudyError
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial
 
 from search.console import command, counted
 from search.errors import SearchError
+from search.finalists.companion import create
 from search.finalists.table import newest_set
-from search.pruners.none import NoPruning
-from search.samplers.random import Random
 from search.sampling.seeds import derive_seed
-from search.spec.spec import FINALISTS, FinalistsOf, StudySpec, parse_spec
-from search.study.create_or_join import name_metric
+from search.spec.spec import FinalistsOf
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
-from storage.attributes import (
-    CHECKPOINT_URL,
-    FOLDER,
-    PARENT_TRIAL,
-    REMOVED,
-    RUN_ID,
-    RUN_URL,
-    SOURCE,
-    SPEC,
-    STOPPED,
-    TRACKING_URI,
-    TRAINING_SEED,
-)
+from storage.attributes import REMOVED, STOPPED
 from storage.database.locks import name_lock
-from storage.trials.finalist_sets import finalist_studies
+from storage.trials.finalist_sets import finalist_studies, refit_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
-
-_LONGEST_NAME = 100  # of the spec
 
 
 def create_or_join(
@@ -98,17 +74,18 @@ def passed_over(study: StoredStudy, top: int) -> list[int]:
     return [t.number for t in best_configurations(study, top, removed=True) if REMOVED in t.user_attrs]
 
 
-def fresh_seeds(study: StoredStudy, count: int) -> list[int]:
-    """Return seeds that no trial of the search and no earlier set was trained on, derived from the study's seed."""
+def fresh_seeds(study: StoredStudy, count: int, purpose: str = "finalists") -> list[int]:
+    """Return seeds that nothing of the study was trained on, derived from the study's and what they are for."""
     taken = {derive_seed(study.spec.seed, "trial", trial.number) for trial in study.trials()}
-    for name in finalist_studies(study.engine, study.study_id):
-        of = load_study(study.storage, name).spec.finalists_of
-        taken.update(of.seeds if of is not None else [])
+    for names in (finalist_studies, refit_studies):
+        for name in names(study.engine, study.study_id):
+            of = load_study(study.storage, name).spec.finalists_of
+            taken.update(of.seeds if of is not None else [])
     fresh: list[int] = []
     for index in itertools.count():
         if len(fresh) == count:
             break
-        seed = derive_seed(study.spec.seed, "finalists", index)
+        seed = derive_seed(study.spec.seed, purpose, index)
         if seed not in taken:
             taken.add(seed)
             fresh.append(seed)
@@ -152,58 +129,4 @@ def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: l
         seeds=seeds,
         divisions=True,
     )
-    for number in itertools.count(1):
-        spec = _spec(study.spec, of, number)
-        try:
-            made = study.storage.create_filled_study(
-                [optuna.study.StudyDirection[spec.direction.upper()]],
-                spec.name,
-                user_attrs=_attrs(study, spec),
-                trials=_trials(of, {trial.number: trial for trial in chosen}),
-            )
-        except DuplicatedStudyError:
-            continue  # an earlier set, or somebody's study of that name
-        name_metric(study.storage, spec)
-        return StoredStudy(spec, study.storage, made)
-    raise AssertionError("names do not run out")
-
-
-def _spec(searched: StudySpec, of: FinalistsOf, number: int) -> StudySpec:
-    suffix = FINALISTS + (f"-{number}" if number > 1 else "")
-    own = {
-        "name": searched.name[: _LONGEST_NAME - len(suffix)] + suffix,
-        "n_trials": len(of.trials) * len(of.seeds),
-        "sampler": Random().model_dump(),
-        "warm_start": None,
-        "stop_when": None,
-        "pruner": NoPruning().model_dump(),
-        "timeout": None,
-        "budget_epochs": None,
-        "budget_seconds": None,
-        # What is promoted is the finalist's own run of the search: its weights, not those of a re-run, were chosen.
-        "models": "none",
-        "finalists_of": of.model_dump(),
-    }
-    return parse_spec({**searched.model_dump(), **own})
-
-
-def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
-    """Return what the study is to have: what its workers need of the search's attributes, a folder, and its spec."""
-    theirs = study.attrs
-    shared = {key: theirs[key] for key in (SOURCE, CHECKPOINT_URL, TRACKING_URI, RUN_ID, RUN_URL) if key in theirs}
-    return {**shared, FOLDER: f"{spec.name}-{secrets.token_hex(8)}", SPEC: spec.model_dump()}
-
-
-def _trials(of: FinalistsOf, chosen: dict[int, FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials as `Study.enqueue_trial` makes them, their parameters fixed."""
-    made = []
-    for number in range(len(of.trials) * len(of.seeds)):
-        parent, seed = of.assignment(number)
-        made.append(
-            create_trial(
-                state=TrialState.WAITING,
-                system_attrs={"fixed_params": chosen[parent].params},
-                user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed},
-            )
-        )
-    return made
+    return create(study, of, {trial.number: trial for trial in chosen})

@@ -160,7 +160,7 @@ def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) 
         values=values,
         mean=statistics.fmean(there) if there else None,
         spread=statistics.stdev(there) if len(there) > 1 else None,
-        reasons=tuple(_why_missing(trial) for trial in trials),
+        reasons=tuple(why_missing(trial) for trial in trials),
         scored=tuple(
             None if value is None or trial is None else scored_of(value, trial.user_attrs.get(FRESH))
             for value, trial in zip(values, trials, strict=True)
@@ -168,7 +168,8 @@ def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) 
     )
 
 
-def _why_missing(trial: FrozenTrial | None) -> str | None:
+def why_missing(trial: FrozenTrial | None) -> str | None:
+    """Return why a run has no value; None where it has one."""
     if trial is None or trial.state == TrialState.WAITING:
         return "waiting"
     if trial.state == TrialState.COMPLETE:

@@ -11,7 +11,8 @@ import yaml
 from optuna.trial import FrozenTrial
 
 from search.finalists import read_finalists
-from search.study.study import StoredStudy
+from search.finalists.refit import tabulate_refit
+from search.study.study import StoredStudy, parent_of
 from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
 from storage.mlflow.health import one_line
@@ -48,6 +49,8 @@ class Evidence:
         finalists: the finalists' table; None without any.
         test: the opening of the test set for this trial, with its scores; None while it is sealed.
         unconfirmed: why the choice of this trial is not confirmed; empty when it is.
+        refit: of a refit the search and its trial, the epochs, the seeds and training losses of its runs, and the one
+            that was taken; `value` is then of samples that it was trained on. None of a trial of a search.
         weights_only: why the model is but a checkpoint, which takes the objective's code; empty when it is exported.
     """
 
@@ -70,6 +73,7 @@ class Evidence:
     test: dict[str, Any] | None
     unconfirmed: str
     weights_only: str = ""
+    refit: dict[str, Any] | None = None
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values for the database."""
@@ -78,7 +82,9 @@ class Evidence:
 
 def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient) -> Evidence:
     """Return what is known of a trial and its model now; what MLflow does not give is left out."""
-    finalists = read_finalists(study)
+    refit = study.spec.refit is not None
+    search = parent_of(study) if refit else study
+    finalists = read_finalists(search)
     opening = read_opening(study.engine, study.study_id)
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
@@ -104,6 +110,7 @@ def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient
         test=_opening(opening) if for_it else None,
         unconfirmed=why_unconfirmed(study, trial.number),
         weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
+        refit={"search": search.spec.name, **tabulate_refit(study).as_record()} if refit else None,
     )
 
 
@@ -113,6 +120,8 @@ def why_unconfirmed(study: StoredStudy, trial: int) -> str:
     Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened for
     it: the best of many trials over-states itself.
     """
+    if study.spec.refit is not None:
+        return _why_refit_unconfirmed(study, trial)
     if (of := study.spec.finalists_of) is not None:
         return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
     finalists = read_finalists(study)
@@ -131,6 +140,20 @@ def why_unconfirmed(study: StoredStudy, trial: int) -> str:
     if opening.finalists is None:
         return "the test set was opened for it without finalists"
     return "" if opening.scores is not None else "the test set was opened and has no scores"
+
+
+def _why_refit_unconfirmed(study: StoredStudy, trial: int) -> str:
+    """Return the same for a run of a refit: its configuration was chosen, and the test set is its only judge."""
+    search, found = parent_of(study), tabulate_refit(study)
+    finalists = read_finalists(search)
+    if trial != found.taken:
+        return "it is not the run of the median training loss"
+    if finalists is None or finalists.winner != found.of:
+        return f"it is a refit of trial {found.of}, which is not the winner among the finalists"
+    opening = read_opening(search.engine, search.study_id)
+    if opening is None:
+        return "the test set was not opened for it yet"
+    return f"the test set was opened for the model of trial {opening.trial_number}; this refit was not scored on it"
 
 
 def _opening(opening: Opening | None) -> dict[str, Any] | None:
@@ -165,6 +188,7 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
         "config": evidence.config and json.dumps(evidence.config),
         "git_sha": evidence.git_sha and evidence.git_sha + (" (with changes)" if evidence.git_dirty else ""),
         "data_sha256": evidence.data_sha256,
+        "refit": evidence.refit and json.dumps(evidence.refit),
         "finalists": evidence.finalists and json.dumps(evidence.finalists),
         "test": evidence.test and json.dumps(evidence.test),
         "confirmed": str(not evidence.unconfirmed).lower(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from search.console import counted
 from search.finalists.expected import LEVEL
 from search.promotion.evidence import Evidence
 from search.study.summary import format_value
@@ -37,6 +38,7 @@ def _card(evidence: Evidence, address: str) -> list[str]:
         "",
         f"{f'[{trial}]({evidence.run_url})' if evidence.run_url else trial} of study **{evidence.study}**",
         "",
+        *(_refit(evidence.refit) if evidence.refit is not None else ()),
         *_confirmation(evidence),
         "",
         *_table(("", ""), _facts(evidence)),
@@ -57,16 +59,38 @@ def _loading(evidence: Evidence, address: str) -> str:
     )
 
 
+def _refit(refit: dict[str, Any]) -> list[str]:
+    """Return what a refit is, and the training loss of each of its runs."""
+    runs = [
+        (f"**{number}**" if number == refit["taken"] else str(number), str(seed), _number(loss))
+        for number, (seed, loss) in enumerate(zip(refit["seeds"], refit["losses"], strict=True))
+    ]
+    return [
+        f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on train and "
+        f"validation for {counted(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the median "
+        "training loss was taken.",
+        "",
+        *_table(("run", "seed", "training loss"), runs),
+        "",
+    ]
+
+
 def _confirmation(evidence: Evidence) -> list[str]:
+    if evidence.refit is not None:
+        if evidence.unconfirmed:
+            return [f"**Not seen by the test set**: {evidence.unconfirmed}."]
+        return ["Confirmed: its configuration was chosen on fresh seeds, and the test set was opened for it, once."]
     if evidence.unconfirmed:
         return [f"**Unconfirmed**: {evidence.unconfirmed}. Its value is that of the best of many, and too good by it."]
     return ["Confirmed: it was chosen on fresh seeds, and the test set was opened for it, once."]
 
 
 def _facts(evidence: Evidence) -> list[tuple[str, str]]:
-    facts: list[tuple[str, object]] = [(f"val {evidence.metric}, in the search", _number(evidence.value))]
+    measured = "in the search" if evidence.refit is None else "on samples that it was trained on"
+    facts: list[tuple[str, object]] = [(f"val {evidence.metric}, {measured}", _number(evidence.value))]
     expected = (evidence.finalists or {}).get("expected")
-    if expected is not None and evidence.trial == (evidence.finalists or {}).get("winner"):
+    chosen = evidence.trial if evidence.refit is None else evidence.refit["of"]
+    if expected is not None and chosen == (evidence.finalists or {}).get("winner"):
         between = f"{_number(expected['low'])} to {_number(expected['high'])}"
         facts.append((f"{evidence.metric} to expect on new data ({LEVEL:.0%})", between))
     if evidence.test is not None and evidence.test["scores"]:

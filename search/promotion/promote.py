@@ -14,7 +14,7 @@ from search.promotion.late_model import late_model
 from search.promotion.model_card import describe
 from search.report.promotions import current
 from search.study.steering import find_trial, whoami
-from search.study.study import StoredStudy
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import INFEASIBLE, REASON, RUN_ID
 from storage.database.locks import registry_lock, still_held
@@ -88,13 +88,33 @@ def promote(
         StorageError: MLflow refuses, or is away.
     """
     if (of := study.spec.finalists_of) is not None:
-        again = command("promote", of.study)
-        raise SearchError(f"study {study.spec.name!r} holds the finalists of {of.study!r}: promote it with: {again}")
+        again = command("promote", of.study) if of.refit is None else study.go_on
+        raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
     name = model or study.spec.name
-    check_alias(alias)
-    check_model_name(name, setting="--model")
+    check_names(alias, name)
     chosen = find_trial(study, _default_trial(study) if trial is None else trial)
     _check_promotable(study, chosen)
+    return register(study, chosen, tracking, alias=alias, name=name)
+
+
+def check_names(alias: str, model: str) -> None:
+    """Refuse what MLflow takes for no alias, or for no name of a model.
+
+    Raises:
+        StorageError: it is none.
+    """
+    check_alias(alias)
+    check_model_name(model, setting="--model")
+
+
+def register(study: StoredStudy, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
+    """Register the model of a COMPLETE trial under a name, with its evidence, and let an alias name it.
+
+    Raises:
+        SearchError: its model is not to be had.
+        ObjectiveError: its model is to be made, and today's code does not fit its weights.
+        StorageError: MLflow refuses, or is away.
+    """
     registry = Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.model_of(run_id)
@@ -147,11 +167,12 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
             version = registry.version_by_alias(promotion.model_name, promotion.alias)
             if version is None or version.number != promotion.version:
                 continue  # it has moved: that is for the noticing
-            evidence = gather_evidence(study, find_trial(study, promotion.trial_number), tracking.client)
+            of = _study_of(study, promotion)
+            evidence = gather_evidence(of, find_trial(of, promotion.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
             record_promotion(
                 connection,
-                TrialOfRun(study.study_id, study.spec.name, promotion.trial_number),
+                TrialOfRun(of.study_id, of.spec.name, promotion.trial_number),
                 model=promotion.model_name,
                 version=promotion.version,
                 alias=promotion.alias,
@@ -161,7 +182,15 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 
 def _has_changed(study: StoredStudy, promotion: Promotion) -> bool:
-    return why_unconfirmed(study, promotion.trial_number) != promotion.evidence.get("unconfirmed")
+    of = _study_of(study, promotion)
+    return why_unconfirmed(of, promotion.trial_number) != promotion.evidence.get("unconfirmed")
+
+
+def _study_of(study: StoredStudy, promotion: Promotion) -> StoredStudy:
+    """Return the study of a promotion's trial: the search, or a refit of it."""
+    if promotion.study_id == study.study_id:
+        return study
+    return load_study(study.storage, str(promotion.evidence["study"]))
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from search.errors import SearchError
-from search.study.study import load_study
+from search.study.study import load_study, parent_of
 from storage.database.locks import registry_lock, still_held
 from storage.errors import StorageError
 from storage.mlflow.client import Tracking
@@ -148,6 +148,8 @@ class _Noticing:
 
         try:
             study = load_study(self.storage, name)
+            if study.spec.finalists_of is not None:
+                study = parent_of(study)
             write_note(study, summarise(study))
         except (SearchError, KeyError):
             log.info("study %s was deleted: it has no note to update", name)

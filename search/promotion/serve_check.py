@@ -90,7 +90,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = model_objective(load_objective(study.spec.objective), "serve-check")
     objective.judge_by(study.spec.metric, study.spec.direction)
-    splits, _ = prepared_splits(objective, study.spec.seed)
+    splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _changes(study, objective, splits, version)
     scored: float | None
     why_weights = why_weights_only(tracking.client, version.model_id)

@@ -17,6 +17,7 @@ from search.finalists.text import SHOWN, drawn, expected_words, finalist_lines, 
 from search.pruning import study_rungs
 from search.report.figures import figure_data, importances
 from search.report.foreseen import foreseen
+from search.report.promotions import subject, with_refits
 from search.report.pruned import pruned_by_epoch
 from search.report.spent import spent
 from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
@@ -24,7 +25,7 @@ from search.study.devices import devices_line, devices_of
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import REASON, RUN_URL, SMOKE
-from storage.records.promotions import Promotion, promotions_of
+from storage.records.promotions import Promotion
 from storage.records.test_openings import Opening, read_opening
 from storage.trials.rungs import read_rungs
 
@@ -65,7 +66,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         test_set=opening_line(study, opening, finalists) if opening else None,
         test_scores=opening.scores if opening else None,
         pruned=pruned_by_epoch(study),
-        promotions=[_promotion(p) for p in promotions_of(study.engine, study.study_id)],
+        promotions=[_promotion(p) for p in with_refits(study)],
         names=names,
         trials=trial_rows(study, shown, names, forecasts),
         n_trials=len(study.trials()),
@@ -168,7 +169,7 @@ def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> 
 
 def _promotion(promotion: Promotion) -> dict[str, str]:
     return {
-        "trial": str(promotion.trial_number),
+        "trial": subject(promotion).removeprefix("trial "),
         "version": f"{promotion.model_name} {promotion.version}",
         "alias": promotion.alias,
         "by": promotion.promoted_by,

@@ -25,8 +25,7 @@ from search.services import Services
 from search.steps import steps
 from search.study.checkpoints import open_checkpoints
 from search.study.study import StoredStudy
-from search.study.summary import summarise
-from search.tracking.rebuild import resend
+from search.tracking.rebuild import needed, resend
 from search.tracking.study_run import open_parent_run
 from search.tracking.tracker import Tracker
 from search.worker.options import WorkerOptions
@@ -138,9 +137,7 @@ def tell_outbox(console: Console, services: Services, study: StoredStudy, *, int
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
     def winner() -> None:
-        # Of all the trials of machines that are gone, the one that must not be without a model.
-        best = summarise(study).best
-        resend(study, tracker, checkpoints, only=[] if best is None else [best.number])
+        resend(study, tracker, checkpoints, only=needed(study))  # of trials of machines that are gone
 
     with steps(console) as tell:
         patience = _GRACE if interrupted else math.inf

@@ -6,23 +6,19 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from objectives import load_objective
 from search.console import command
-from search.errors import SearchError
 from search.finalists.study import create_or_join, passed_over
 from search.finalists.table import Finalists, read_finalists, tabulate
 from search.finalists.text import finalist_lines, finalist_table, opening_line
 from search.publish.study import close_study
-from search.run.drive import drive, open_run, tell_failed, tell_outbox
+from search.run.beside import open_beside, train_beside
+from search.run.drive import tell_failed
 from search.services import Services
 from search.steps import steps
-from search.study.checkpoints import note_checkpoints
 from search.study.study import StoredStudy
 from search.study.summary import summarise
-from search.study.tracking import with_tracking
 from search.worker.options import WorkerOptions
-from storage.attributes import RUN_URL, STOPPED, TRACKING_URI
-from storage.checkpoints.store import Checkpoints
+from storage.attributes import RUN_URL
 from storage.mlflow.health import one_line
 from storage.records.test_openings import read_opening
 
@@ -62,41 +58,21 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service cannot be used.
     """
-    if options.checkpoint_url is not None:
-        Checkpoints(options.checkpoint_url).check()
     with steps(console) as tell:
         tell("choosing the finalists")
-        if (of := study.spec.finalists_of) is not None:
-            raise SearchError(
-                f"study {study.spec.name!r} holds the finalists of {of.study!r}: {command('finalists', of.study)}"
-            )
-        services = with_tracking(services, study)
-        chosen, created = create_or_join(study, top=top, seeds=seeds, new_set=new_set)
-        chosen.set_attr(TRACKING_URI, services.open_tracking().uri)
-        away = open_run(services, chosen, required=False)
-        if options.checkpoint_url is not None:
-            note_checkpoints(chosen, options.checkpoint_url)
+        beside = open_beside(
+            services, study, options, lambda: create_or_join(study, top=top, seeds=seeds, new_set=new_set)
+        )
+    chosen, created = beside.study, beside.created
     _print_begin(console, study, chosen, created=created)
     if (counting := read_finalists(study)) is not None and counting.study != chosen.spec.name:
         console.print(
             f"until these have a winner, that of {counting.study} stays: trial {counting.winner}", style="yellow"
         )
-    if away:
-        console.print(f"{away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
-    found = tabulate(study, chosen)
-    interrupted, fleet = False, None
-    if found.pending and workers:
-        if why := chosen.attrs.get(STOPPED):
-            again = command("start", chosen.spec.name)
-            raise SearchError(f"study {chosen.spec.name!r} was stopped {why}: start it with {again}")
-        objective = load_objective(chosen.spec.objective)
-        if warning := chosen.source_warning(objective):
-            console.print(f"warning: {warning}", style="yellow")
-        interrupted, fleet = drive(console, services, chosen, workers, options)
-    tell_outbox(console, services, chosen, interrupted=interrupted)
+    interrupted, fleet = train_beside(console, beside, options, workers if tabulate(study, chosen).pending else 0)
     found = tabulate(study, chosen)
     if not found.pending:
-        _tell(console, services, study)
+        _tell(console, beside.services, study)
     _print_end(console, study, found)
     gave_up = tell_failed(console, fleet)
     if found.pending:

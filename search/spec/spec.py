@@ -26,7 +26,8 @@ MOST_TRIALS = 1_000_000  # of a study; with a budget in epochs or seconds alone,
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
-FINALISTS = ".finalists"  # how the names of studies end that hold finalists; of a later set with "-2" and so on
+# How the names of studies end that hold finalists, or the refit of their winner; of a later one with "-2" and so on.
+FINALISTS, REFIT = ".finalists", ".refit"
 
 
 def _study_names(given: Any) -> Any:
@@ -53,6 +54,8 @@ def searched_by(name: str) -> str | None:
 class FinalistsOf(Options):
     """Makes a study the finalists of another: each of its best trials, trained anew on each of some fresh seeds.
 
+    Or, with `refit`, the winner among them, trained on train and validation.
+
     Attributes:
         study: the other study's name.
         study_id: its number in the database: a study deleted and made again under its name is another.
@@ -61,6 +64,7 @@ class FinalistsOf(Options):
         seeds: of the training, the same for all finalists; none is a seed of the search.
         divisions: whether each seed divides train and validation anew, and a run's score is cross-fitted; sets that
             were chosen before there was such a thing go on without.
+        refit: epochs of a refit, which is trained on all but the test split; None for finalists.
     """
 
     study: str
@@ -69,6 +73,12 @@ class FinalistsOf(Options):
     trials: list[int] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
     divisions: bool = False
+    refit: int | None = Field(default=None, ge=1)
+
+    @property
+    def what(self) -> str:
+        """What the study holds, for a person: ``the finalists of 'wine'``."""
+        return f"the {'finalists' if self.refit is None else 'refit'} of {self.study!r}"
 
     def assignment(self, number: int) -> tuple[int, int]:
         """Return whose configuration trial `number` trains, and on which seed.
@@ -153,6 +163,11 @@ class StudySpec(Options):
     def maximize(self) -> bool:
         """Whether a higher value of the metric is better."""
         return self.direction == "maximize"
+
+    @property
+    def refit(self) -> int | None:
+        """The epochs after which its trials end, which are trained on train and validation; None of other studies."""
+        return None if self.finalists_of is None else self.finalists_of.refit
 
     @property
     def budgets(self) -> str:

@@ -141,9 +141,9 @@ def _create_or_join(
         stored = storage.get_study_user_attrs(study_id).get(SPEC)
         if stored is not None:
             if (of := parse_spec(stored).finalists_of) is not None:
+                again = StoredStudy(parse_spec(stored), storage, study_id).go_on
                 raise SearchError(
-                    f"study {wanted.name!r} holds the finalists of {of.study!r}: run them with "
-                    f"{command('finalists', of.study)}, or choose another --name"
+                    f"study {wanted.name!r} holds {of.what}: run them with {again}, or choose another --name"
                 )
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             # Parsed first: a setting that a later version has, with its default, is no difference.

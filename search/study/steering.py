@@ -111,10 +111,8 @@ def extend_study(
     """
     flag, unit = typed(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
-        raise SearchError(
-            f"study {study.spec.name!r} holds the finalists of {of.study!r}, no more than were chosen: choose others "
-            f"with {command('finalists', of.study, '--new-set')}"
-        )
+        instead = f": choose others with {command('finalists', of.study, '--new-set')}" if of.refit is None else ""
+        raise SearchError(f"study {study.spec.name!r} holds {of.what}, no more than were chosen{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")
     changed: list[Extended] = []

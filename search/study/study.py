@@ -86,7 +86,7 @@ class StoredStudy:
     def go_on(self) -> str:
         """The command that runs what is left of the study."""
         if (of := self.spec.finalists_of) is not None:
-            return command("finalists", of.study)
+            return command("finalists", of.study) if of.refit is None else command("promote", of.study, "--refit")
         return command("run", self.spec.objective, "--name", self.spec.name)
 
     def set_attr(self, key: str, value: Any) -> None:
@@ -146,7 +146,7 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
 
 
 def parent_of(chosen: StoredStudy) -> StoredStudy:
-    """Return the study whose finalists a study holds.
+    """Return the study whose finalists, or whose refit, a study holds.
 
     Raises:
         SearchError: it was deleted.
@@ -158,8 +158,9 @@ def parent_of(chosen: StoredStudy) -> StoredStudy:
     except SearchError:
         parent = None
     if parent is None or parent.study_id != of.study_id:
+        whose = "finalists" if of.refit is None else "refit"
         raise SearchError(
-            f"study {of.study!r}, whose finalists {chosen.spec.name!r} holds, was deleted: "
+            f"study {of.study!r}, whose {whose} {chosen.spec.name!r} holds, was deleted: "
             f"delete them too: {command('delete', chosen.spec.name)}"
         )
     return parent

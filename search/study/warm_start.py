@@ -75,7 +75,7 @@ def _earlier(storage: PostgresStorage, spec: StudySpec, name: str) -> StoredStud
     except SearchError as error:
         raise SearchError(f"--warm-start {name}: {error}") from None
     if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"--warm-start {name}: it holds the finalists of {of.study!r}: name {of.study} instead")
+        raise SearchError(f"--warm-start {name}: it holds {of.what}: name {of.study} instead")
     if study.spec.direction != spec.direction:
         raise SearchError(
             f"--warm-start {name}: it is to {study.spec.direction} {study.spec.metric}, this study is to "

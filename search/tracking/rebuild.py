@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from objectives import BaseObjective, load_objective
 from objectives.fit import result_of
@@ -21,6 +21,7 @@ from objectives.training.result import RunResult
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
 from search.study.study import StoredStudy
+from search.study.summary import summarise
 from search.tracking.tracker import Tracker
 from search.tracking.trial_run import TrialTracking
 from storage.attributes import ATTEMPT, REASON
@@ -39,6 +40,14 @@ def pending_trials(study: StoredStudy) -> list[FrozenTrial]:
     # As the database has it now: finished trials are read once, and what they said of MLflow then may be over.
     pending = RunLinks(study.engine).pending(study.study_id)
     return [trial for trial in study.trials() if trial._trial_id in pending]
+
+
+def needed(study: StoredStudy) -> list[int]:
+    """Return the trials that must not be without a model: the best; of a refit all, for one of them is taken later."""
+    if study.spec.refit is not None:
+        return [trial.number for trial in study.trials(TrialState.COMPLETE)]
+    best = summarise(study).best
+    return [] if best is None else [best.number]
 
 
 def resend(

@@ -21,7 +21,7 @@ from search.tracking.tracker import Tracker, pruning_tags
 from search.tracking.trial_model import model_record, run_params, told, write_model
 from storage.attributes import PENDING
 from storage.mlflow import journal_records
-from storage.mlflow.client import FINALIST_OF, SEED
+from storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
 from storage.mlflow.outbox import Journal
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
@@ -57,7 +57,7 @@ class TrialTracking:
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
-            tags = {FINALIST_OF: str(trial), SEED: str(seed)}
+            tags = {FINALIST_OF if self._spec.refit is None else REFIT_OF: str(trial), SEED: str(seed)}
         self._journal = self._tracker.begin(
             f"{claim.number:04d}-{claim.attempt}",
             trial_id=claim.trial_id,
@@ -103,8 +103,9 @@ class TrialTracking:
             journal.lost = 0
             for record in result.history:
                 self.log_epoch(record.epoch, record.timestamp, record.metrics)
-        if result.status == "completed":
-            # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model.
+        if result.status == "completed" and self._spec.refit is None:
+            # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model. What a
+            # refit scores is of samples that it is trained on, and would be the first of all.
             last = result.history[-1]
             best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
             best["best_epoch"] = float(result.best_epoch)
@@ -114,8 +115,9 @@ class TrialTracking:
         self._log_data(result)
         if result.resume_note:
             journal.append(journal_records.Tags({"hpsearch.resumed": result.resume_note}))
-        # Of a finalist only numbers count: the run of the search, whose weights were chosen, is what is promoted.
-        whole = result.status == "completed" and self._spec.finalists_of is None
+        # Of a finalist only numbers count: the run of the search, or a refit, is what is promoted.
+        confirms = self._spec.finalists_of is not None and self._spec.refit is None
+        whole = result.status == "completed" and not confirms
         if not self._keep(files, result.best_path if whole else None):
             # The checkpoint in the store has all of it.
             journal.append(journal_records.Problem(f"{PENDING}: there was no room on disk for its files and its model"))

@@ -15,6 +15,7 @@ from objectives import ObjectiveError
 from objectives.training import DeviceMemoryError, NonFiniteError
 from objectives.training.ranks import RankLostError, current
 from objectives.training.result import RunResult
+from search.console import counted
 from search.sampling.seeds import division_seed, training_seed
 from search.sampling.suggest import suggest
 from search.study.devices import pace_of
@@ -23,7 +24,7 @@ from search.tracking.trial_run import TrialTracking
 from search.worker.context import WorkerContext
 from search.worker.ranks import Job, fit_together
 from search.worker.session import TrialSession
-from storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, TRACKING
+from storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
 from storage.errors import CheckpointStoreError, ClaimLostError
 from storage.trials.claims import Claim
 from storage.trials.outcome import Ended, Outcome
@@ -129,6 +130,7 @@ class Attempt:
             seed=training_seed(spec, self._claim.number),
             split_seed=spec.seed,
             division=division_seed(spec, self._claim.number),
+            refit=spec.refit,
         )
         return fit_together(current(), context.objective, job, session=self._session, device=context.device)
 
@@ -150,6 +152,10 @@ class Attempt:
             if result.fresh is not None:
                 value, reason = result.fresh.value, f"{result.fresh.told(self._context.spec.metric)}; {reason}"
                 told = {**pace, FRESH: result.fresh.record()}
+            if self._context.spec.refit is not None:
+                loss = result.history[-1].metrics["train_loss"]
+                told = {**pace, REFIT: {"train_loss": loss}}
+                reason = f"train loss {loss:.6g} after {counted(len(result.history), 'epoch')} on train and validation"
             ended = self._end(Outcome.COMPLETE, reason, value=value, attrs=told, kept=kept)
         session.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)

@@ -21,10 +21,9 @@ from search.study.checkpoints import StudyCheckpoints, open_checkpoints
 from search.study.folders import runs_folder
 from search.study.release import check_release
 from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
 from search.study.tracking import with_tracking
 from search.tracking.provenance import run_tags
-from search.tracking.rebuild import resend
+from search.tracking.rebuild import needed, resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
 from search.worker.identity import worker_identity, worker_name
@@ -178,9 +177,7 @@ def _send_rest(joined: _Joined, leaving: Leaving, *, over: bool, alone: bool) ->
     checkpoints.tidy(runs_folder(joined.runs, study))
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     if over and (alone or study.spec.finalists_of is not None):
-        best = summarise(study).best
-        only = [] if best is None else [best.number]
-        resend(study, tracker, checkpoints, only=only, objective=joined.objective)
+        resend(study, tracker, checkpoints, only=needed(study), objective=joined.objective)
         tracker.sender.flush(patience)
         close_if_spent(study, joined.tracking)
 

@@ -25,7 +25,7 @@ class Job:
         objective: as the study names it.
         metric, direction: what it is judged by.
         config: as the objective's `suggest` made it.
-        epochs, seed, split_seed, division: see `Trainer`.
+        epochs, seed, split_seed, division, refit: see `Trainer`.
     """
 
     trial: int
@@ -38,6 +38,7 @@ class Job:
     seed: int
     split_seed: int
     division: int | None = None
+    refit: int | None = None
 
     def where(self, device: str | None) -> Where:
         """How it is trained, on this rank's device."""
@@ -46,6 +47,7 @@ class Job:
             "seed": self.seed,
             "split_seed": self.split_seed,
             "division": self.division,
+            "refit": self.refit,
             "device": device,
         }
 

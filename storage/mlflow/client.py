@@ -33,6 +33,7 @@ STUDY, TRIAL, STATE, REASON = "hpsearch.study", "hpsearch.trial", "hpsearch.stat
 STUDY_ID = "hpsearch.study_id"
 MODEL_ID = "hpsearch.model_id"
 FINALIST_OF, SEED = "hpsearch.finalist_of", "hpsearch.seed"  # of a finalist's run: the trial it repeats, on which seed
+REFIT_OF = "hpsearch.refit_of"  # of a refit's run, beside the seed: the trial whose configuration it trains
 
 _CLIENT_SETTINGS = {
     # The defaults block a call to a dead server for four minutes, and repeat a creation whose reply was lost, which

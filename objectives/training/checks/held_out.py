@@ -87,7 +87,7 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
     """
     config = TrainConfig.from_dict(best["config"])
     with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits = _same_splits(objective, best["split_seed"], best["split_hash"])
+        splits = _same_splits(objective, best["split_seed"], best["split_hash"], refit="refit" in best)
         set_seed(best["seed"], "init")
         with users_code(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)
@@ -110,8 +110,8 @@ def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, 
     return Restored(objective, config, splits, result.model).test()
 
 
-def _same_splits(objective: Objective, split_seed: int, split_hash: str) -> Splits:
-    splits, found = prepared_splits(objective, split_seed)
+def _same_splits(objective: Objective, split_seed: int, split_hash: str, *, refit: bool = False) -> Splits:
+    splits, found = prepared_splits(objective, split_seed, "all" if refit else None)
     if found != split_hash:
         raise ObjectiveError(
             f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"

@@ -14,7 +14,7 @@ from torch.utils import data as torch_data
 
 from objectives.errors import ObjectiveError
 from objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, plain, to_plain
-from objectives.training.data.division import Blocks, moved_back, wanted
+from objectives.training.data.division import Blocks, moved_back, trained_on, wanted
 from objectives.training.data.samples import (
     Collate,
     Mapped,
@@ -229,8 +229,7 @@ class Splits:
                 raise ObjectiveError("give groups or times: a split by both has no single answer")
             found = by_time(times, len(data), val, test, earlier=moved_back(wanted(), val, test))
             moments = np.unique(np.asarray(times)[found[1]], return_inverse=True)[1]
-            train, valid, held = (data.take(torch.from_numpy(part)) for part in found)
-            return cls(train, valid, held, Blocks(moments, ordered=True))
+            return cls(*_taken(data, found), Blocks(moments, ordered=True))
         rows = np.arange(len(data))
         classes = isinstance(data.y, Tensor) and data.y.ndim == 1 and not data.y.dtype.is_floating_point
         labels = data.y.numpy() if stratify and classes and groups is None else None
@@ -245,8 +244,7 @@ class Splits:
             parts = _drawn(rows, val, test, None, grouped, seed)
         parts = [np.sort(part) for part in parts]
         blocks = None if grouped is None else Blocks(np.unique(grouped[parts[1]], return_inverse=True)[1])
-        train, valid, held = (data.take(torch.from_numpy(part)) for part in parts)
-        return cls(train, valid, held, blocks)
+        return cls(*_taken(data, parts), blocks)
 
     def parts(self) -> Iterator[tuple[str, Dataset]]:
         """The splits with their names."""
@@ -268,8 +266,11 @@ class Splits:
         _add_part(found, part, dict(self.parts())[part])
         return found.hexdigest()
 
-    def check(self) -> None:
+    def check(self, *, joined: bool = False) -> None:
         """Refuses data that cannot be trained on, before training starts.
+
+        Args:
+            joined: whether the validation samples are trained on as well, as in a refit.
 
         Raises:
             ObjectiveError: an empty split, shapes that differ, NaN or infinity, shared rows.
@@ -278,6 +279,8 @@ class Splits:
             _check_part(name, part, self.train)
         seen: set[int] = set()
         for name, part in self.parts():
+            if joined and part is self.val:
+                continue
             rows = set() if part.rows is None else set(part.rows.tolist())
             if seen & rows:
                 raise ObjectiveError(f"the {name} split shares {len(seen & rows)} samples with another split")
@@ -316,6 +319,13 @@ def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Row
         return [train, valid, held]
     kept, fresh = divide(train, min(val / (1 - val - test), _MOST), labels, groups, division)
     return [np.concatenate([kept, valid]), fresh, held]
+
+
+def _taken(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:
+    """The data of train, validation and test rows."""
+    train, val, test = parts
+    first, second, third = (data.take(torch.from_numpy(part)) for part in (trained_on(train, val), val, test))
+    return first, second, third
 
 
 def _are_classes(labels: Rows) -> bool:

@@ -1,7 +1,7 @@
 """Dividing anew what is not the test split: what a run is confirmed on, once a search has climbed on one division.
 
 `Splits.make` asks here for the division that is wanted, so that whatever else `data()` does with what it gets - a
-vocabulary, a filter, a scale - is done for that division too.
+vocabulary, a filter, a scale - is done for that division too. A refit wants none: it is trained on all of them.
 """
 
 from __future__ import annotations
@@ -10,29 +10,57 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from objectives.training.data.split import Rows, divide
 from objectives.training.reproducibility.seeds import derive_seed
 
-_WANTED: ContextVar[int | None] = ContextVar("division", default=None)
+# The seed of a division; of a refit all samples but the test split; or the study's own division.
+Division = int | Literal["all"] | None
+
 _LEAST = 2  # samples, of a class or of all, that a half is judged by
 
 
+@dataclass
+class Wanted:
+    """What is wanted of `Splits.make`, and whether it joined train and validation, as a refit wants it."""
+
+    division: Division
+    joined: bool = False
+
+
+_WANTED: ContextVar[Wanted | None] = ContextVar("division", default=None)
+
+
 @contextmanager
-def divided_anew(division: int | None) -> Iterator[None]:
-    """A region in which `Splits.make` draws train and validation by `division`, and the test split as ever."""
-    token = _WANTED.set(division)
+def divided_anew(division: Division) -> Iterator[Wanted]:
+    """A region in which `Splits.make` draws train and validation by `division`, and the test split as ever.
+
+    With "all" the training samples are all but the test split, and the validation samples, the study's, among them.
+    """
+    wish = Wanted(division)
+    token = _WANTED.set(wish)
     try:
-        yield
+        yield wish
     finally:
         _WANTED.reset(token)
 
 
 def wanted() -> int | None:
     """The seed of the division that is wanted; None for the study's own."""
-    return _WANTED.get()
+    wish = _WANTED.get()
+    return wish.division if wish is not None and isinstance(wish.division, int) else None
+
+
+def trained_on(train: Rows, val: Rows) -> Rows:
+    """The rows to train on: those of the training split, and in a refit the validation samples as well."""
+    wish = _WANTED.get()
+    if wish is None or wish.division != "all":
+        return train
+    wish.joined = True
+    return np.sort(np.concatenate([train, val]))
 
 
 def moved_back(division: int | None, val: float, test: float) -> float:

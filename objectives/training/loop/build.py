@@ -68,18 +68,19 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
     split_seed: int,
     device: torch.device,
     division: int | None = None,
+    refit: int | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Run, dict[str, float]]:
     """The run, and what its untrained model scores.
 
     Every part of the objective's code has run once when this returns, so its mistakes show before training. With a
-    `division` it is a run that confirms: see `Trainer`.
+    `division` it is a run that confirms, with `refit` one on all but the test split: see `Trainer`.
 
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits, split_hash = prepared_splits(objective, split_seed, division)
+    splits, split_hash = prepared_splits(objective, split_seed, division if refit is None else "all")
     _check_ranks(who, splits, split_hash, ranks)
     strategy = build_strategy(config, ranks)
     set_seed(seed, "init")
@@ -125,6 +126,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
             "split_seed": split_seed,
             "split_hash": split_hash,
             **({} if division is None else {"division": division}),
+            **({} if refit is None else {"refit": refit}),
         },
         environment=environment(device, source, ranks.world),
         changes=uncommitted(source.parent if source else Path.cwd()),
@@ -145,10 +147,11 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
         average=average,
         guard=FiniteGuard(device),
         steplog=steplog,
-        progress=Progress(f"val_{objective.metric}", maximize=maximize),
+        progress=Progress(f"val_{objective.metric}", maximize=maximize, keep_last=refit is not None),
         ranks=ranks,
         strategy=strategy,
         fresh=fresh,
+        refit=refit,
     )
     strategy.begin(model, stepping)
     with strategy.explained():
@@ -189,6 +192,8 @@ def oddities(run: Run) -> list[str]:
             "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
             "loss on eval_batch_size"
         )
+    if run.refit is not None and run.config.schedule == "plateau":
+        found.append("the schedule plateau goes by validation samples that are trained on: the rate may fall later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.alone and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         found.append(

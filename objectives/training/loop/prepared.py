@@ -8,18 +8,19 @@ from weakref import WeakKeyDictionary
 
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.data.dataset import Dataset, Splits
-from objectives.training.data.division import divided_anew
+from objectives.training.data.division import Division, divided_anew
+from objectives.training.data.joined import joined
 from objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
 
 # By objective, the last division's: a worker trains many trials on one split, and data may be all of the memory.
-_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, int | None], Splits, str]] = WeakKeyDictionary()
+_PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, Division], Splits, str]] = WeakKeyDictionary()
 _OWN: WeakKeyDictionary[Objective, _Own] = WeakKeyDictionary()  # which other divisions are compared with
 
 
-def prepared_splits(objective: Objective, split_seed: int, division: int | None = None) -> tuple[Splits, str]:
+def prepared_splits(objective: Objective, split_seed: int, division: Division = None) -> tuple[Splits, str]:
     """The objective's data, found fit to train on, and their hash.
 
     `data()` is called once in a process for a seed, unless the objective's code changed what it gave in place; for
@@ -28,8 +29,8 @@ def prepared_splits(objective: Objective, split_seed: int, division: int | None 
     Args:
         objective: whose data.
         split_seed: of the study.
-        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide; the
-            study's own division unless given.
+        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide; "all"
+            for a refit, where the validation samples are trained on as well; the study's own division unless given.
 
     Raises:
         ObjectiveError: the data are wrong.
@@ -41,9 +42,10 @@ def prepared_splits(objective: Objective, split_seed: int, division: int | None 
     own = None if division is None else _own_parts(objective, split_seed)
     splits = _made(objective, split_seed, division)
     if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"))):
+        how = "joined" if division == "all" else "divided anew"
         raise ObjectiveError(
-            f"{type(objective).__name__}.data: the test split is {digest[:12]} where train and validation are divided "
-            f"anew, and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does"
+            f"{type(objective).__name__}.data: the test split is {digest[:12]} where train and validation are {how}, "
+            f"and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does"
         )
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found
@@ -78,15 +80,17 @@ def _samples(part: Dataset, contents: str) -> str:
     return hashlib.sha256(str(part.rows.tolist()).encode()).hexdigest()
 
 
-def _made(objective: Objective, split_seed: int, division: int | None) -> Splits:
+def _made(objective: Objective, split_seed: int, division: Division) -> Splits:
     who = type(objective).__name__
     set_seed(split_seed, "data")  # so that data() is a function of the seed even where it uses a global generator
-    with users_code(f"{who}.data"), divided_anew(division):
+    with users_code(f"{who}.data"), divided_anew(division) as wanted:
         splits = objective.data(split_seed)
     if not isinstance(splits, Splits):
         raise ObjectiveError(f"{who}.data must return Splits, not {type(splits).__name__}")
     try:
-        splits.check()
+        if division == "all":
+            splits = joined(splits, by_make=wanted.joined)
+        splits.check(joined=division == "all")
     except ObjectiveError as error:
         raise ObjectiveError(f"{who}.data: {error}") from error
     return splits

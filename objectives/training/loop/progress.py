@@ -18,12 +18,14 @@ class Progress:
     Attributes:
         key: the record's metric that decides, such as `val_accuracy`.
         maximize: whether higher is better.
+        keep_last: whether the last epoch is kept for the best: a refit has nothing unbiased left to choose by.
         history: one record an epoch.
         best: `epoch`, `value`, `metrics` and `model` (weights) of the best epoch; empty before the first.
     """
 
     key: str
     maximize: bool
+    keep_last: bool = False
     history: list[EpochRecord] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
 
@@ -38,13 +40,16 @@ class Progress:
         return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
 
     def add(self, record: EpochRecord, weights: Callable[[], dict[str, Tensor]]) -> bool:
-        """Adds an epoch; True when it is the best so far, and its weights were kept."""
+        """Adds an epoch; True when it is the best so far, or the last is kept, and its weights were kept."""
         self.history.append(record)
         value = record.metrics[self.key]
-        if self.best and not (value > self.best["value"] if self.maximize else value < self.best["value"]):
+        if self.best and not self.keep_last and not self._better(value):
             return False
         self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
         return True
+
+    def _better(self, value: float) -> bool:
+        return bool(value > self.best["value"] if self.maximize else value < self.best["value"])
 
     def state_dict(self) -> dict[str, Any]:
         """The record as plain values and tensors."""

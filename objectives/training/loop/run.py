@@ -48,6 +48,7 @@ class Run:
         splits: as the objective gave them, on the CPU.
         val: the validation split, on the device unless it is loaded as it is used.
         fresh: what a run on a fresh division has beside others.
+        refit: the epochs after which a run on train and validation ends; None of any other.
         feed: the training batches.
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         ranks: the processes that train it together.
@@ -87,6 +88,7 @@ class Run:
     ranks: Ranks = ALONE
     strategy: Strategy = field(kw_only=True)
     fresh: Fresh | None = None
+    refit: int | None = None
     on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -103,6 +105,8 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the budget of epochs, or the patience, is spent."""
+        if self.refit is not None:  # whatever its validation samples say, which are trained on
+            return self.progress.next_epoch >= self.refit
         patience = self.config.patience
         out_of_patience = patience is not None and self.progress.stale >= patience
         return out_of_patience or self.progress.next_epoch >= self.epochs

@@ -39,7 +39,7 @@ def write_report(
             *_gap(run, result, objective),
             *image(path, "curves.png", "Curves over the epochs"),
         ],
-        "Possible leakage": leakage(run, result) or ["None seen."],
+        "Possible leakage": _leakage(run, result),
         "Instabilities, and what was done": [
             *unstable,
             *image(path, "gradients.png", "Norm of the gradient in each layer, step by step"),
@@ -62,6 +62,14 @@ def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
 def image(report: Path, name: str, words: str) -> list[str]:
     """The lines that show a plot beside the report; none where it was not drawn."""
     return ["", f"![{words}]({name})"] if (report.parent / name).exists() else []
+
+
+def _leakage(run: Run, result: FitResult) -> list[str]:
+    if run.refit is not None:
+        return [
+            "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
+        ]
+    return leakage(run, result) or ["None seen."]
 
 
 def _summary(run: Run, result: FitResult) -> list[str]:

@@ -50,7 +50,8 @@ def _cells(row: StudyRow) -> dict[str, str]:
 
     if not row.ours:
         return {"study": row.name, "objective": "(not made by hpsearch)"}
-    name = row.name + (" (finalists)" if row.of_finalists else "") + (" (stopped)" if row.stopped else "")
+    kind = " (finalists)" if row.of_finalists else " (refit)" if row.of_refit else ""
+    name = row.name + kind + (" (stopped)" if row.stopped else "")
     name += " (stopped early)" if row.stopped_early else ""
     best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
     path, colon, cls = row.objective.rpartition(":")

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, create_trial
 
 from search.finalists import Finalists, read_finalists
 from search.study.study import StoredStudy, load_study
-from storage.attributes import FRESH, INFEASIBLE, SPEC
+from storage.attributes import FRESH, INFEASIBLE, REFIT, SPEC
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim, Claims, Nothing
 from storage.trials.outcome import Outcome
@@ -63,6 +63,18 @@ def train(
         else:
             claims.settle(claim, Outcome.COMPLETE, value=value, attrs={} if fresh is None else {FRESH: fresh})
         done += 1
+
+
+def train_runs(made: StoredStudy, losses: list[float | None]) -> None:
+    """Run the next trials of a refit as a worker does, with training losses that are made up; None diverges."""
+    claims = Claims(made.storage.engine, made.study_id, worker="host:1")
+    for loss in losses:
+        claim = claims.claim()
+        assert isinstance(claim, Claim)
+        if loss is None:
+            claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
+        else:
+            claims.settle(claim, Outcome.COMPLETE, value=1.0, attrs={REFIT: {"train_loss": loss}})
 
 
 def table(study: StoredStudy) -> Finalists:

@@ -66,6 +66,7 @@ CONFIGS = {
 
 
 DIVISIONS = {"sam": 3}  # whose validation samples are halved, and their outputs kept to be resampled
+REFITS = {"lookahead": EPOCHS}  # which end before the schedule does, and keep the last epoch's weights
 
 
 class Augmented(Digits):
@@ -109,9 +110,17 @@ class Killed(LocalSession):
 
 def train(name, session, result_file):
     """Trains to the end and leaves what a run comes to, to the last bit."""
-    division = DIVISIONS.get(name)
+    division, refit = DIVISIONS.get(name), REFITS.get(name)
+    epochs = EPOCHS if refit is None else EPOCHS + 2
     trainer = Trainer(
-        Augmented(), CONFIGS[name], epochs=EPOCHS, seed=11, split_seed=5, division=division, session=session
+        Augmented(),
+        CONFIGS[name],
+        epochs=epochs,
+        seed=11,
+        split_seed=5,
+        division=division,
+        refit=refit,
+        session=session,
     )
     result = trainer.fit()
     weights = {key: tensor.numpy().tobytes().hex() for key, tensor in result.model.state_dict().items()}

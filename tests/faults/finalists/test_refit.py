@@ -1,0 +1,128 @@
+"""A refit on real services: search, finalists, a refit whose worker dies, its promotion, and what is served."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import mlflow
+import pytest
+import sqlalchemy as sa
+
+from search.finalists import read_finalists
+from search.finalists.refit import Refit, read_refit
+from search.study.study import StoredStudy, load_study
+from storage.records.promotions import promotions_of
+from storage.study_storage.opening import open_storage
+from tests.faults.harness import Arena
+from tests.faults.orders import Order, write
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+NAME, EPOCHS = "digits-refit", 3
+MADE = f"{NAME}.refit"
+
+
+@pytest.fixture
+def study(arena: Arena) -> Iterator[StoredStudy]:
+    """A search of two trials of digits, whose finalists have a winner."""
+    arena.name, arena.models = NAME, None
+    write(arena.orders, [])
+    arena.home.mkdir()
+    arena.home.chmod(0o755)
+    few = ("--trials", "2", "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none", "--models", "none")
+    arena.run("run", "digits", "--name", NAME, "--workers", "0", *few)
+    arena.work(1)
+    arena.run("finalists", NAME, "--top", "2", "--seeds", "1", "--workers", "1")
+    storage = open_storage(arena.storage_url, application_name="test")
+    yield load_study(storage, NAME)
+    storage.engine.dispose()
+
+
+def train(arena: Arena, *orders: Order) -> None:
+    """Make the refit and train it by two workers, which join by the study's name."""
+    write(arena.orders, list(orders))
+    assert f"hpsearch worker --study {MADE}" in arena.run("promote", NAME, "--refit", "--workers", "0")
+    arena.name = MADE
+    arena.work(2)
+
+
+def found(study: StoredStudy) -> Refit:
+    there = read_refit(study)
+    assert there is not None
+    return there[1]
+
+
+def outcomes(study: StoredStudy) -> list[str]:
+    query = sa.text("""
+        SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
+         WHERE s.study_name = :name
+    """)
+    with study.storage.engine.connect() as connection:
+        return sorted(connection.execute(query, {"name": MADE}).scalars())
+
+
+def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
+    train(arena, Order("report", "kill", trial=1, when="after"))
+    assert arena.obeyed(0)
+    assert outcomes(study) == ["complete"] * 3 + ["lost"]
+    refit, finalists = found(study), read_finalists(study)
+    assert finalists is not None
+    assert (refit.of, refit.pending, len(refit.losses)) == (finalists.winner, 0, 3)
+    assert sorted(loss for loss in refit.losses if loss is not None)[1] == refit.losses[refit.taken or 0]
+
+    arena.run("delete", MADE, "--yes")
+    train(arena)
+    assert outcomes(study) == ["complete"] * 3
+    assert found(study) == refit, "the killed worker changed no bit"
+
+    assert_promoted(arena, study, refit)
+    assert_served(arena, study, refit)
+    assert_kept_apart(arena, study, refit)
+
+
+def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
+    said = arena.run("promote", NAME, "--refit")
+    assert "worker logs" not in said, "there is nothing left to train"
+    assert f"the refit, trial {refit.taken} of {MADE}, is models:/{NAME}@champion (version " in said
+    assert "test set: the test set was not opened for it yet" in said
+    made = load_study(study.storage, MADE)
+    (promotion,) = promotions_of(study.engine, made.study_id)
+    assert (promotion.trial_number, promotion.alias) == (refit.taken, "champion")
+    evidence = promotion.evidence["refit"]
+    assert (evidence["search"], evidence["of"], evidence["epochs"]) == (NAME, refit.of, refit.epochs)
+    assert (tuple(evidence["losses"]), evidence["taken"]) == (refit.losses, refit.taken)
+    assert promotion.evidence["finalists"]["winner"] == refit.of
+    version = mlflow.MlflowClient(arena.tracking_uri).get_model_version_by_alias(NAME, "champion")
+    assert json.loads(version.tags["hpsearch.refit"])["losses"] == list(refit.losses)
+    for words in (
+        f"A refit: the configuration of trial {refit.of} of study **{NAME}**",
+        "**Not seen by the test set**",
+    ):
+        assert words in version.description
+    assert f"promoted: the refit of trial {refit.of} is {NAME}@champion" in arena.run("show", NAME)
+
+
+def assert_served(arena: Arena, study: StoredStudy, refit: Refit) -> None:
+    said = arena.run("serve-check", f"{NAME}@champion")
+    values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", said, re.MULTILINE))
+    assert refit.taken is not None
+    recorded = load_study(study.storage, MADE).trials()[refit.taken].value
+    assert abs(float(values["recorded"]) - (recorded or 0)) < 1e-6
+    assert abs(float(values["as served"]) - (recorded or 0)) < 1e-6
+    assert "reproduced, in a process without this project's code" in said
+
+
+def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
+    """Nobody who sorts by the best value, or reads the finalists, finds a refit among them."""
+    client = mlflow.MlflowClient(arena.tracking_uri)
+    for trial in load_study(study.storage, MADE).trials():
+        data = client.get_run(trial.user_attrs["hpsearch:mlflow_run_id"]).data
+        assert "best_val_accuracy" not in data.metrics
+        assert data.tags["hpsearch.refit_of"] == str(refit.of)
+        assert len(trial.intermediate_values) == refit.epochs
+    other = 1 - refit.of
+    assert f"is trial {refit.of}, and no other is refitted" in arena.run(
+        "promote", NAME, "--refit", "--trial", str(other), code=2
+    )

@@ -1,0 +1,135 @@
+"""A refit: trained on all but the test split, for so many epochs, with the weights of the last one kept."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_wine
+
+from objectives import LoopObjective, ObjectiveError
+from objectives.fit import fit as fit_any
+from objectives.training import Dataset, LocalSession, Splits, TrainConfig
+from objectives.training.checks.held_out import restore_best
+from objectives.training.loop.prepared import prepared_splits
+from objectives.training.reproducibility import checkpoint
+from tests.objectives.training.support import Stopped, exact, fit, same_result
+
+CONFIG = TrainConfig(lr=0.05, batch_size=16, patience=1, schedule="cosine")
+
+
+def _rows(part):
+    return set(part.rows.tolist())
+
+
+def _by_hand(sizes=(30, 60, 90), rows=True, **how):
+    """Parts of 90 samples that `data()` fixes."""
+
+    def data(self, seed):
+        x = torch.randn(90, 13, generator=torch.Generator().manual_seed(0))
+        parts = torch.tensor_split(torch.arange(90), sizes[:2])
+        return Splits(*(Dataset(x[part], part % 3, part if rows else None, **how) for part in parts))
+
+    return data
+
+
+@pytest.mark.parametrize("how", [{}, {"groups": np.arange(178) // 2}, {"times": np.arange(178)[::-1]}])
+def test_all_but_the_test_split_is_trained_on(objective_with, how):
+    def data(self, seed):
+        return Splits.make(*load_wine(return_X_y=True), seed=seed, **how)
+
+    objective = objective_with(data=data)
+    own, _ = prepared_splits(objective, 3)
+    splits, _ = prepared_splits(objective, 3, "all")
+    assert _rows(splits.train) == _rows(own.train) | _rows(own.val)
+    assert len(splits.train) == len(own.train) + len(own.val)
+    assert splits.hash_of("validation") == own.hash_of("validation")
+    assert splits.hash_of("test") == own.hash_of("test")
+
+
+def test_what_data_fits_and_leaves_out_is_so_for_all_samples(objective_with):
+    def data(self, seed):
+        splits = type(self).__mro__[1].data(self, seed)
+        train = splits.train.take(splits.train.y != 2)
+        mean = train.x.mean(0)
+        return Splits(*(Dataset(part.x - mean, part.y, part.rows) for part in (train, splits.val, splits.test)))
+
+    splits, _ = prepared_splits(objective_with(data=data), 3, "all")
+    assert splits.train.x.mean(0).abs().max() < 1e-3
+    assert 2 not in splits.train.y, "what data() leaves out is not put back"
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_parts_by_hand_are_joined_where_they_lie_in_tensors(objective_with, rows):
+    objective = objective_with(data=_by_hand(rows=rows))
+    own, _ = prepared_splits(objective, 3)
+    splits, _ = prepared_splits(objective, 3, "all")
+    assert torch.equal(splits.train.x, torch.cat([own.train.x, own.val.x]))
+    assert torch.equal(splits.train.y, torch.cat([own.train.y, own.val.y]))
+    assert torch.equal(splits.val.x, own.val.x)
+
+
+def test_a_division_of_its_own_after_make_is_joined_too(objective_with):
+    def data(self, seed):
+        splits = type(self).__mro__[1].data(self, seed)
+        rest = torch.arange(len(splits.train))
+        return Splits(splits.train.take(rest[:-20]), splits.train.take(rest[-20:]), splits.test)
+
+    splits, _ = prepared_splits(objective_with(data=data), 3, "all")
+    assert _rows(splits.val) <= _rows(splits.train)
+    assert len(_rows(splits.train)) == len(splits.train)
+
+
+def test_parts_that_cannot_be_joined_say_so(objective_with):
+    objective = objective_with(data=_by_hand(load=lambda entry: entry))
+    with pytest.raises(ObjectiveError, match=r"data: a refit .* cannot be joined: let Splits.make\(\) divide the data"):
+        fit(objective, refit=2)
+
+
+def test_an_own_loop_is_not_refitted():
+    class Own(LoopObjective):
+        def suggest(self, trial):
+            return None
+
+        def run(self, context):
+            raise AssertionError
+
+    with pytest.raises(ObjectiveError, match="loop of its own, and a refit needs"):
+        fit_any(Own(), None, epochs=2, seed=0, refit=1)
+
+
+@pytest.mark.parametrize(("refit", "said"), [(0, "from 1 to the 5 epochs, not 0"), (6, "not 6")])
+def test_epochs_that_no_run_has_are_refused(wine, refit, said):
+    with pytest.raises(ObjectiveError, match=said):
+        fit(wine, refit=refit)
+
+
+def test_the_last_epoch_is_kept_and_patience_ends_nothing(wine, tmp_path):
+    result = fit(wine, CONFIG, epochs=9, refit=6, run_dir=tmp_path)
+    values = [record.metrics["val_accuracy"] for record in result.history]
+    assert values.index(max(values)) < 4, "its patience would have ended it"
+    assert (result.status, len(result.history), result.best_epoch) == ("completed", 6, 5)
+    assert result.best_value == values[-1]
+    whole = fit(wine, CONFIG, epochs=9, refit=9)
+    assert exact(whole.history)[:6] == exact(result.history), "its schedule is that of all epochs"
+    best = checkpoint.read(tmp_path / "best.pt")
+    assert (best["refit"], best["epoch"]) == (6, 5)
+
+
+def test_a_stopped_refit_goes_on_to_the_last_bit(wine, tmp_path):
+    fit(wine, CONFIG, epochs=6, refit=4, session=Stopped(tmp_path, 1))
+    again = fit(wine, CONFIG, epochs=6, refit=4, session=LocalSession(tmp_path))
+    same_result(again, fit(wine, CONFIG, epochs=6, refit=4))
+
+
+def test_a_checkpoint_of_another_run_is_refused(wine, tmp_path):
+    fit(wine, CONFIG, epochs=6, refit=4, session=Stopped(tmp_path, 1))
+    with pytest.raises(ObjectiveError, match="refit is 4 there and 5 here"):
+        fit(wine, CONFIG, epochs=6, refit=5, session=LocalSession(tmp_path))
+
+
+def test_the_model_is_made_again_of_what_is_kept(wine, tmp_path):
+    result = fit(wine, CONFIG, epochs=6, refit=4, run_dir=tmp_path)
+    restored = restore_best(wine, checkpoint.read(tmp_path / "best.pt"))
+    weights = result.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in restored.model.state_dict().items())
+    assert restored.validate()["accuracy"] == result.best_value
+    assert len(restored.splits.train) == 178 - len(restored.splits.test)

@@ -1,0 +1,129 @@
+"""The refit of a winner: for how many epochs, on which seeds, and which of its runs is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from search.errors import SearchError
+from search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
+from search.finalists.study import create_or_join
+from search.finalists.table import finalist_sets
+from search.sampling.seeds import derive_seed, division_seed, training_seed
+from search.study.study import StoredStudy, parent_of
+from storage.attributes import PARENT_TRIAL
+from storage.trials.claims import Claim, Claims
+from storage.trials.finalist_sets import finalist_studies, refit_studies
+from storage.trials.outcome import Outcome
+from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs
+
+FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}
+
+
+def confirm(study: StoredStudy, *, winner: int, epochs: list[int] | None = None, new_set: bool = False) -> StoredStudy:
+    """Train finalists on two seeds, of which this one wins; the halves of each run chose these epochs, from 0."""
+    chosen, _ = create_or_join(study, top=2, seeds=2, new_set=new_set)
+    fresh = None if epochs is None else {**FRESH, "epochs": epochs}
+    train(chosen, lambda trial, _seed: 0.9 if trial == winner else 0.8, fresh=fresh)
+    assert table(study).winner == winner
+    return chosen
+
+
+def test_the_winner_is_trained_for_the_epochs_that_its_fresh_runs_chose(study: StoredStudy) -> None:
+    chosen = confirm(study, winner=3, epochs=[1, 2])
+    made, created = create_or_join_refit(study, seeds=None)
+    of = made.spec.finalists_of
+    assert of is not None
+    assert (created, made.spec.name, made.spec.refit) == (True, "s.refit", 3), "the higher of the middle two"
+    assert (of.trials, len(of.seeds), made.spec.epochs) == ([3], 3, study.spec.epochs)
+    trials = made.trials()
+    assert [trial.user_attrs[PARENT_TRIAL] for trial in trials] == [3] * 3
+    assert all(trial.system_attrs["fixed_params"] == params(3) for trial in trials)
+    assert [training_seed(made.spec, number) for number in range(3)] == of.seeds
+    assert division_seed(made.spec, 0) is None
+    sets = chosen.spec.finalists_of
+    assert sets is not None
+    used = {*sets.seeds, *(derive_seed(study.spec.seed, "trial", number) for number in range(len(VALUES)))}
+    assert not used & set(of.seeds)
+    assert parent_of(made).study_id == study.study_id
+
+
+def test_without_fresh_divisions_it_is_their_best_epoch(study: StoredStudy) -> None:
+    chosen, _ = create_or_join(study, top=1, seeds=1)
+    claims = Claims(chosen.storage.engine, chosen.study_id, worker="host:1")
+    claim = claims.claim()
+    assert isinstance(claim, Claim)
+    for epoch, value in enumerate([0.1, 0.7, 0.7, 0.3]):
+        claims.report(claim, epoch, value, None)
+    claims.settle(claim, Outcome.COMPLETE, value=0.7)
+    assert create_or_join_refit(study, seeds=1)[0].spec.refit == 2
+
+
+def test_it_is_no_set_of_finalists(study: StoredStudy, say: Say) -> None:
+    chosen = confirm(study, winner=3, epochs=[1, 2])
+    before = table(study)
+    create_or_join_refit(study, seeds=None)
+    assert finalist_studies(study.engine, study.study_id) == ["s.finalists"]
+    assert refit_studies(study.engine, study.study_id) == ["s.refit"]
+    assert [each.study_id for each in finalist_sets(study)] == [chosen.study_id]
+    assert table(study) == before
+    assert "s.refit (refit)" in say("studies")
+    assert "holds the refit of 's', no more than were chosen" in say("extend", "s.refit", "--trials", "+1", code=2)
+    assert "in the report of 's'" in say("report", "s.refit", code=2)
+    assert "open the test set of 's'" in say("open-test", "s.refit", code=2)
+    assert "hpsearch promote s --refit" in say("start", "s.refit")
+    gone = say("delete", "s", "--yes").splitlines()
+    assert gone == [f"deleted {name}; its runs in MLflow stay" for name in ("s.finalists", "s.refit", "s")]
+
+
+def test_it_is_joined_until_another_wins_or_other_epochs_are_chosen(study: StoredStudy) -> None:
+    confirm(study, winner=3, epochs=[1, 2])
+    made, _ = create_or_join_refit(study, seeds=1)
+    for seeds in (None, 1):
+        again, created = create_or_join_refit(study, seeds=seeds)
+        assert (again.study_id, created) == (made.study_id, False)
+    with pytest.raises(SearchError, match=r"--refit-seeds 3: 's.refit' was made with 1: leave it out"):
+        create_or_join_refit(study, seeds=3)
+    confirm(study, winner=1, epochs=[1, 2], new_set=True)
+    assert read_refit(study) is None, "that of another winner does not count"
+    other, created = create_or_join_refit(study, seeds=1)
+    assert (other.spec.name, other.spec.finalists_of.trials, created) == ("s.refit-2", [1], True)  # type: ignore[union-attr]
+    confirm(study, winner=3, epochs=[4, 4], new_set=True)
+    assert create_or_join_refit(study, seeds=1)[0].spec.name == "s.refit-3"
+
+
+def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -> None:
+    with pytest.raises(SearchError, match=r"^--refit: study 's' has no finalists, .* hpsearch finalists s$"):
+        create_or_join_refit(study, seeds=None)
+    chosen, _ = create_or_join(study, top=2, seeds=2)
+    with pytest.raises(SearchError, match=r"the finalists of 's', in s.finalists, are not done: go on with"):
+        create_or_join_refit(study, seeds=None)
+    train(chosen, lambda *_: None)
+    with pytest.raises(SearchError, match="the finalists of 's' have no winner"):
+        create_or_join_refit(study, seeds=None)
+    confirm(study, winner=3, new_set=True, epochs=[1])
+    with pytest.raises(SearchError, match="--trial 1: the winner among the finalists of 's' is trial 3"):
+        create_or_join_refit(study, seeds=None, trial=1)
+    with pytest.raises(SearchError, match="--refit-seeds 2: give an odd number"):
+        create_or_join_refit(study, seeds=2)
+    create_or_join(study, top=2, seeds=2, new_set=True)
+    with pytest.raises(SearchError, match=r"in s.finalists-3, are not done"):
+        create_or_join_refit(study, seeds=None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "taken"),
+    [([0.3, 0.1, 0.2], 2), ([0.2, 0.2, 0.2], 1), ([0.3, None, 0.2], 2), ([None, 0.5, None], 1), ([None] * 3, None)],
+)
+def test_the_run_of_the_median_training_loss_is_taken(
+    study: StoredStudy, losses: list[float | None], taken: int | None
+) -> None:
+    confirm(study, winner=3, epochs=[1, 2])
+    made, _ = create_or_join_refit(study, seeds=3)
+    train_runs(made, losses[:2])
+    found = tabulate_refit(made)
+    assert (found.taken, found.pending) == (None, 1)
+    train_runs(made, losses[2:])
+    found = tabulate_refit(made)
+    assert (found.losses, found.taken, found.pending) == (tuple(losses), taken, 0)
+    marked = [number for number, line in enumerate(refit_lines(made, found)) if "it is taken" in line]
+    assert marked == ([] if taken is None else [taken])
