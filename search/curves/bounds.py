@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-_AT_MOST_1 = frozenset({"accuracy", "macro_f1", "auroc", "average_precision", "r2"})
+SHARES = frozenset({"accuracy", "macro_f1", "auroc", "average_precision"})  # between 0 and 1
+_AT_MOST_1 = SHARES | {"r2"}
 _AT_LEAST_0 = frozenset({"loss", "rmse", "mae"})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search.curves.bounds import least_loss
+from search.curves.bounds import SHARES, least_loss
 from search.finalists.winner import Choice
 
 LEVEL = 0.9  # of the interval
@@ -85,7 +85,7 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     """
     from scipy import stats
 
-    errors = [run.error for row in runs.values() for run in row if run.error is not None]
+    errors = [e for row in runs.values() for run in row if (e := _error_of(run, metric, maximize=maximize)) is not None]
     if choice.winner is None or not errors:
         return None
     own, seeds = runs[choice.winner], len(runs[choice.winner])
@@ -105,7 +105,20 @@ def expect(runs: Mapping[int, Sequence[Scored]], choice: Choice, *, metric: str,
     reach, sign = float(quantile) * math.sqrt(variance), -1.0 if maximize else 1.0
     least = least_loss(metric, min(sign * value for value in means.values()), maximize=maximize)
     low, high = sorted((sign * max(sign * mean - reach, least), sign * (sign * mean + reach)))
-    return Expected(mean, low, high)
+    return Expected(mean, max(low, 0.0) if metric in SHARES else low, high)
+
+
+def _error_of(run: Scored, metric: str, *, maximize: bool) -> float | None:
+    """Return the error of a run by its samples; where no resample differs, as when all are right, it is not zero.
+
+    A share p of n samples then has that of (n p + 1) / (n + 2) (Laplace's rule of succession); of others it is unknown.
+    """
+    if run.error is None or run.error > 0:
+        return run.error
+    if metric not in SHARES or not maximize or not 0 <= run.value <= 1:
+        return None
+    share = (run.value * run.validated + 1) / (run.validated + 2)
+    return math.sqrt(share * (1 - share) / run.validated)
 
 
 def _drawn_in(means: Sequence[float], best: float, error: float | None) -> float:

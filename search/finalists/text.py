@@ -7,12 +7,13 @@ import statistics
 from rich.table import Table
 
 from search.console import counted
-from search.finalists.expected import LEVEL, Expected
+from search.finalists.expected import LEVEL, Expected, Scored
 from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
 from search.study.ranking import best_first
 from search.study.study import StoredStudy
 from storage.records.test_openings import Opening, read_opening
 
+_TOLD = 5e-5  # less is nothing, in four digits
 SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
 
 
@@ -87,12 +88,24 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {expected_words(expected)}: {basis(found)}")
+    elif scored_runs(found):
+        lines.append("no interval: how far the validation samples leave it to chance is unknown")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
     over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(study, r)) is not None)
     said = "over-stated" if over > 0 else "under-stated"
-    lines.append(f"the search {said} its finalists by {abs(over):.4f} on average")
+    exactly = abs(over) < _TOLD
+    lines.append(
+        "the search over-stated its finalists by nothing on average"
+        if exactly
+        else f"the search {said} its finalists by {abs(over):.4f} on average"
+    )
     return lines
+
+
+def scored_runs(found: Finalists) -> list[Scored]:
+    """Return what is known of the runs that have ended."""
+    return [run for row in found.rows for run in row.scored if run is not None]
 
 
 def drawn(found: Finalists) -> str:

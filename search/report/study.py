@@ -13,7 +13,7 @@ from search.report.summary import summary_lines
 from search.report.trial import why_waiting
 from search.study.study import StoredStudy
 from search.study.summary import format_value, summarise
-from storage.attributes import ORIGIN, REASON, STOPPED, WORKER
+from storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
 
 _LAST = 20
 _WIDE = 100  # columns, from which on there is room for more
@@ -53,7 +53,8 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
     trials, waiting = study.trials(), why_waiting(study)
     for trial in trials if every else trials[-_LAST:]:
         attrs = trial.user_attrs
-        reason = "; ".join(filter(None, [attrs.get(ORIGIN), waiting.get(trial.number) or attrs.get(REASON)]))
+        again = f"trial {attrs[PARENT_TRIAL]} again" if PARENT_TRIAL in attrs else None
+        reason = "; ".join(filter(None, [attrs.get(ORIGIN), again, waiting.get(trial.number) or attrs.get(REASON)]))
         table.add_row(
             str(trial.number),
             trial.state.name,

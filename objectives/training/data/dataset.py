@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -29,6 +30,7 @@ from objectives.training.data.stream import Stream
 from objectives.training.data.tree import Tree, form, map_tensors, moved, taken, tensors
 
 _MOST = 0.5  # share of what a study trains on that a fresh division validates on
+_CLOSE = 0.05  # sizes that differ by less are alike
 
 
 class Batch(NamedTuple):
@@ -307,18 +309,31 @@ class Splits:
 
 
 def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Rows | None, seed: int) -> list[Rows]:
-    """Train, validation and test rows, drawn by `seed`.
-
-    Of a division that is wanted anew the validation rows are among those that the study trains on: what it validates
-    on has chosen the configuration, and would flatter it again.
-    """
+    """Train, validation and test rows, drawn by `seed`; train and validation anew where that is wanted."""
     rest, held = divide(rows, test, labels, groups, seed)
     train, valid = divide(rest, val / (1 - test), labels, groups, seed)
     division = wanted()
     if division is None:
         return [train, valid, held]
-    kept, fresh = divide(train, min(val / (1 - val - test), _MOST), labels, groups, division)
-    return [np.concatenate([kept, valid]), fresh, held]
+    share = min(val / (1 - val - test), _MOST)
+    for strata in (labels, None):
+        with suppress(ObjectiveError):  # a class or a group is too rare to be divided once more
+            return [*_divided_anew(train, valid, share, strata, groups, division), held]
+    return [train, valid, held]
+
+
+def _divided_anew(
+    train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, division: int
+) -> tuple[Rows, Rows]:
+    """Train and validation rows of a division, as many to train on as in the study.
+
+    The validation rows are among those that the study trains on: what it validates on has chosen the configuration,
+    and would flatter it again. It is trained on in their place.
+    """
+    kept, fresh = divide(train, share, labels, groups, division)
+    if len(fresh) < len(valid) * (1 - _CLOSE):
+        _, valid = divide(valid, len(fresh) / len(valid), labels, groups, division)
+    return np.concatenate([kept, valid]), fresh
 
 
 def _taken(data: Dataset, parts: Sequence[Rows]) -> tuple[Dataset, Dataset, Dataset]:

@@ -20,7 +20,7 @@ from objectives.training.reproducibility.seeds import derive_seed
 # The seed of a division; of a refit all samples but the test split; or the study's own division.
 Division = int | Literal["all"] | None
 
-_LEAST = 2  # samples, of a class or of all, that a half is judged by
+_LEAST = 2  # samples, of all or of a class, that a half is judged by, where it can be
 
 
 @dataclass
@@ -108,7 +108,7 @@ def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) 
         cut = int(np.searchsorted(numbers, numbers[samples // 2], side="left"))
         cut = cut or int(np.searchsorted(numbers, numbers[0], side="right"))
         return rows[:cut], rows[cut:]
-    if labels is not None and numbers is None and int(np.unique(labels, return_counts=True)[1].min()) < _LEAST:
-        return None  # a class would be in one of them alone, and many a metric needs them all
-    first, second = divide(rows, 0.5, None if numbers is not None else labels, numbers, derive_seed(seed, "halves"))
+    if labels is not None and (numbers is not None or np.unique(labels, return_counts=True)[1].min() < _LEAST):
+        labels = None  # a class that has but one is in one of them alone; a metric that needs it says so
+    first, second = divide(rows, 0.5, labels, numbers, derive_seed(seed, "halves"))
     return np.sort(first), np.sort(second)

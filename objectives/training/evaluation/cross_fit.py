@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from objectives.errors import ObjectiveError
 from objectives.training.data.tree import map_tensors, refilled, taken, tensors
 from objectives.training.evaluation.evaluate import Means, as_floats
 from objectives.training.evaluation.metrics import Metrics
@@ -102,6 +103,7 @@ class CrossFit:
         self._metrics = metrics
         self._halves: list[_Half] = []
         self.choices: list[Choice | None] = [None, None]
+        self.refused: str | None = None  # why a half has no value: then there is no score of halves
 
     def begin(self) -> None:
         """Before an epoch is judged."""
@@ -128,10 +130,14 @@ class CrossFit:
     @torch.inference_mode()
     def end(self, epoch: int) -> None:
         """After it was judged: each half has chosen it, or has not."""
-        found = {
-            str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self._metric]
-            for number, half in enumerate(self._halves)
-        }
+        try:
+            found = {
+                str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self._metric]
+                for number, half in enumerate(self._halves)
+            }
+        except (ObjectiveError, ValueError, KeyError) as error:  # a half lacks what the metric needs, as a class
+            self.refused = str(error).partition("\n")[0]
+            return
         values = self._ranks.told(as_floats(found))
         for number in range(2):
             value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
@@ -151,7 +157,9 @@ class CrossFit:
 
     @property
     def score(self) -> float | None:
-        """The mean of what both halves score at the other's epoch; None before the first epoch."""
+        """The mean of what both halves score at the other's epoch; None before the first, or where one has no value."""
+        if self.refused is not None:
+            return None
         scores = [choice.score for choice in self.choices if choice is not None]
         return math.fsum(scores) / 2 if len(scores) == 2 and all(map(math.isfinite, scores)) else None
 

@@ -17,6 +17,7 @@ from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import LossStep, Stepping
 
 RESAMPLES = 100  # a standard error of them is itself within 7 %
+_FEWEST = 4  # samples or blocks: of fewer the spread of what others would give is not known
 _ENOUGH = 0.5  # of them must have a value
 
 
@@ -33,6 +34,8 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
     numbers = np.arange(len(outputs.rows)) if blocks is None else blocks
     order = np.argsort(numbers, kind="stable")
     _, starts, sizes = np.unique(numbers[order], return_index=True, return_counts=True)
+    if len(starts) < _FEWEST:
+        return None
     found = []
     for _ in range(RESAMPLES):
         drawn = rng.integers(len(starts), size=len(starts))

@@ -18,7 +18,7 @@ from objectives.training.data.division import halved
 from objectives.training.data.split import Rows
 from objectives.training.evaluation.across_ranks import of_this_rank, over_ranks
 from objectives.training.evaluation.cross_fit import CrossFit, Outputs
-from objectives.training.evaluation.metrics import Metrics
+from objectives.training.evaluation.metrics import Metrics, as_metrics
 from objectives.training.evaluation.resampling import standard_error, value_of
 from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.prepared import is_divided_anew
@@ -94,17 +94,15 @@ def build_fresh(
         ranks: that train together.
 
     Raises:
-        ObjectiveError: the metrics cannot be copied.
+        ObjectiveError: the metrics are one object, which cannot be copied.
     """
     samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
     classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
     halves = None if splits.val.is_stream else halved(y.numpy() if classes else None, samples, blocks, division)
     rows = None if halves is None else torch.from_numpy(np.concatenate(halves))
-    with users_code(f"{type(objective).__name__}.metrics, which is copied for the halves of the validation split"):
-        copied = copy.deepcopy(metrics)
-        if hasattr(copied, "to"):
-            copied.to(device)
-        halved_metrics = [over_ranks(copy.deepcopy(copied), ranks) for _ in range(2)]
+    with users_code(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
+        copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
+        halved_metrics = [over_ranks(other, ranks) for other in others]
     cross_fit = None
     if halves is not None:
         cross_fit = CrossFit(
@@ -126,3 +124,13 @@ def build_fresh(
         cross_fit=cross_fit,
         metrics=of_this_rank(copied),
     )
+
+
+def _another(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:
+    """Metrics of their own: what the objective gives now, or a copy where that is always the same object."""
+    found = as_metrics(objective.metrics(splits.train), objective.metric)
+    if found is metrics:
+        found = copy.deepcopy(metrics)
+    if hasattr(found, "to"):
+        found.to(device)
+    return found

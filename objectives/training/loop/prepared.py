@@ -6,6 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.data.dataset import Dataset, Splits
 from objectives.training.data.division import Division, divided_anew
@@ -41,11 +43,12 @@ def prepared_splits(objective: Objective, split_seed: int, division: Division = 
         return kept[1:]
     own = None if division is None else _own_parts(objective, split_seed)
     splits = _made(objective, split_seed, division)
-    if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"))):
+    if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"), by_labels=True)):
         how = "joined" if division == "all" else "divided anew"
         raise ObjectiveError(
             f"{type(objective).__name__}.data: the test split is {digest[:12]} where train and validation are {how}, "
-            f"and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does"
+            f"and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does, "
+            "and keep their rows where you change them, as by dataclasses.replace(part, x=...)"
         )
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found
@@ -68,16 +71,21 @@ def _own_parts(objective: Objective, split_seed: int) -> _Own:
     kept = _OWN.get(objective)
     if kept is None or kept.seed != split_seed:
         own = _made(objective, split_seed, None)
-        parts = _samples(own.val, own.hash_of("validation")), _samples(own.test, own.hash_of("test"))
+        parts = _samples(own.val, own.hash_of("validation")), _samples(own.test, own.hash_of("test"), by_labels=True)
         kept = _OWN[objective] = _Own(split_seed, *parts)
     return kept
 
 
-def _samples(part: Dataset, contents: str) -> str:
-    """Which samples a part has: by their rows where these are known, for `data()` may scale by what is trained on."""
-    if part.rows is None:
-        return contents
-    return hashlib.sha256(str(part.rows.tolist()).encode()).hexdigest()
+def _samples(part: Dataset, contents: str, *, by_labels: bool = False) -> str:
+    """Which samples a part has: by their rows where these are known, for `data()` may scale by what is trained on.
+
+    Without rows by the contents, or by the labels alone: of one seed only `Splits.make` gives another division.
+    """
+    if part.rows is not None:
+        contents = str(part.rows.tolist())
+    elif by_labels and isinstance(part.y, Tensor) and not part.y.dtype.is_floating_point:
+        contents = str(part.y.tolist())
+    return hashlib.sha256(contents.encode()).hexdigest()
 
 
 def _made(objective: Objective, split_seed: int, division: Division) -> Splits:
