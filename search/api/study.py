@@ -566,7 +566,9 @@ class Study:
             top=top, seeds=seeds, new_set=new_set, workers=workers, console=PlainConsole(),
         )  # fmt: skip
 
-    def open_test(self, *, trial: int | None = None, unconfirmed: bool = False) -> dict[str, float]:
+    def open_test(
+        self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
+    ) -> dict[str, float]:
         """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study.
 
         Nobody is asked: the call is the consent.
@@ -574,6 +576,7 @@ class Study:
         Args:
             trial: another one than the winner, with `unconfirmed`.
             unconfirmed: open it for a trial that did not win among finalists; it is marked so.
+            refit: open it for what `train_refit` has trained, in place of the winner's own model.
 
         Example:
             scores = study.open_test()
@@ -581,7 +584,7 @@ class Study:
         """
         from search.api.test_set import open_test_set
 
-        return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed)
+        return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
     def train_refit(
         self, *, trial: int | None = None, seeds: int | None = None, workers: int = 2, **how: Unpack[Working]

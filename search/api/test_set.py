@@ -6,15 +6,17 @@ from search.api.telling import tell_mlflow
 from search.console import command
 from search.errors import SearchError
 from search.promotion.open_test import Candidate, choose_candidate, open_for
+from search.promotion.promote import refresh_evidence
 from search.publish.study import close_study
 from search.services import Services
 from search.study.study import StoredStudy
 from search.study.summary import summarise
 from search.study.tracking import tracking_of
+from storage.mlflow.client import Tracking
 from storage.records.test_openings import AlreadyOpenError
 
 
-def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> Candidate:
+def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
     """Return for whom the test set of a study is to be opened.
 
     Raises:
@@ -23,24 +25,31 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> Candi
     if (of := study.spec.finalists_of) is not None:
         raise SearchError(f"study {study.spec.name!r} holds {of.what}: open the test set of {of.study!r}")
     try:
-        return choose_candidate(study, trial=trial, unconfirmed=unconfirmed)
+        return choose_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     except AlreadyOpenError as error:
         raise _opened(study, error) from None
 
 
-def open_test_set(services: Services, study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> dict[str, float]:
+def open_test_set(
+    services: Services, study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False
+) -> dict[str, float]:
     """Open the test set, once in the life of a study; return the scores of the winner's best weights by their metrics.
 
     Raises:
         SearchError: as `choose`, or the weights are not to be had.
         StorageError: MLflow does not answer.
     """
-    candidate = choose(study, trial=trial, unconfirmed=unconfirmed)
+    candidate = choose(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     try:
         opening = open_for(study, candidate, tracking_of(services, study))
     except AlreadyOpenError as error:
         raise _opened(study, error) from None
-    tell_mlflow(services, study, lambda tracking: close_study(study, summarise(study), tracking))
+
+    def tell(tracking: Tracking) -> None:
+        close_study(study, summarise(study), tracking)
+        refresh_evidence(study, tracking)
+
+    tell_mlflow(services, study, tell)
     return opening.scores or {}
 
 

@@ -140,6 +140,7 @@ def _as_expected(study: StoredStudy, opening: Opening, found: Finalists | None) 
     if (
         found is None
         or found.expected is None
+        or opening.refit is not None  # expected is the score of the search's model
         or (found.study, found.winner) != (opening.finalists, opening.trial_number)
     ):
         return ""

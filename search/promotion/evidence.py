@@ -85,11 +85,11 @@ def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient
     refit = study.spec.refit is not None
     search = parent_of(study) if refit else study
     finalists = read_finalists(search)
-    opening = read_opening(study.engine, study.study_id)
+    opening = read_opening(search.engine, search.study_id)
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
     environment = ran.get("environment") or {}
-    for_it = opening is not None and opening.trial_number == trial.number
+    for_it = opening is not None and _is_for(opening, study, trial.number)
     return Evidence(
         study=study.spec.name,
         study_id=study.study_id,
@@ -135,8 +135,8 @@ def why_unconfirmed(study: StoredStudy, trial: int) -> str:
         return f"the finalists chose trial {finalists.winner}"
     if opening is None:
         return "the test set was not opened for it"
-    if opening.trial_number != trial:
-        return f"the test set was opened for trial {opening.trial_number}"
+    if not _is_for(opening, study, trial):
+        return f"the test set was opened for {opening.subject}"
     if opening.finalists is None:
         return "the test set was opened for it without finalists"
     return "" if opening.scores is not None else "the test set was opened and has no scores"
@@ -153,7 +153,16 @@ def _why_refit_unconfirmed(study: StoredStudy, trial: int) -> str:
     opening = read_opening(search.engine, search.study_id)
     if opening is None:
         return "the test set was not opened for it yet"
-    return f"the test set was opened for the model of trial {opening.trial_number}; this refit was not scored on it"
+    if not _is_for(opening, study, trial):
+        return f"the test set was opened for the model of {opening.subject}; this refit was not scored on it"
+    return "" if opening.scores is not None else "the test set was opened and has no scores"
+
+
+def _is_for(opening: Opening, study: StoredStudy, trial: int) -> bool:
+    """Whether a test set was opened for the model of this trial: of a search, or the run of a refit that is taken."""
+    if study.spec.refit is not None:
+        return opening.refit == study.spec.name and tabulate_refit(study).taken == trial
+    return opening.refit is None and opening.trial_number == trial
 
 
 def _opening(opening: Opening | None) -> dict[str, Any] | None:

@@ -20,10 +20,11 @@ from objectives.training.checks.held_out import Restored
 from search.console import command
 from search.errors import SearchError
 from search.finalists import read_finalists
+from search.finalists.refit import read_refit, tabulate_refit
 from search.finalists.table import newest_set
 from search.promotion.best_weights import BestWeights, judged_objective
 from search.study.steering import find_trial, whoami
-from search.study.study import StoredStudy
+from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.mlflow.client import Tracking
 from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
@@ -31,13 +32,25 @@ from storage.records.test_openings import AlreadyOpenError, Opening, open_test_s
 
 @dataclass(frozen=True)
 class Candidate:
-    """For whom a test set is to be opened, and the study whose finalists chose it; None: nobody confirmed it."""
+    """For whom a test set is to be opened.
+
+    Attributes:
+        trial: of the study.
+        finalists: name of the study whose finalists chose it; None: nobody confirmed it.
+        refit: the study that holds the refit which is scored in place of the trial's own model, and its run.
+    """
 
     trial: FrozenTrial
     finalists: str | None
+    refit: tuple[StoredStudy, FrozenTrial] | None = None
+
+    @property
+    def subject(self) -> str:
+        """Whose model is scored, for a person."""
+        return f"{'' if self.refit is None else 'the refit of '}trial {self.trial.number}"
 
 
-def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool) -> Candidate:
+def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:
     """Return for whom the test set of a study is to be opened.
 
     An opening whose scores were never written is gone on with, whoever wins by now.
@@ -46,17 +59,22 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
         study: the study.
         trial: of that number, where finalists do not say which; by default the search's best.
         unconfirmed: whether a trial will do that did not win among finalists.
+        refit: whether it is opened for the refit of the winner.
 
     Raises:
         SearchError: no finalists have decided, or for another trial, and it is not to be unconfirmed; or the trial
-            is not complete.
+            is not complete, or the refit not trained.
         AlreadyOpenError: it was opened, for another trial or with scores.
     """
     opening = read_opening(study.engine, study.study_id)
     if opening is not None:
-        if opening.scores is not None or trial not in {None, opening.trial_number}:
+        other = trial not in {None, opening.trial_number} or refit != (opening.refit is not None)
+        if opening.scores is not None or other:
             raise AlreadyOpenError(opening)
-        return Candidate(_complete(study, opening.trial_number), opening.finalists)
+        of = None if opening.refit is None else _taken(load_study(study.storage, opening.refit))
+        return Candidate(_complete(study, opening.trial_number), opening.finalists, of)
+    if refit and unconfirmed:
+        raise SearchError("--unconfirmed: a refit is of the finalists' winner: leave it out")
     found = read_finalists(study)
     winner = None if found is None else found.winner
     name, again = study.spec.name, command("finalists", study.spec.name)
@@ -91,7 +109,23 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             raise SearchError(f"study {name!r} has no complete trial: there is nothing to open the test set for")
         number = best.number
     confirmed = found is not None and number == winner
-    return Candidate(_complete(study, number), found.study if found is not None and confirmed else None)
+    finalists = found.study if found is not None and confirmed else None
+    return Candidate(_complete(study, number), finalists, _refit(study, trial) if refit else None)
+
+
+def _refit(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, FrozenTrial]:
+    """Return the refit of the winner and the run of it that is taken."""
+    found = read_refit(study, trial)
+    if found is None or found[1].taken is None:
+        again = command("promote", study.spec.name, "--refit")
+        raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
+    return _taken(found[0])
+
+
+def _taken(made: StoredStudy) -> tuple[StoredStudy, FrozenTrial]:
+    taken = tabulate_refit(made).taken
+    assert taken is not None
+    return made, find_trial(made, taken)
 
 
 def _complete(study: StoredStudy, number: int) -> FrozenTrial:
@@ -109,10 +143,11 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
         SearchError: the weights are not to be had, or are not the trial's.
         ObjectiveError: the data or the model are not those of the trial any more.
     """
+    of, trial = candidate.refit or (study, candidate.trial)
     with tempfile.TemporaryDirectory() as folder:
-        weights = BestWeights(study, candidate.trial, undone="nothing was opened")
+        weights = BestWeights(of, trial, undone="nothing was opened")
         path = weights.fetch(tracking, Path(folder))
-        restored = _restore(study, weights, path)
+        restored = _restore(of, weights, path)
         opening = open_test_set(
             study.engine,
             study.study_id,
@@ -120,6 +155,7 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
             model_sha256=_sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
+            refit=None if candidate.refit is None else of.spec.name,
         )
     return write_scores(study.engine, study.study_id, opening, restored.test())
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import suppress
 from typing import Any
 
+from search.errors import SearchError
+from search.finalists.refit import tabulate_refit
 from search.finalists.table import Finalists, counting_set
 from search.finalists.text import optimism, ranked
 from search.study.study import StoredStudy, load_study
 from storage.attributes import RUN_ID
 from storage.mlflow.client import Tracking
 from storage.mlflow.health import is_away, one_line
-from storage.records.test_openings import read_opening
+from storage.records.test_openings import Opening, read_opening
 from storage.trials.finalist_sets import finalist_studies
 
 log = logging.getLogger(__name__)
@@ -31,14 +34,25 @@ def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
     if counting is not None and not counting[1].pending:
         _tell_finalists(study, *counting, runs, tracking)
     opening = read_opening(study.engine, study.study_id)
-    if opening is not None and opening.scores is not None and opening.trial_number in runs:
+    if opening is not None and opening.scores is not None and (run := _scored_run(study, opening, runs)):
         _annotate(
             tracking,
-            runs[opening.trial_number],
+            run,
             tags={TEST_OPENED: opening.told, "hpsearch.test_confirmed": str(opening.finalists is not None).lower()},
             metrics={f"test_{name}": value for name, value in opening.scores.items()},
             at=opening.opened_at.timestamp(),
         )
+
+
+def _scored_run(study: StoredStudy, opening: Opening, runs: dict[int, str]) -> str | None:
+    """Return the run whose model was scored on the test set: the trial's, or that of its refit."""
+    if opening.refit is None:
+        return runs.get(opening.trial_number)
+    with suppress(SearchError):  # somebody deleted the refit
+        made = load_study(study.storage, opening.refit)
+        taken = tabulate_refit(made).taken
+        return None if taken is None else made.trials()[taken].user_attrs.get(RUN_ID)
+    return None
 
 
 def _tell_finalists(

@@ -114,7 +114,7 @@ def _cards(
     """Return the numbers at the head of the page, each with what it is; the most trustworthy one first."""
     metric, cards = study.spec.metric, []
     if opening is not None and opening.scores is not None and metric in opening.scores:
-        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, trial {opening.trial_number}"))
+        cards.append((f"{opening.scores[metric]:.4f}", f"test {metric}, {opening.subject}"))
     if finalists is not None and finalists.winner is not None:
         mean = finalists.row(finalists.winner).mean
         cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))

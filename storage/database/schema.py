@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTUNA_REVISION = "v3.2.0.a"
 
 # The head of our own migrations (storage/migrations), and the table that holds it.
-REVISION = "0006"
+REVISION = "0007"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.

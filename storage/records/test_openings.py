@@ -23,12 +23,13 @@ class Opening:
     """The opening of a study's test set.
 
     Attributes:
-        trial_number: for which trial.
+        trial_number: for which trial of the study.
         model_sha256: of the file of weights that was scored.
         opened_at: by the database's clock.
         opened_by: user and host.
         scores: loss and metrics on the test split; None while whoever opened it has not written them.
         finalists: name of the study whose finalists made the choice; None: the choice was not confirmed by any.
+        refit: name of the study that holds the refit which was scored; None: the trial's own model was.
     """
 
     trial_number: int
@@ -37,12 +38,18 @@ class Opening:
     opened_by: str
     scores: dict[str, float] | None
     finalists: str | None = None
+    refit: str | None = None
 
     @property
     def told(self) -> str:
         """When, by whom and for which trial: ``on 2026-05-01 at 12:00 UTC by ann@host for trial 7``."""
         when = self.opened_at.astimezone(UTC)
-        return f"on {when:%Y-%m-%d} at {when:%H:%M} UTC by {self.opened_by} for trial {self.trial_number}"
+        return f"on {when:%Y-%m-%d} at {when:%H:%M} UTC by {self.opened_by} for {self.subject}"
+
+    @property
+    def subject(self) -> str:
+        """Whose model was scored: ``trial 7``, or ``the refit of trial 7``."""
+        return f"{'' if self.refit is None else 'the refit of '}trial {self.trial_number}"
 
 
 class AlreadyOpenError(StorageError):
@@ -54,13 +61,13 @@ class AlreadyOpenError(StorageError):
 
 
 _READ = sa.text("""
-    SELECT trial_number, model_sha256, opened_at, opened_by, scores, finalists
+    SELECT trial_number, model_sha256, opened_at, opened_by, scores, finalists, refit
       FROM hpsearch_test_openings WHERE study_id = :study
 """)
 
 _OPEN = sa.text("""
-    INSERT INTO hpsearch_test_openings (study_id, trial_number, model_sha256, opened_by, finalists)
-    SELECT study_id, :trial, :sha256, :by, :finalists FROM studies WHERE study_id = :study
+    INSERT INTO hpsearch_test_openings (study_id, trial_number, model_sha256, opened_by, finalists, refit)
+    SELECT study_id, :trial, :sha256, :by, :finalists, :refit FROM studies WHERE study_id = :study
     ON CONFLICT (study_id) DO NOTHING RETURNING study_id
 """)
 
@@ -77,7 +84,14 @@ def read_opening(engine: sa.Engine, study_id: int) -> Opening | None:
 
 
 def open_test_set(
-    engine: sa.Engine, study_id: int, *, trial_number: int, model_sha256: str, opened_by: str, finalists: str | None
+    engine: sa.Engine,
+    study_id: int,
+    *,
+    trial_number: int,
+    model_sha256: str,
+    opened_by: str,
+    finalists: str | None,
+    refit: str | None = None,
 ) -> Opening:
     """Write, and commit, that a study's test set is opened; look at the data only when this has returned.
 
@@ -91,6 +105,7 @@ def open_test_set(
         model_sha256: of the file that holds them.
         opened_by: for a person to read.
         finalists: name of the study whose finalists made the choice, or None.
+        refit: name of the study that holds the refit whose weights they are, or None.
 
     Raises:
         AlreadyOpenError: it was opened for another trial or other weights, or it has its scores.
@@ -102,6 +117,7 @@ def open_test_set(
         "sha256": model_sha256,
         "by": opened_by,
         "finalists": finalists,
+        "refit": refit,
     }
     Database(engine).rows(_OPEN, arguments)
     opening = read_opening(engine, study_id)

@@ -26,6 +26,10 @@ def open_test(
         bool,
         typer.Option("--unconfirmed", help="Open it for a trial that did not win among finalists; it is marked so."),
     ] = False,
+    refit: Annotated[
+        bool,
+        typer.Option("--refit", help="Open it for the winner's refit, which 'promote --refit' has trained."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
@@ -37,11 +41,11 @@ def open_test(
     from search.finalists.text import confirmation_lines
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
-    candidate = test_set.choose(study.stored, trial=trial, unconfirmed=unconfirmed)
+    candidate = test_set.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
-    if not yes and not confirm(f"open the test set of {name} for trial {number}{mark}? It opens once."):
+    if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort
-    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed).items():
+    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
     for line in confirmation_lines(study.stored):
         typer.echo(line)

@@ -14,6 +14,7 @@ from search.finalists import read_finalists
 from search.finalists.refit import Refit, read_refit
 from search.study.study import StoredStudy, load_study
 from storage.records.promotions import promotions_of
+from storage.records.test_openings import read_opening
 from storage.study_storage.opening import open_storage
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write
@@ -31,7 +32,7 @@ def study(arena: Arena) -> Iterator[StoredStudy]:
     write(arena.orders, [])
     arena.home.mkdir()
     arena.home.chmod(0o755)
-    few = ("--trials", "2", "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none", "--models", "none")
+    few = ("--trials", "2", "--epochs", str(EPOCHS), "--sampler", "random", "--pruner", "none")
     arena.run("run", "digits", "--name", NAME, "--workers", "0", *few)
     arena.work(1)
     arena.run("finalists", NAME, "--top", "2", "--seeds", "1", "--workers", "1")
@@ -80,6 +81,7 @@ def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredS
     assert_promoted(arena, study, refit)
     assert_served(arena, study, refit)
     assert_kept_apart(arena, study, refit)
+    assert_tested_once(arena, study, refit)
 
 
 def assert_promoted(arena: Arena, study: StoredStudy, refit: Refit) -> None:
@@ -126,3 +128,22 @@ def assert_kept_apart(arena: Arena, study: StoredStudy, refit: Refit) -> None:
     assert f"is trial {refit.of}, and no other is refitted" in arena.run(
         "promote", NAME, "--refit", "--trial", str(other), code=2
     )
+
+
+def assert_tested_once(arena: Arena, study: StoredStudy, refit: Refit) -> None:
+    """The test set opens for the refit, and then for nobody else."""
+    said = arena.run("open-test", NAME, "--refit", "--yes")
+    opening = read_opening(study.engine, study.study_id)
+    assert opening is not None
+    assert (opening.trial_number, opening.finalists, opening.refit) == (refit.of, f"{NAME}.finalists", MADE)
+    assert opening.scores is not None
+    assert f"test accuracy {opening.scores['accuracy']:.6g}\n" in said
+    again = arena.run("open-test", NAME, "--yes", code=2)
+    assert re.search(rf"opened on .* for the refit of trial {refit.of}, and it opens once", again)
+    client = mlflow.MlflowClient(arena.tracking_uri)
+    version = client.get_model_version_by_alias(NAME, "champion")
+    assert (version.tags["hpsearch.confirmed"], version.tags["hpsearch.unconfirmed"]) == ("true", "")
+    assert json.loads(version.tags["hpsearch.test"])["scores"] == opening.scores
+    assert client.get_run(version.run_id).data.metrics["test_accuracy"] == opening.scores["accuracy"]
+    said = arena.run("promote", NAME, "--alias", "searched")
+    assert f"unconfirmed: the test set was opened for the refit of trial {refit.of}" in said

@@ -8,6 +8,7 @@ from search.errors import SearchError
 from search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
 from search.finalists.study import create_or_join
 from search.finalists.table import finalist_sets
+from search.promotion.open_test import choose_candidate
 from search.sampling.seeds import derive_seed, division_seed, training_seed
 from search.study.study import StoredStudy, parent_of
 from storage.attributes import PARENT_TRIAL
@@ -103,6 +104,12 @@ def test_nothing_is_refitted_before_finalists_have_decided(study: StoredStudy) -
     confirm(study, winner=3, new_set=True, epochs=[1])
     with pytest.raises(SearchError, match="--trial 1: the winner among the finalists of 's' is trial 3"):
         create_or_join_refit(study, seeds=None, trial=1)
+    with pytest.raises(
+        SearchError, match=r"--refit: the winner of study 's' is not trained on all data yet: .*--refit"
+    ):
+        choose_candidate(study, trial=None, unconfirmed=False, refit=True)
+    with pytest.raises(SearchError, match="--unconfirmed: a refit is of the finalists' winner"):
+        choose_candidate(study, trial=None, unconfirmed=True, refit=True)
     with pytest.raises(SearchError, match="--refit-seeds 2: give an odd number"):
         create_or_join_refit(study, seeds=2)
     create_or_join(study, top=2, seeds=2, new_set=True)

@@ -34,6 +34,15 @@ def opened(storage: PostgresStorage, study_id: int, *, trial: int = 3, sha256: s
     )
 
 
+def test_an_opening_for_a_refit_says_so_and_keeps_to_it(storage: PostgresStorage, study_id: int) -> None:
+    told = {"trial_number": 3, "model_sha256": SHA, "opened_by": "ann@host", "finalists": "s.finalists"}
+    made = open_test_set(storage.engine, study_id, **told, refit="s.refit")  # type: ignore[arg-type]
+    assert (made.refit, made.subject) == ("s.refit", "the refit of trial 3")
+    with storage.engine.begin() as connection, pytest.raises(sa.exc.DBAPIError, match="was opened at"):
+        connection.execute(sa.text("UPDATE hpsearch_test_openings SET refit = NULL"))
+    assert read_opening(storage.engine, study_id) == made
+
+
 def test_an_opening_is_written_before_its_scores(storage: PostgresStorage, study_id: int) -> None:
     assert read_opening(storage.engine, study_id) is None
     made = opened(storage, study_id)
