@@ -332,7 +332,8 @@ def _divided_anew(
     """
     kept, fresh = divide(train, share, labels, groups, division)
     if len(fresh) < len(valid) * (1 - _CLOSE):
-        _, valid = divide(valid, len(fresh) / len(valid), labels, groups, division)
+        with suppress(ObjectiveError):  # too few to take a part of them
+            _, valid = divide(valid, len(fresh) / len(valid), None, groups, division)
     return np.concatenate([kept, valid]), fresh
 
 

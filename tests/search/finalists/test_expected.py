@@ -51,9 +51,20 @@ def test_the_interval_is_of_samples_alone_where_runs_do_not_differ() -> None:
     assert (fixed.high - fixed.low) / 2 == pytest.approx(1.6449 * 0.01 * math.sqrt(2), rel=1e-3)
 
 
+def test_all_right_is_not_certain() -> None:
+    """20 of 20: by the rule of succession 21 of 22, whose error is 0.0466."""
+    runs = {0: [Scored(1.0, 0.0, 60, 20, 20)] * 2}
+    choice = choose({0: [1.0, 1.0]}, maximize=True)
+    found = expect(runs, choice, metric="accuracy", maximize=True)
+    assert found is not None
+    assert found.low == pytest.approx(1 - 1.6449 * math.sqrt(21 / 22 / 22 / 20 * (1 / 3 + 1)), rel=1e-3)
+    assert expect(runs, choice, metric="gain", maximize=True) is None, "of what is no share nothing is known"
+
+
 def test_no_accuracy_is_above_one() -> None:
     assert expected({0: [0.999, 0.998]}, metric="accuracy").high == 1.0
     assert expected({0: [0.999, 0.998]}).high > 1.0
+    assert expected({0: [0.01, 0.02]}, metric="accuracy").low == 0.0
 
 
 def test_what_is_lower_is_better_is_turned_round() -> None:

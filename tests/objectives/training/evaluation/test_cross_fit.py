@@ -10,7 +10,7 @@ from torch import nn
 from objectives.training import Dataset, Step
 from objectives.training.evaluation.cross_fit import MOST, CrossFit, Outputs
 from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.evaluation.metrics import classification
+from objectives.training.evaluation.metrics import binary, classification
 from objectives.training.evaluation.resampling import standard_error, value_of
 from objectives.training.evaluation.step import LossStep
 from tests.objectives.training.support import Wine, fit
@@ -45,6 +45,17 @@ def test_each_half_chooses_the_epoch_that_the_other_is_scored_at():
     assert found.epochs == [1, 2]
     assert [choice.score for choice in found.choices] == [0.25, 0.0]
     assert found.score == 0.125
+
+
+def test_a_half_that_lacks_what_the_metric_needs_has_no_score():
+    """As a class for AUROC: the run is scored by its best epoch."""
+    found = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
+    found.begin()
+    for rows, labels in ((range(2), [0, 1]), (range(2, 4), [1, 1])):
+        found.add(Step(torch.tensor(0.0), torch.randn(2, 1), torch.tensor(labels)), rows)
+    found.end(0)
+    assert found.score is None
+    assert "needs both classes" in found.refused
 
 
 def test_lower_is_better_where_the_metric_is_minimized():
@@ -112,6 +123,13 @@ def test_samples_that_belong_together_are_drawn_together():
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
     error = standard_error(judge, outputs, np.arange(400) // 40, 0)
     assert error == pytest.approx(math.sqrt(0.25 / 10), rel=0.25)
+
+
+def test_of_few_groups_no_error_is_known():
+    right = torch.arange(40) % 2 == 0
+    outputs = Outputs(torch.arange(40), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(40).long())
+    judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
+    assert standard_error(judge, outputs, np.arange(40) // 20, 0) is None
 
 
 def test_the_loss_is_resampled_too_and_what_steps_measure_is_not():

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 
@@ -78,6 +80,36 @@ def test_a_scale_fitted_in_data_is_fitted_for_each_division(objective_with):
     assert splits.train.x.mean(0).abs().max() < 1e-3
     assert splits.hash_of("test") != own.hash_of("test"), "the same samples, on another scale"
     assert torch.equal(splits.test.rows, own.test.rows)
+
+
+def test_scaled_parts_without_rows_are_known_by_their_labels(objective_with):
+    def data(self, seed):
+        splits = type(self).__mro__[1].data(self, seed)
+        mean = splits.train.x.mean(0)
+        return Splits(*(Dataset(part.x - mean, part.y) for _, part in splits.parts()))
+
+    objective = objective_with(data=data)
+    splits, _ = prepared_splits(objective, 3, 77)
+    assert is_divided_anew(objective, 3, splits)
+
+
+def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
+    class Own:
+        def __init__(self):
+            self.lock, self.right, self.count = threading.Lock(), 0, 0
+
+        def update(self, output, target):
+            self.right += int((output.argmax(1) == target).sum())
+            self.count += len(target)
+
+        def compute(self):
+            return {"accuracy": self.right / self.count}
+
+        def reset(self):
+            self.right = self.count = 0
+
+    result = fit(objective_with(metrics=lambda self, train: Own()), split_seed=3, division=77, epochs=2)
+    assert result.fresh.error > 0
 
 
 def test_a_test_split_that_changes_is_refused(objective_with):
