@@ -73,7 +73,9 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     seeds = drawn(found)
     if found.pending:
         n_trials = len(found.rows) * n_seeds
-        return [f"finalists: {n_trials - found.pending} of {n_trials} trained, on {seeds}"]
+        failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.reasons)
+        without = f", {failed} without a value" if failed else ""
+        return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
     if found.winner is None:
         return [f"finalists: no winner, none has a value for each of {seeds}"]
     row = found.row(found.winner)
@@ -122,7 +124,7 @@ def basis(found: Finalists) -> str:
     """Return what the numbers of the finalists rest on, in a sentence."""
     if found.divided:
         return "train and validation were divided anew for each seed"
-    return "data() gives fixed parts, so that seeds alone are fresh"
+    return "data() gives fixed parts, or a test split that depends on them, so that seeds alone are fresh"
 
 
 def opening_line(study: StoredStudy, opening: Opening, found: Finalists | None = None) -> str:

@@ -88,7 +88,8 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
     if finalists is not None and finalists.winner is not None:
         row = finalists.row(finalists.winner)
         tie = f", in a tie with {counted(len(finalists.tie), 'other')}" if finalists.tie else ""
-        expect = f"; expect {expected_words(finalists.expected)} on new data" if finalists.expected else ""
+        expected = finalists.expected
+        expect = f"; expect {expected.mean:.4f} on new data, {expected_words(expected)}" if expected else ""
         return (
             f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {drawn(finalists)}, "
             f"out of {trials}{expect}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optuna.trial import TrialState
 from rich.console import Console
 
 from search.console import command
@@ -18,7 +19,7 @@ from search.steps import steps
 from search.study.study import StoredStudy
 from search.study.summary import summarise
 from search.worker.options import WorkerOptions
-from storage.attributes import RUN_URL
+from storage.attributes import REASON, RUN_URL
 from storage.mlflow.health import one_line
 from storage.records.test_openings import read_opening
 
@@ -74,6 +75,8 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
     if not found.pending:
         _tell(console, beside.services, study)
     _print_end(console, study, found)
+    for trial in [t for t in chosen.trials(TrialState.FAIL) if REASON in t.user_attrs][-1:]:
+        console.print(f"the last failure, of trial {trial.number} of {chosen.spec.name}: {trial.user_attrs[REASON]}")
     gave_up = tell_failed(console, fleet)
     if found.pending:
         console.print(f"go on with: {chosen.go_on}; or join with: {command('worker', '--study', chosen.spec.name)}")

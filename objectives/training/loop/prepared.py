@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:
     from objectives.objective import Objective
+
+log = logging.getLogger("objectives.training")
 
 # By objective, the last division's: a worker trains many trials on one split, and data may be all of the memory.
 _PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, Division], Splits, str]] = WeakKeyDictionary()
@@ -31,8 +34,9 @@ def prepared_splits(objective: Objective, split_seed: int, division: Division = 
     Args:
         objective: whose data.
         split_seed: of the study.
-        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide; "all"
-            for a refit, where the validation samples are trained on as well; the study's own division unless given.
+        division: seed by which train and validation are divided anew, where `data()` lets `Splits.make` divide, and
+            the test split stays; "all" for a refit, where the validation samples are trained on as well; the study's
+            own division unless given.
 
     Raises:
         ObjectiveError: the data are wrong.
@@ -44,12 +48,12 @@ def prepared_splits(objective: Objective, split_seed: int, division: Division = 
     own = None if division is None else _own_parts(objective, split_seed)
     splits = _made(objective, split_seed, division)
     if own is not None and own.test != (digest := _samples(splits.test, splits.hash_of("test"), by_labels=True)):
-        how = "joined" if division == "all" else "divided anew"
-        raise ObjectiveError(
-            f"{type(objective).__name__}.data: the test split is {digest[:12]} where train and validation are {how}, "
-            f"and {own.test[:12]} in the study: give the same test samples for one seed, as Splits.make() does, "
-            "and keep their rows where you change them, as by dataclasses.replace(part, x=...)"
-        )
+        changes = f"the test split is {digest[:12]}, and {own.test[:12]} in the study"
+        remedy = "give the same test samples for one seed, and keep their rows: dataclasses.replace(part, x=...)"
+        if division == "all":
+            raise ObjectiveError(f"{type(objective).__name__}.data, train and validation joined: {changes}: {remedy}")
+        log.warning("the study's own division is kept, for with another %s: %s", changes, remedy)
+        splits = _made(objective, split_seed, None)
     _PREPARED[objective] = key, splits, (found := splits.hash())
     return splits, found
 

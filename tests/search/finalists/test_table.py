@@ -93,7 +93,7 @@ def test_fixed_parts_are_said_to_be_so(study: StoredStudy) -> None:
     train(chosen, lambda trial, _: trial / 10, fresh={**DIVIDED, "divided": False})
     lines = confirmation_lines(study)
     assert "on 2 fresh seeds" in lines[0]
-    assert lines[1].endswith("data() gives fixed parts, so that seeds alone are fresh")
+    assert lines[1].endswith("so that seeds alone are fresh")
 
 
 def test_nothing_is_expected_where_nothing_is_known_of_the_samples(study: StoredStudy) -> None:
@@ -121,7 +121,13 @@ def test_who_lacks_a_value_cannot_win(study: StoredStudy) -> None:
     chosen, _ = create_or_join(study, top=2, seeds=2)
     of = chosen.spec.finalists_of
     assert of is not None
-    train(chosen, lambda trial, seed: None if (trial, seed) == (1, of.seeds[1]) else 0.9 - trial / 10)
+
+    def value(trial: int, seed: int) -> float | None:
+        return None if (trial, seed) == (1, of.seeds[1]) else 0.9 - trial / 10
+
+    train(chosen, value, trials=3)
+    assert confirmation_lines(study) == ["finalists: 3 of 4 trained, 1 without a value, on 2 fresh seeds"]
+    train(chosen, value)
     found = table(study)
     assert found.winner == 3
     row = found.row(1)

@@ -1,9 +1,7 @@
 import threading
 
-import pytest
 import torch
 
-from objectives import ObjectiveError
 from objectives.training import Dataset, Splits
 from objectives.training.loop.prepared import is_divided_anew, prepared_splits
 from tests.objectives.training.support import exact, fit
@@ -112,10 +110,14 @@ def test_metrics_that_cannot_be_copied_are_made_anew(objective_with):
     assert result.fresh.error > 0
 
 
-def test_a_test_split_that_changes_is_refused(objective_with):
+def test_where_the_test_split_would_change_the_studys_own_division_is_kept(objective_with, caplog):
     def data(self, seed):
         splits = type(self).__mro__[1].data(self, seed)
         return Splits(splits.train, splits.test, splits.val)  # the wrong way round
 
-    with pytest.raises(ObjectiveError, match=r"the test split is \w{12} where train and validation are divided anew"):
-        prepared_splits(objective_with(data=data), 3, 77)
+    objective = objective_with(data=data)
+    own = prepared_splits(objective, 3)
+    found = prepared_splits(objective, 3, 77)
+    assert found[1] == own[1]
+    assert not is_divided_anew(objective, 3, found[0])
+    assert "the study's own division is kept, for with another the test split is " in caplog.text
