@@ -180,15 +180,17 @@ class CrossFit:
         known = [error for error in errors if error is not None]
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
-    def state_dict(self) -> list[dict[str, Any] | None]:
-        """The choices as plain values and tensors."""
-        return [None if choice is None else _plain(choice) for choice in self.choices]
+    def state_dict(self) -> dict[str, Any]:
+        """The choices, and why there may be none, as plain values and tensors."""
+        choices = [None if choice is None else _plain(choice) for choice in self.choices]
+        return {"choices": choices, "refused": self.refused}
 
-    def load_state_dict(self, state: list[dict[str, Any] | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
+        self.refused = state["refused"]
         self.choices = [
             None if kept is None else Choice(**{**kept, "outputs": kept["outputs"] and Outputs(**kept["outputs"])})
-            for kept in state
+            for kept in state["choices"]
         ]
 
 

@@ -56,6 +56,9 @@ def test_a_half_that_lacks_what_the_metric_needs_has_no_score():
     found.end(0)
     assert found.score is None
     assert "needs both classes" in found.refused
+    resumed = CrossFit(2, 4, metric="auroc", maximize=True, metrics=[binary(), binary()], device=CPU)
+    resumed.load_state_dict(found.state_dict())
+    assert resumed.refused == found.refused, "a run that was killed later has no score of halves either"
 
 
 def test_lower_is_better_where_the_metric_is_minimized():
