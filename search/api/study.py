@@ -525,7 +525,9 @@ class Study:
         new_set: bool = False,
         **how: Unpack[Working],
     ) -> Finalists:
-        """Train the best configurations of a finished search again on fresh seeds, the same for all; one of them wins.
+        """Train the best configurations of a finished search again; one of them wins.
+
+        Each is trained on the same fresh seeds, each of which divides train and validation anew.
 
         Called again it goes on where it stopped, and returns the table when all is done.
 

@@ -49,10 +49,11 @@ def finalists(
     checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> int:
-    """Train the best trials of a finished search again, from scratch, on fresh seeds that are the same for all.
+    """Train the best trials of a finished search again, on fresh seeds and divisions that are the same for all.
 
-    The best of many over-states itself: the winner is chosen on the fresh seeds alone. Called again it goes on where
-    it stopped, and shows the table when all is done. Other machines join with 'worker --study STUDY.finalists'.
+    The best of many over-states itself: the winner is chosen on the fresh runs alone, which also tell what to expect of
+    it on new data. The test split stays as it is. Called again it goes on where it stopped, and shows the table when
+    all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
     from search.fleet.forking import load_ahead
     from search.services import check_pair

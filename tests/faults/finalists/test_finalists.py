@@ -11,13 +11,13 @@ from pathlib import Path
 import mlflow
 import optuna
 import pytest
-import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from search.finalists import Finalists, read_finalists
 from search.study.study import StoredStudy, load_study
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import open_storage
+from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
 from tests.faults.orders import OUTSIDE, Order, write
 
@@ -48,15 +48,6 @@ def table(study: StoredStudy) -> Finalists:
     return found
 
 
-def outcomes(study: StoredStudy) -> list[str]:
-    query = sa.text("""
-        SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
-         WHERE s.study_name = :name
-    """)
-    with study.storage.engine.connect() as connection:
-        return sorted(connection.execute(query, {"name": HELD}).scalars())
-
-
 def train(arena: Arena, *orders: Order) -> None:
     """Choose the finalists and train them by two workers, which join by the study's name."""
     write(arena.orders, list(orders))
@@ -73,7 +64,7 @@ def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once
     killed = Order("epoch", "kill", trial=2, epoch=1)
     train(arena, killed)
     assert arena.obeyed(0)
-    assert outcomes(study) == ["complete"] * 4 + ["lost"]
+    assert outcomes(study, HELD) == ["complete"] * 4 + ["lost"]
     found = table(study)
     assert_chosen(study, found)
     assert_printed(arena, found)
@@ -81,7 +72,7 @@ def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once
 
     arena.run("delete", HELD, "--yes")
     train(arena)
-    assert outcomes(study) == ["complete"] * 4
+    assert outcomes(study, HELD) == ["complete"] * 4
     assert table(study) == found, "the same finalists on the same seeds, to the last bit"
 
     assert_opened_once(arena, study, found)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import mlflow
 import pytest
-import sqlalchemy as sa
 
 from search.finalists import read_finalists
 from search.finalists.refit import Refit, read_refit
@@ -16,6 +15,7 @@ from search.study.study import StoredStudy, load_study
 from storage.records.promotions import promotions_of
 from storage.records.test_openings import read_opening
 from storage.study_storage.opening import open_storage
+from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write
 
@@ -55,19 +55,10 @@ def found(study: StoredStudy) -> Refit:
     return there[1]
 
 
-def outcomes(study: StoredStudy) -> list[str]:
-    query = sa.text("""
-        SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
-         WHERE s.study_name = :name
-    """)
-    with study.storage.engine.connect() as connection:
-        return sorted(connection.execute(query, {"name": MADE}).scalars())
-
-
 def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredStudy) -> None:
     train(arena, Order("report", "kill", trial=1, when="after"))
     assert arena.obeyed(0)
-    assert outcomes(study) == ["complete"] * 3 + ["lost"]
+    assert outcomes(study, MADE) == ["complete"] * 3 + ["lost"]
     refit, finalists = found(study), read_finalists(study)
     assert finalists is not None
     assert (refit.of, refit.pending, len(refit.losses)) == (finalists.winner, 0, 3)
@@ -75,7 +66,7 @@ def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredS
 
     arena.run("delete", MADE, "--yes")
     train(arena)
-    assert outcomes(study) == ["complete"] * 3
+    assert outcomes(study, MADE) == ["complete"] * 3
     assert found(study) == refit, "the killed worker changed no bit"
 
     assert_promoted(arena, study, refit)

@@ -1,0 +1,17 @@
+"""How the attempts at the trials of a study ended."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from search.study.study import StoredStudy
+
+
+def outcomes(study: StoredStudy, name: str) -> list[str]:
+    """The outcomes of all attempts of the study of that name, in alphabetical order."""
+    query = sa.text("""
+        SELECT a.outcome FROM trials t JOIN studies s USING (study_id) JOIN hpsearch_attempts a USING (trial_id)
+         WHERE s.study_name = :name
+    """)
+    with study.storage.engine.connect() as connection:
+        return sorted(connection.execute(query, {"name": name}).scalars())
