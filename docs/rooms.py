@@ -17,6 +17,7 @@ PACKAGES = ("storage", "objectives", "search")
 ROOMS = (
     # storage: where everything is kept
     *("storage", "storage.errors", "storage.files", "storage.home", "storage.urls", "storage.attributes"),
+    "storage.pareto",
     "storage.database",
     "storage.study_storage",
     "storage.checkpoints",
