@@ -33,12 +33,14 @@ class Kind(Options):
         kinds: the choices of the family by their names.
         refused: why some that one might look for are none of them, by their names.
         examples: of options that have to be given, by their names.
+        knows_several: whether it can be chosen where several metrics are optimised.
     """
 
     family: ClassVar[str]
     kinds: ClassVar[dict[str, type[Any]]]
     refused: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, str]] = {}
+    knows_several: ClassVar[bool] = True
     name: str
 
     @classmethod
@@ -72,6 +74,19 @@ class Kind(Options):
             return kind.model_validate(dict(value))
         except ValidationError as error:
             raise ValueError(kind._refusal(error.errors(include_url=False)[0])) from None
+
+    def for_several(self) -> None:
+        """Check that it knows several metrics.
+
+        Raises:
+            ValueError: it compares one number; one line says what else there is.
+        """
+        if not self.knows_several:
+            others = ", ".join(sorted(name for name, kind in self.kinds.items() if kind.knows_several))
+            raise ValueError(
+                f"--{self.family} {self.name} knows one metric only: with --directions use one of {others}, or "
+                "optimise one --metric"
+            )
 
     @classmethod
     def _refusal(cls, first: Mapping[str, Any]) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
+
+
+Noted = float | list[float]  # what a trial comes to at a rung, by one metric or by several
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class Case:
         maximize: whether higher is better.
         epochs: how many epochs a full trial has.
         values: the metric by epoch, from 0.
+        reported: all metrics that are optimised or have bounds, of the last epoch, by their names.
+        vector: what the trial comes to so far, of all metrics that are optimised: of its best epoch by the first.
+        maximized: of each of these, whether higher is better; empty where there is one.
     """
 
     pruner: str
@@ -75,6 +81,14 @@ class Case:
     maximize: bool
     epochs: int
     values: Mapping[int, float]
+    reported: Mapping[str, float] = field(default_factory=dict)
+    vector: Sequence[float] = ()
+    maximized: Sequence[bool] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one metric is optimised."""
+        return bool(self.maximized)
 
     @property
     def step(self) -> int:
@@ -116,11 +130,11 @@ class Peers(Protocol):
         """Return how many rungs the trial has noted a value at."""
         ...
 
-    def note(self, rung: int, value: float) -> None:
-        """Note the trial's value at a rung."""
+    def note(self, rung: int, value: Noted) -> None:
+        """Note the trial's value at a rung, or those of several metrics."""
         ...
 
-    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+    def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
         """Return number and value of all other trials, in whatever state, that noted one at a rung."""
         ...
 

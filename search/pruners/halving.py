@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from search.pruners.decision import Case, Decision, Grounds, Peers
+from storage.pareto import best_first, losses_of
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Halving:
         return rung
 
     def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
+        if case.several:
+            return self._among_fronts(rung, case, peers)
         value = case.last
         if math.isnan(value):
             return case.prune(f"{case.metric} is not a number", value=value, rung=rung, bracket=self.bracket)
         # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
         peers.note(rung, value)
-        others = [other for number, other in peers.at_rung(rung) if self.is_peer(number)]
+        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and not isinstance(at, list)]
         values = sorted([*others, value], reverse=case.maximize)
         # The first of a rung go on, unless better ones are there: none is held back to wait for others.
         promoted = max(1, len(values) // self.reduction_factor)
@@ -74,6 +77,23 @@ class Halving:
         if case.worse(value, cutoff):
             reach = f"best {promoted} of {len(values)} trials at {there} reach"
             return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
+        return case.on(**grounds)
+
+    def _among_fronts(self, rung: int, case: Case, peers: Peers) -> Decision:
+        """As with one metric, in the order of fronts: multi-objective ASHA (Schmucker et al. 2021), by stopping."""
+        peers.note(rung, list(case.vector))
+        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and isinstance(at, list)]
+        reached, grounds = len(others) + 1, Grounds(value=case.last, peers=len(others), rung=rung, bracket=self.bracket)
+        if reached <= self.bootstrap_count:
+            why = f"is number {reached} at rung {rung}, which promotes none of the first {self.bootstrap_count}"
+            return case.prune(why, **grounds)
+        promoted = max(1, reached // self.reduction_factor)
+        # Last, so that of equal ones the earlier goes on.
+        rank = best_first(losses_of([*others, case.vector], case.maximized)).index(len(others)) + 1
+        if rank > promoted:
+            return case.prune(
+                f"rank {rank} of {reached} by fronts at rung {rung}, where the best {promoted} go on", **grounds
+            )
         return case.on(**grounds)
 
 

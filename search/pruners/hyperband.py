@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from zlib import crc32
 
 from pydantic import Field
@@ -21,6 +21,7 @@ class Hyperband(PrunerSpec):
     """Hyperband (Li et al. 2018), Optuna's ``HyperbandPruner``; `max_resource` is the spec's epochs unless given."""
 
     name: Literal["hyperband"] = "hyperband"
+    knows_several: ClassVar[bool] = False
     min_resource: int = Field(default=1, ge=1)
     max_resource: int | None = Field(default=None, ge=1)
     reduction_factor: int = Field(default=3, ge=2)

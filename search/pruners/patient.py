@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -30,6 +30,7 @@ class Patient(PrunerSpec):
     """
 
     name: Literal["patient"] = "patient"
+    knows_several: ClassVar[bool] = False
     patience: int = Field(default=3, ge=0)
     min_delta: Number = Field(default=0.0, ge=0)
     wrapped: Annotated[SerializeAsAny[PrunerSpec] | None, BeforeValidator(_parse)] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,8 @@ class _Stopping(PrunerSpec):
     n_warmup_steps: int = Field(default=2, ge=0)
     interval_steps: int = Field(default=1, ge=1)
     n_min_trials: int = Field(default=1, ge=1)
+
+    knows_several: ClassVar[bool] = False
 
 
 class Median(_Stopping):

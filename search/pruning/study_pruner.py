@@ -6,11 +6,12 @@ need only the finished trials, which the storage keeps in memory, or the values 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.pruners.decision import Case, Decision, Peers
+from search.pruners.decision import Case, Decision, Noted, Peers
 from search.spec.spec import StudySpec
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import read_rung, rung_key
@@ -23,7 +24,13 @@ def study_rungs(spec: StudySpec) -> Rungs | None:
     if promotion is None:
         return None
     return Rungs(
-        spec.pruner.name, promotion.epochs, spec.epochs, promotion.factor, spec.maximize, complete=promotion.complete
+        spec.pruner.name,
+        promotion.epochs,
+        spec.epochs,
+        promotion.factor,
+        spec.maximize,
+        complete=promotion.complete,
+        several=spec.maximized if spec.several else (),
     )
 
 
@@ -44,8 +51,16 @@ class StudyPruner:
         self._storage = storage
         self._study_id = study_id
 
-    def __call__(self, trial: FrozenTrial) -> Decision:
-        """Decide about a trial after its last reported epoch, as often as one likes."""
+    def __call__(
+        self, trial: FrozenTrial, *, reported: Mapping[str, float] | None = None, vector: Sequence[float] = ()
+    ) -> Decision:
+        """Decide about a trial after its last reported epoch, as often as one likes.
+
+        Args:
+            trial: with its values.
+            reported: all metrics that the study asks for, of the last epoch.
+            vector: what the trial comes to so far, of all metrics that are optimised.
+        """
         spec = self._spec
         if not trial.intermediate_values:
             return Decision(prune=False, pruner=spec.pruner.name)
@@ -57,6 +72,9 @@ class StudyPruner:
             maximize=spec.maximize,
             epochs=spec.epochs,
             values=trial.intermediate_values,
+            reported=reported or {},
+            vector=vector,
+            maximized=spec.maximized if spec.several else (),
         )
         return spec.pruner.judge(case, self._peers(trial))
 
@@ -86,11 +104,11 @@ class StoredPeers:
             rung += 1
         return rung
 
-    def note(self, rung: int, value: float) -> None:
-        """Note the trial's value at a rung."""
+    def note(self, rung: int, value: Noted) -> None:
+        """Note the trial's value at a rung, or those of several metrics."""
         self.storage.set_trial_system_attr(self.trial._trial_id, rung_key(rung), value)
 
-    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+    def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
         """Return number and value of all other trials at a rung."""
         found = read_rung(self.storage.engine, self.study_id, rung)
         return [(number, value) for number, value in found if number != self.trial.number]

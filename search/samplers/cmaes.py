@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ class CMAES(SamplerSpec):
     """
 
     name: Literal["cmaes"] = "cmaes"
+    knows_several: ClassVar[bool] = False
     n_startup_trials: int = Field(default=1, ge=0)
     popsize: int | None = Field(default=None, ge=4)
     consider_pruned_trials: bool = False

@@ -13,6 +13,7 @@ from search.pruners import PrunerSpec
 from search.pruners.percentile import Median
 from search.samplers import SamplerSpec
 from search.samplers.tpe import TPE
+from search.spec.several import Bound, Direction, bounds_of, constraints_given, directions_given, metrics_of
 
 SPEC_VERSION: Literal[1] = 1
 
@@ -99,7 +100,15 @@ class StudySpec(Options):
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
     objective: str = Field(min_length=1, description="digits or another built-in, package.module:Class or my_file.py.")
     metric: str = Field(min_length=1, description="Validation metric to optimise")
-    direction: Literal["maximize", "minimize"] = Field(description="maximize or minimize")
+    direction: Direction = Field(description="maximize or minimize")
+    directions: Annotated[dict[str, Direction] | None, BeforeValidator(directions_given)] = Field(
+        default=None,
+        description="In place of one metric several, such as accuracy=maximize,latency_ms=minimize; by the first a "
+        "trial's best epoch is chosen",
+    )
+    constraints: Annotated[dict[str, str] | None, BeforeValidator(constraints_given)] = Field(
+        default=None, description="Bounds that a trial's metrics are to keep, such as model_mb<=10,accuracy>=0.9"
+    )
     n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: how many trials the study runs")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
@@ -165,6 +174,32 @@ class StudySpec(Options):
         return self.direction == "maximize"
 
     @property
+    def several(self) -> bool:
+        """Whether more than one metric is optimised."""
+        return self.directions is not None
+
+    @property
+    def ways(self) -> dict[str, Direction]:
+        """The metrics that are optimised, each with its direction, in the order of a trial's values."""
+        return {self.metric: self.direction} if self.directions is None else self.directions
+
+    @property
+    def maximized(self) -> tuple[bool, ...]:
+        """Of each of them, whether a higher value is better."""
+        return tuple(way == "maximize" for way in self.ways.values())
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """The constraints."""
+        return bounds_of(self.constraints or {})
+
+    @property
+    def also_reported(self) -> tuple[str, ...]:
+        """What a trial reports beside the metric: the others that are optimised, and those that have bounds."""
+        named = dict.fromkeys([*self.ways, *(bound.metric for bound in self.bounds)])
+        return tuple(name for name in named if name != self.metric)
+
+    @property
     def refit(self) -> int | None:
         """The epochs after which its trials end, which are trained on train and validation; None of other studies."""
         return None if self.finalists_of is None else self.finalists_of.refit
@@ -181,6 +216,20 @@ class StudySpec(Options):
     def metered(self) -> bool:
         """Whether the study has a budget in epochs or seconds beside the one in trials."""
         return self.budget_epochs is not None or self.budget_seconds is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_of_several(cls, given: Any) -> Any:
+        return metrics_of(given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _for_several(self) -> Self:
+        if self.several:
+            self.sampler.for_several()
+            self.pruner.for_several()
+            if self.stop_when is not None:
+                raise ValueError("--stop-when: what several metrics gain is no one number: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _complete_pruner(self) -> Self:

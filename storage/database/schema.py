@@ -6,7 +6,7 @@ from __future__ import annotations
 OPTUNA_REVISION = "v3.2.0.a"
 
 # The head of our own migrations (storage/migrations), and the table that holds it.
-REVISION = "0007"
+REVISION = "0008"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
@@ -43,4 +43,5 @@ OUR_TABLES = (
     "hpsearch_rungs",
     "hpsearch_rung_cuts",
     "hpsearch_spending",
+    "hpsearch_epoch_values",
 )

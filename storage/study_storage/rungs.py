@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import sqlalchemy as sa
 
 from storage.database.statements import Database
@@ -20,7 +22,7 @@ def rung_key(rung: int) -> str:
     return f"{_PREFIX}{rung}"
 
 
-def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float]]:
-    """Return (trial number, value) of all trials that have reached a rung, in no particular order."""
+def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
+    """Return (trial number, value, or those of several metrics) of all trials at a rung, in no particular order."""
     rows = Database(engine).rows(_VALUES, {"study": study_id, "key": rung_key(rung)})
-    return [(row.number, float(row.value_json)) for row in rows]
+    return [(row.number, json.loads(row.value_json)) for row in rows]

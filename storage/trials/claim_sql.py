@@ -161,7 +161,7 @@ _REPORT = f"""
         SELECT trial_id, :step, CAST(:finite AS double precision), CAST(:type AS trialintermediatevaluetype) FROM mine
         ON CONFLICT (trial_id, step) DO NOTHING
         RETURNING trial_id
-    ), got_on AS ({_GOT_ON} AND EXISTS (SELECT FROM valued) {_GOT_ON_AGAIN}), {_KEPT}, dropped AS (
+    ), {{others}} got_on AS ({_GOT_ON} AND EXISTS (SELECT FROM valued) {_GOT_ON_AGAIN}), {_KEPT}, dropped AS (
         DELETE FROM hpsearch_checkpoints
          WHERE trial_id IN (SELECT trial_id FROM mine) AND CAST(:path AS text) IS NOT NULL
            AND epoch < (SELECT max(epoch) FROM hpsearch_checkpoints WHERE trial_id = :trial_id AND epoch < :step)
@@ -170,11 +170,23 @@ _REPORT = f"""
            EXISTS (SELECT FROM study_user_attributes
                     WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
 """  # noqa: S608 the parts are constants
-REPORT = sa.text(f"WITH {_MINE}, {_REPORT.format(live='mine')}")
+# Of a study of several metrics.
+_OTHERS = """
+    others AS (
+        INSERT INTO hpsearch_epoch_values (trial_id, step, metrics)
+        SELECT trial_id, :step, CAST(:metrics AS double precision[]) FROM mine ON CONFLICT (trial_id, step) DO NOTHING
+    ),
+"""
+
+
+def _report(others: str) -> sa.TextClause:
+    return sa.text(f"WITH {_MINE}, {_REPORT.format(live='mine', others=others)}")
+
 
 # Of a study with a budget in epochs or seconds. The update waits for those who count at the same moment, and looks
 # again: an epoch past the budget is not written. One that was reported before is counted already.
-REPORT_COUNTED = sa.text(f"""
+def _report_counted(others: str) -> sa.TextClause:
+    return sa.text(f"""
     WITH live AS (
         UPDATE hpsearch_attempts a
            SET expires_at = clock_timestamp() + :lease * interval '1 second', reported_at = clock_timestamp()
@@ -192,13 +204,22 @@ REPORT_COUNTED = sa.text(f"""
         RETURNING s.budget_epochs, s.budget_seconds, s.epochs, s.seconds
     ), mine AS (
         SELECT trial_id, attempt FROM live WHERE EXISTS (SELECT FROM paid)
-    ), {_REPORT.format(live="live")},
+    ), {_REPORT.format(live="live", others=others)},
            EXISTS (SELECT FROM paid) AS counted,
            coalesce((SELECT (epochs + (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
                                         WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL
                                           AND a.trial_id <> :trial_id) < budget_epochs) IS NOT FALSE
                         AND (seconds < budget_seconds) IS NOT FALSE FROM paid), false) AS room
 """)  # noqa: S608 the parts are constants
+
+
+# By whether the study has a budget in epochs or seconds, and several metrics.
+REPORT = {
+    (False, False): _report(""),
+    (False, True): _report(_OTHERS),
+    (True, False): _report_counted(""),
+    (True, True): _report_counted(_OTHERS),
+}
 
 # A trial that has reported all of its epochs needs none of the budget.
 IS_WHOLE = sa.text("SELECT count(*) >= :epochs FROM trial_intermediate_values WHERE trial_id = :trial")

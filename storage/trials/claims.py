@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -314,7 +314,15 @@ class Claims:
                 == 1
             )
 
-    def report(self, claim: Claim, step: int, value: float, checkpoint: Checkpoint | None = None) -> Reported:
+    def report(
+        self,
+        claim: Claim,
+        step: int,
+        value: float,
+        checkpoint: Checkpoint | None = None,
+        *,
+        metrics: Sequence[float] | None = None,
+    ) -> Reported:
         """Write what an epoch gave, once, and the checkpoint that goes with it; the lease is renewed besides.
 
         Args:
@@ -322,6 +330,7 @@ class Claims:
             step: the epoch, from 0; one that was reported before keeps its value.
             value: any float; NaN and infinities are stored as Optuna does.
             checkpoint: where the trial can be resumed after this epoch; the one before it is kept too.
+            metrics: of a study of several, the values of all of them.
 
         Returns:
             Whether the trial may go on. Of an epoch that the study's budget has no room for nothing was written.
@@ -342,8 +351,9 @@ class Claims:
             "path": checkpoint.path if checkpoint else None,
             "sha256": checkpoint.sha256 if checkpoint else None,
             "size": checkpoint.size if checkpoint else None,
+            **({} if metrics is None else {"metrics": list(metrics)}),
         }
-        [row] = self._database.rows(sql.REPORT if self._metered is None else sql.REPORT_COUNTED, arguments)
+        [row] = self._database.rows(sql.REPORT[self._metered is not None, metrics is not None], arguments)
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
         return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
@@ -372,13 +382,16 @@ class Claims:
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
-    def reach(self, claim: Claim, rung: int, value: float) -> Standing:
+    def reach(
+        self, claim: Claim, rung: int, value: float | Sequence[float], *, system: Mapping[str, Any] | None = None
+    ) -> Standing:
         """Note what a trial has come to at a rung, once: it goes on, or its attempt ends and it waits there.
 
         Args:
             claim: whose trial it is.
             rung: that it has reached, from 0.
-            value: its best up to there; not NaN.
+            value: its best up to there; not NaN. Of several metrics all values of its best epoch.
+            system: system attributes to set where it waits.
 
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
@@ -402,7 +415,7 @@ class Claims:
                 promote(connection, claim.trial_id, rung)
             else:
                 told = {"rung": rung, "epoch": rungs.epochs[rung] - 1, "rank": at.rank, "reached": at.reached}
-                settling.settle(*place, Outcome.PAUSED, attrs={RUNG: told})
+                settling.settle(*place, Outcome.PAUSED, attrs={RUNG: told}, system=system)
             return at
 
         found = self._database.transaction(reached)
@@ -421,8 +434,9 @@ class Claims:
         outcome: Outcome,
         *,
         retry: bool = False,
-        value: float | None = None,
+        value: float | Sequence[float] | None = None,
         attrs: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None,
     ) -> None:
         """End the attempt, and with it the trial, unless that is given back.
 
@@ -430,8 +444,9 @@ class Claims:
             claim: whose trial it is.
             outcome: of the attempt.
             retry: give the trial back to whoever claims next, as RELEASED does in any case.
-            value: of a COMPLETE or PRUNED trial.
+            value: of a COMPLETE or PRUNED trial; of several metrics one for each.
             attrs: user attributes to set with it, in the same transaction.
+            system: system attributes likewise.
 
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
@@ -440,9 +455,9 @@ class Claims:
         def settled(connection: sa.Connection) -> bool:
             place = (connection, claim.trial_id, claim.attempt)
             # Written already, when the answer to it was lost.
-            return settling.settle(*place, outcome, retry=retry, value=value, attrs=attrs) or settling.ended_as(
-                *place, outcome
-            )
+            return settling.settle(
+                *place, outcome, retry=retry, value=value, attrs=attrs, system=system
+            ) or settling.ended_as(*place, outcome)
 
         if not self._database.connected(settled):
             raise claim_lost(self._database, claim.trial_id, claim.attempt)

@@ -46,7 +46,7 @@ _FORGET = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
 _COUNT = sa.text("""
     INSERT INTO hpsearch_rung_cuts (study_id, rung, reached, best_loss, best_trial, last_loss, last_trial)
     SELECT :study, rung, reached, coalesce(b.loss, '-infinity'), coalesce(b.trial_id, 0),
-           coalesce(l.loss, '-infinity'), coalesce(l.trial_id, 0)
+           CASE WHEN :hopeless THEN coalesce(l.loss, '-infinity') ELSE 'infinity' END, coalesce(l.trial_id, 0)
       FROM (SELECT rung, count(*) AS reached FROM hpsearch_rungs WHERE study_id = :study GROUP BY rung) AS at
       LEFT JOIN LATERAL (
         SELECT loss, trial_id FROM hpsearch_rungs o WHERE o.study_id = :study AND o.rung = at.rung
@@ -80,7 +80,7 @@ def move(
     connection.execute(_MOVE, {"study": study_id, "rung": rung, "trial": trial_id, "loss": loss, **places_are})
 
 
-def count_anew(connection: sa.Connection, study_id: int, *, factor: int, places: int) -> None:
+def count_anew(connection: sa.Connection, study_id: int, *, factor: int, places: int, hopeless: bool = True) -> None:
     """Find the cuts by counting: the budget is another, or a trial has left its rungs.
 
     Args:
@@ -88,6 +88,8 @@ def count_anew(connection: sa.Connection, study_id: int, *, factor: int, places:
         study_id: the study.
         factor: of those that reach a rung, one in so many goes on.
         places: how many may go on from a rung, in the study's budget.
+        hopeless: whether those beyond the places will never go on; else any may yet.
     """
     connection.execute(_FORGET, {"study": study_id})
-    connection.execute(_COUNT, {"study": study_id, "factor": factor, "places": places})
+    arguments = {"study": study_id, "factor": factor, "places": places, "hopeless": hopeless}
+    connection.execute(_COUNT, arguments)

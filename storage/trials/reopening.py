@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
 from storage.database.locks import UNLESS_FROZEN
-from storage.trials.cuts import count_anew
-from storage.trials.rungs import Rungs
+from storage.trials import fronts
+from storage.trials.rungs import Rungs, count_places
 
 _LOCKED = sa.text(f"""
     {UNLESS_FROZEN}
@@ -38,6 +38,9 @@ _REOPEN = sa.text("""
         DELETE FROM trial_intermediate_values v USING mine, resumed
          WHERE v.trial_id = mine.trial_id AND v.step > coalesce(resumed.epoch, -1)
         RETURNING v.trial_id
+    ), others AS (
+        DELETE FROM hpsearch_epoch_values v USING mine, resumed
+         WHERE v.trial_id = mine.trial_id AND v.step > coalesce(resumed.epoch, -1)
     ), spent AS (
         UPDATE hpsearch_spending s SET epochs = s.epochs - (SELECT count(*) FROM steps)
           FROM trials t WHERE t.trial_id = :trial AND s.study_id = t.study_id
@@ -94,7 +97,7 @@ def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tria
         rungs: of the study.
         n_trials: its budget from now on.
     """
-    count_anew(connection, study_id, factor=rungs.factor, places=rungs.places(n_trials))
+    count_places(connection, study_id, rungs, n_trials=n_trials)
     words = {"pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
     return int(connection.execute(_WAIT_AGAIN, {"study": study_id, **words}).scalar_one())
 
@@ -152,5 +155,6 @@ def reopen_trial(
         study = connection.execute(_LOCKED, {"trial": trial_id, "spec": SPEC}).one_or_none()
         row = connection.execute(_REOPEN, arguments).one_or_none()
         if rungs is not None and study is not None and row is not None and row.epoch is None:  # it left them
-            count_anew(connection, study.study_id, factor=rungs.factor, places=rungs.places(study.n_trials))
+            fronts.place_all(connection, study.study_id, rungs.several)
+            count_places(connection, study.study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

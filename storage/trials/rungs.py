@@ -9,13 +9,14 @@ state is WAITING. Where the places end is kept beside them (:mod:`storage.trials
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from storage.database.statements import Database
-from storage.trials import cuts
+from storage.trials import cuts, fronts
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Rungs:
         epochs: how many epochs a trial has when it reaches each rung.
         total: epochs of a full trial.
         factor: of those that reach a rung, one in so many goes on.
-        maximize: whether higher values are better.
+        maximize: whether higher values are better; of several metrics, of the first.
         complete: how many trials are trained to their end at least.
+        several: of each of several metrics whether higher is better; empty where there is one.
     """
 
     pruner: str
@@ -37,6 +39,7 @@ class Rungs:
     factor: int
     maximize: bool
     complete: int = 1
+    several: tuple[bool, ...] = ()
 
     def loss(self, value: float) -> float:
         """A value as it is compared: lower is better."""
@@ -130,7 +133,8 @@ _PROMOTE = sa.text("""
 # Found in an index: who waits there, but for one that was ended from outside, goes on sooner or later or is retired.
 _WAITING_AT = """
     JOIN LATERAL (
-        SELECT r.trial_id, r.study_id, r.rung, r.loss, t.number FROM hpsearch_rungs r JOIN trials t USING (trial_id)
+        SELECT r.trial_id, r.study_id, r.rung, r.loss, r.losses, t.number
+          FROM hpsearch_rungs r JOIN trials t USING (trial_id)
          WHERE r.study_id = c.study_id AND r.rung = c.rung AND r.promoted_at IS NULL AND r.retired_at IS NULL
            AND t.state = 'WAITING'
          ORDER BY r.study_id {order}, r.rung {order}, r.loss {order}, r.trial_id {order} LIMIT 1) r
@@ -182,7 +186,14 @@ def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
 
 
 def note(
-    connection: sa.Connection, study_id: int, trial_id: int, rungs: Rungs, *, rung: int, value: float, n_trials: int
+    connection: sa.Connection,
+    study_id: int,
+    trial_id: int,
+    rungs: Rungs,
+    *,
+    rung: int,
+    value: float | Sequence[float],
+    n_trials: int,
 ) -> None:
     """Note a trial's value at a rung, once.
 
@@ -192,15 +203,34 @@ def note(
         trial_id: the trial.
         rungs: of the study.
         rung: that it has reached, from 0.
-        value: its best up to there.
+        value: its best up to there; of several metrics all of its best epoch.
         n_trials: the study's budget.
     """
+    if not isinstance(value, float):
+        fronts.note(connection, study_id, trial_id, rungs.several, rung=rung, values=value)
+        count_places(connection, study_id, rungs, n_trials=n_trials)
+        return
     loss = rungs.loss(value)
     cuts.open_rung(connection, study_id, rung)
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": loss}
     if connection.execute(_NOTE, arguments).rowcount == 1:
         places = rungs.places(n_trials)
         cuts.move(connection, study_id, rung, trial_id=trial_id, loss=loss, factor=rungs.factor, places=places)
+
+
+def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
+    """Find where the places at all rungs end by counting: the budget is another, or a trial has left its rungs.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        rungs: of the study.
+        n_trials: its budget.
+    """
+    # By several metrics nobody has waited in vain before the end: who comes may push back those before it.
+    cuts.count_anew(
+        connection, study_id, factor=rungs.factor, places=rungs.places(n_trials), hopeless=not rungs.several
+    )
 
 
 def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
@@ -261,15 +291,20 @@ def next_retired(
         on = f"and {why}"
     else:
         on = f"where the best {row.places} went on" if row.places else "where none went on"
+    by_fronts = " by fronts" if rungs.several else ""
     reason = (
-        f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached} at rung "
-        f"{row.rung}, {on}"
+        f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
+        f"at rung {row.rung}, {on}"
     )
+    if rungs.several:
+        compared = {"value": fronts.values_of(row.losses, rungs.several)[0]}
+    else:
+        cutoff = {"cutoff": rungs.value(row.cutoff)} if row.places else {}
+        compared = {"value": rungs.value(row.loss), **cutoff}
     grounds = {
         "pruner": rungs.pruner,
         "epoch": epochs - 1,
-        "value": rungs.value(row.loss),
-        **({"cutoff": rungs.value(row.cutoff)} if row.places else {}),
+        **compared,
         "peers": row.reached - 1,
         "rung": row.rung,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,15 +13,16 @@ from storage.database.trial_rows import MAY_WRITE, store
 from storage.trials.outcome import Outcome
 
 
-def settle(
+def settle(  # noqa: PLR0913 all that is written of an end, by keyword
     connection: sa.Connection,
     trial_id: int,
     attempt: int,
     outcome: Outcome,
     *,
     retry: bool = False,
-    value: float | None = None,
+    value: float | Sequence[float] | None = None,
     attrs: Mapping[str, Any] | None = None,
+    system: Mapping[str, Any] | None = None,
 ) -> bool:
     """End a live attempt and set its trial's state; return whether that attempt was live and its trial RUNNING.
 
@@ -31,21 +32,25 @@ def settle(
         attempt: the attempt; when it is not live nothing is written.
         outcome: of the attempt, and of the trial.
         retry: leave the trial to the next claim all the same.
-        value: the trial's value; infinities are stored as Optuna does.
+        value: the trial's, or one for each of several metrics; infinities are stored as Optuna does.
         attrs: user attributes of the trial to set.
+        system: system attributes of the trial to set.
     """
-    attrs = attrs or {}
-    # No NaN as a trial's value.
-    finite, kind = (None, None) if value is None or math.isnan(value) else store(value)
+    attrs, system = attrs or {}, system or {}
+    # No NaN among a trial's values.
+    values = [value] if isinstance(value, float | int) else value or ()
+    stored = [] if any(map(math.isnan, values)) else [store(each) for each in values]
     arguments = {
         "trial_id": trial_id,
         "attempt": attempt,
         "state": "WAITING" if retry else outcome.trial_state,
         "outcome": outcome.value,
-        "finite": finite,
-        "type": kind,
+        "finite": [finite for finite, _ in stored],
+        "types": [kind for _, kind in stored],
         "keys": list(attrs),
         "values": [json.dumps(attr) for attr in attrs.values()],
+        "system_keys": list(system),
+        "system_values": [json.dumps(attr) for attr in system.values()],
     }
     return bool(connection.execute(_SETTLE, arguments).scalar())
 
@@ -95,9 +100,15 @@ _SETTLE = sa.text(f"""
          WHERE trial_id IN (SELECT trial_id FROM mine)
     ), valued AS (
         INSERT INTO trial_values (trial_id, objective, value, value_type)
-        SELECT trial_id, 0, CAST(:finite AS double precision), CAST(:type AS trialvaluetype) FROM mine
-         WHERE CAST(:type AS text) IS NOT NULL
+        SELECT trial_id, v.place - 1, v.finite, CAST(v.type AS trialvaluetype)
+          FROM mine, unnest(CAST(:finite AS double precision[]), CAST(:types AS text[]))
+                     WITH ORDINALITY AS v (finite, type, place)
         ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
+    ), told AS (
+        INSERT INTO trial_system_attributes (trial_id, key, value_json)
+        SELECT trial_id, key, value_json FROM mine,
+               unnest(CAST(:system_keys AS text[]), CAST(:system_values AS text[])) AS attr (key, value_json)
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
     ), {_NOTED}
 """)  # noqa: S608 the parts are constants
 
@@ -109,12 +120,18 @@ _RETIRE = sa.text(f"""
     ), retired AS (
         UPDATE hpsearch_rungs SET retired_at = clock_timestamp()
          WHERE trial_id IN (SELECT trial_id FROM mine) AND promoted_at IS NULL
+    ), others AS (
+        SELECT DISTINCT ON (trial_id) trial_id, metrics FROM mine JOIN hpsearch_epoch_values USING (trial_id)
+         ORDER BY trial_id, step DESC
     ), valued AS (
         INSERT INTO trial_values (trial_id, objective, value, value_type)
-        SELECT trial_id, 0, intermediate_value, CAST(intermediate_value_type::text AS trialvaluetype)
+        (SELECT trial_id, 0, intermediate_value, CAST(intermediate_value_type::text AS trialvaluetype)
           FROM mine JOIN trial_intermediate_values USING (trial_id)
          WHERE intermediate_value_type <> 'NAN'
-         ORDER BY step DESC LIMIT 1
+         ORDER BY step DESC LIMIT 1)
+        UNION ALL
+        SELECT trial_id, v.place - 1, v.value, 'FINITE'
+          FROM others, unnest(metrics) WITH ORDINALITY AS v (value, place) WHERE v.place > 1
         ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
     ), {_NOTED}
 """)  # noqa: S608 the parts are constants
