@@ -36,7 +36,7 @@ ROOMS = (
     "objectives.training.data",
     "objectives.training.evaluation",
     "objectives.training.strategies",
-    *("objectives.base", "objectives.objective"),
+    *("objectives.measured", "objectives.base", "objectives.objective"),
     *(
         "objectives.training.session",
         "objectives.training.ranked_session",

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -224,10 +224,19 @@ def _file_of(cls: type) -> Path | None:
     return Path(source) if source else None
 
 
+def _constraints(objective: BaseObjective) -> Mapping[Any, Any]:
+    if not isinstance(objective.constraints, Mapping):
+        raise ObjectiveError(f"{type(objective).__name__}.constraints must be a dictionary of bounds by metric")
+    return objective.constraints
+
+
 def _check(objective: BaseObjective) -> None:
     who = type(objective).__name__
     if objective.direction not in ("maximize", "minimize"):
         raise ObjectiveError(f"{who}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
+    for name, bound in _constraints(objective).items():
+        if not (isinstance(name, str) and isinstance(bound, str)):
+            raise ObjectiveError(f"{who}.constraints: {name!r} must be a bound such as '<= 10', not {bound!r}")
     for field in ("name", "metric"):
         value = getattr(objective, field)
         if not (isinstance(value, str) and value):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from objectives.base import BaseObjective
 from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.measured import MEASURED
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
     from torch import nn
@@ -27,11 +29,16 @@ class Objective(BaseObjective):
         name: what it is called in studies; the class's name unless given.
         metric: the validation metric to optimise: a key of `metrics()`, or "loss".
         direction: whether the metric is better when it is higher or lower.
+        directions: several metrics that a study is to optimise at once, each with its direction: the first of them is
+            `metric`, and any other may be one of validation, of `objectives.measured.MEASURED`, or of `measures`.
+        constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
+        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
         epochs: length of a full trial, the default of a search.
         n_trials: number of trials, the default of a search.
         defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
         loss_floor: what the loss of a batch that is fitted comes close to, for the smoke test; None where nobody knows,
             as of a VAE's bound or of a density.
+        latency_batch: samples in the forward pass whose time `latency_ms` is.
 
     Example:
         >>> class Wine(Objective):
@@ -45,6 +52,7 @@ class Objective(BaseObjective):
     """
 
     loss_floor: ClassVar[float | None] = 0.0
+    latency_batch: ClassVar[int] = 1
 
     @abstractmethod
     def suggest(self, trial: SearchSpace) -> TrainConfig:
@@ -154,6 +162,28 @@ class Objective(BaseObjective):
         """Whether `metrics` is not overridden."""
         return type(self).metrics is Objective.metrics
 
+    def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 for those who override it
+        """Numbers of your own about a model, by name, after each epoch: operations, sparsity, robustness.
+
+        They are reported under these names, and a study may optimise or bound them. One that is not finite ends the
+        trial as a loss does that is not.
+
+        Args:
+            model: the one that is judged, on its device, in evaluation mode; no gradients are kept.
+            config: the trial's.
+
+        Example:
+            >>> def measures(self, model, config):
+            ...     weights = torch.cat([weight.flatten() for weight in model.parameters()])
+            ...     return {"sparsity": float((weights.abs() < 1e-3).float().mean())}
+        """
+        return {}
+
+    @property
+    def has_measures(self) -> bool:
+        """Whether `measures` is overridden."""
+        return type(self).measures is not Objective.measures
+
     def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
 
@@ -169,6 +199,26 @@ class Objective(BaseObjective):
             if direction != DIRECTIONS[metric]:
                 raise ObjectiveError(f"direction {direction!r} is wrong for {metric}: use {DIRECTIONS[metric]!r}")
         super().judge_by(metric, direction)
+
+    def also_report(self, names: Collection[str]) -> None:
+        """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
+
+        Raises:
+            MetricError: a name is none of the built-in set that `metric` brings, and nothing that is measured. Of
+                metrics, steps and measures of one's own the first evaluation tells.
+        """
+        from objectives.training.evaluation.metrics import brought_with
+
+        super().also_report(names)
+        if not self.uses_builtin_metrics or self.has_own_step or self.has_measures:
+            return
+        judged = brought_with(self.metric)
+        for name in self.reported:
+            if name not in judged and name not in MEASURED:
+                known = nearest(name, [*judged, *MEASURED])
+                raise MetricError(
+                    name, f"is none that comes with {self.metric}, nor measured: {known}; or override metrics()"
+                )
 
     def default_config(self) -> TrainConfig:
         """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.

@@ -129,7 +129,8 @@ class FunctionObjective(LoopObjective):
     """A function `main(trial)` as an objective: it asks `trial.suggest_float(...)` first, then trains.
 
     To learn what it searches it is called up to where it first asks the trial for anything else: let what takes long
-    come after. Metric, direction, epochs and number of trials are attributes of the function, or the study's.
+    come after. Metric, direction or directions, constraints, epochs and number of trials are attributes of the
+    function, or the study's.
     """
 
     function: ClassVar[Callable[[Any], None]]
@@ -173,7 +174,7 @@ def objective_of(function: Callable[[Any], None]) -> type[FunctionObjective]:
         raise ObjectiveError(
             f"{function.__name__} must take one argument, the trial: def {function.__name__}(trial)"
         ) from error
-    names = ("metric", "direction", "epochs", "n_trials")
+    names = ("metric", "direction", "directions", "constraints", "epochs", "n_trials")
     given = {name: getattr(function, name) for name in names if hasattr(function, name)}
     parts = {"name": function.__name__, "function": staticmethod(function), "__module__": function.__module__}
     return type(function.__name__, (FunctionObjective,), {**parts, **given})

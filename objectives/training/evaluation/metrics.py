@@ -88,6 +88,15 @@ def _beside_the_loss(y: Tensor) -> Metrics:
     return classification(int(y.max()) + 1)
 
 
+def brought_with(metric: str) -> tuple[str, ...]:
+    """All that the usual set of a metric may report: with the loss that is what fits the targets."""
+    if metric == "loss":
+        return ("loss", *CLASSIFICATION, *REGRESSION)
+    if metric in BINARY:
+        return (*BINARY, "base_rate", "loss")
+    return (*(CLASSIFICATION if metric in CLASSIFICATION else REGRESSION if metric in REGRESSION else ()), "loss")
+
+
 def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
     """The built-in metrics that can judge a model.
 
