@@ -27,12 +27,13 @@ class MetricError(ObjectiveError):
     """A metric that is none of an objective, or does not fit its outputs.
 
     Attributes:
-        why: what stands after the metric's name, and which would do.
+        metric: its name.
+        why: what stands after it, and which would do.
     """
 
     def __init__(self, metric: str, why: str) -> None:
         super().__init__(f"metric {metric!r} {why}")
-        self.why = why
+        self.metric, self.why = metric, why
 
 
 def nearest(name: str, known: list[str]) -> str:

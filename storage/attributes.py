@@ -24,6 +24,7 @@ GOT_ON = "hpsearch:got_on"  # the last attempt but the first that added an epoch
 WORKER = "hpsearch:worker"  # who runs it, or ran it last
 REASON = "hpsearch:reason"  # why it ended as it did, for a person
 INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart
+BROKEN = "hpsearch:out_of_bounds"  # the constraints that it breaks, a line for each: no finalist, and not promoted
 PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a search.pruning.Decision
 CUT = "hpsearch:cut"  # it ran when the budget in epochs or seconds was spent: it goes on where that grows
 RUNG = "hpsearch:rung"  # where it was paused last: rung, epoch (from 0), rank, how many had reached it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from search.report.trial import why_waiting
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, REASON, WORKER
 
@@ -19,7 +20,7 @@ def trials_frame(study: StoredStudy) -> pd.DataFrame:
         {
             "number": trial.number,
             "state": "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else trial.state.name,
-            "value": trial.value,
+            "value": first_value(trial),
             **{f"params_{name}": value for name, value in trial.params.items()},
             "epochs": len(trial.intermediate_values),
             "duration": trial.duration,

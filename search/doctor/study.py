@@ -58,6 +58,7 @@ class _Looks:
         with redirect_stdout(sys.stderr):  # what its code prints is none of our lines
             self._loaded = load_objective(spec.objective)
         self._loaded.judge_by(spec.metric, spec.direction)
+        self._loaded.also_report(spec.also_reported)
         return ok(f"{spec.objective} can be loaded, judged by {spec.metric}")
 
     def source(self) -> Found:

@@ -11,14 +11,13 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from search.pruners.none import NoPruning
 from search.samplers.random import Random
 from search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
-from search.study.create_or_join import name_metric
+from search.study.create_or_join import name_metric, study_directions
 from search.study.study import StoredStudy
 from storage.attributes import (
     CHECKPOINT_URL,
@@ -47,7 +46,7 @@ def create(study: StoredStudy, of: FinalistsOf, chosen: Mapping[int, FrozenTrial
         spec = _spec(study.spec, of, number)
         try:
             made = study.storage.create_filled_study(
-                [optuna.study.StudyDirection[spec.direction.upper()]],
+                study_directions(spec),
                 spec.name,
                 user_attrs=_attrs(study, spec),
                 trials=_trials(of, chosen),

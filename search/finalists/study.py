@@ -13,6 +13,7 @@ from search.finalists.companion import create
 from search.finalists.table import newest_set
 from search.sampling.seeds import derive_seed
 from search.spec.spec import FinalistsOf
+from search.study.ranking import first_value
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
@@ -62,7 +63,7 @@ def best_configurations(study: StoredStudy, top: int, *, removed: bool = False) 
     """
     chosen: list[FrozenTrial] = []
     for trial in study.best_trials():
-        if not math.isfinite(trial.value or 0.0) or (REMOVED in trial.user_attrs and not removed):
+        if not math.isfinite(first_value(trial) or 0.0) or (REMOVED in trial.user_attrs and not removed):
             continue
         if len(chosen) < top and all(trial.params != other.params for other in chosen):
             chosen.append(trial)

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search.errors import SearchError
 from search.finalists.expected import Expected, Scored, expect, scored_of
 from search.finalists.winner import Choice, choose
+from search.study.ranking import first_value
 from search.study.study import StoredStudy, load_study
 from storage.attributes import FRESH, INFEASIBLE
 from storage.trials.finalist_sets import finalist_studies
@@ -125,7 +126,7 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     """Return the table of the finalists of `study` that the study `chosen` holds."""
     of = chosen.spec.finalists_of
     assert of is not None
-    searched = {trial.number: trial.value for trial in study.trials()}
+    searched = {trial.number: first_value(trial) for trial in study.trials()}
     ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
     rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
@@ -152,7 +153,7 @@ def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -
 
 def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:
     assert searched is not None
-    values = tuple(t.value if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
+    values = tuple(first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
     there = [value for value in values if value is not None]
     return FinalistRow(
         trial=number,

@@ -15,6 +15,7 @@ from objectives.training.reproducibility import checkpoint
 from search.console import command
 from search.errors import SearchError
 from search.sampling.seeds import training_seed
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from storage.attributes import REMOVED, RUN_ID
 from storage.mlflow.client import Tracking
@@ -79,7 +80,7 @@ class BestWeights:
         wanted = {
             "seed": training_seed(spec, self.trial.number),
             "split_seed": spec.seed,
-            "value": self.trial.value,
+            "value": first_value(self.trial),
         }
         differ = [f"{key} {best.get(key)} for {value}" for key, value in wanted.items() if best.get(key) != value]
         if differ:
@@ -96,7 +97,7 @@ class BestWeights:
             SearchError: they do not: the code has changed.
         """
         metric = self.study.spec.metric
-        now, then = restored.validate()[metric], float(self.trial.value or 0.0)
+        now, then = restored.validate()[metric], float(first_value(self.trial) or 0.0)
         if not math.isclose(now, then, rel_tol=_SAME, abs_tol=1e-6):
             raise SearchError(
                 f"the weights of trial {self.trial.number} give val {metric} {now:.6g} now and gave {then:.6g} in "

@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial
 
 from search.finalists import read_finalists
 from search.finalists.refit import tabulate_refit
+from search.study.ranking import first_value
 from search.study.study import StoredStudy, parent_of
 from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from storage.mlflow.artifacts import read_artifact
@@ -98,7 +99,7 @@ def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient
         run_url=str(trial.user_attrs.get(RUN_URL, "")),
         attempts=int(trial.user_attrs.get(ATTEMPT, 1)),
         metric=study.spec.metric,
-        value=trial.value,
+        value=first_value(trial),
         reason=str(trial.user_attrs.get(REASON, "")),
         params=dict(trial.params),
         config=ran.get("config"),

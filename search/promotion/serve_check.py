@@ -30,6 +30,7 @@ from objectives.training.loop.stepping import build_stepping
 from objectives.training.reproducibility import checkpoint
 from search.errors import SearchError, nearest
 from search.promotion import predict_alone
+from search.study.ranking import first_value
 from search.study.steering import find_trial
 from search.study.study import StoredStudy, load_study
 from storage.mlflow.client import Tracking
@@ -86,7 +87,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     version = find_version(Registry(tracking.client), reference)
     study, number = _trial_of(storage, version, reference)
     trial = find_trial(study, number)
-    if trial.value is None:
+    if (value := first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
     objective = model_objective(load_objective(study.spec.objective), "serve-check")
     objective.judge_by(study.spec.metric, study.spec.direction)
@@ -100,9 +101,9 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         else:
             config = objective.configure(optuna.trial.FixedTrial(trial.params))
             scored, error = _score_alone(version, objective, config, splits, tracking.uri, Path(folder))
-    if scored is not None and not abs(scored - trial.value) <= tolerance:  # so that NaN is a difference
-        error = f"it is off by {abs(scored - trial.value):.3g}, more than {tolerance:g}{changed}"
-    return Check(version, study.spec.name, number, study.spec.metric, trial.value, scored, error, why_weights)
+    if scored is not None and not abs(scored - value) <= tolerance:  # so that NaN is a difference
+        error = f"it is off by {abs(scored - value):.3g}, more than {tolerance:g}{changed}"
+    return Check(version, study.spec.name, number, study.spec.metric, value, scored, error, why_weights)
 
 
 def _score_weights(version: Version, objective: Objective, tracking_uri: str, folder: Path) -> float:

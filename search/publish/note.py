@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import optuna
+from collections.abc import Sequence
 
-from search.console import command
+import optuna
+from optuna.trial import FrozenTrial
+
+from search.console import command, counted
 from search.finalists.text import confirmation_lines
 from search.report.foreseen import foreseen_line
 from search.report.promotions import promotion_lines
+from search.spec.spec import StudySpec
+from search.study.ranking import first_value
 from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_value
 from storage.attributes import RUN_URL
+
+_MOST = 20  # trials of a front
 
 
 def write_note(study: StoredStudy, summary: Summary) -> None:
@@ -26,15 +33,18 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     """Return the study's note, in Markdown: attributes are plain text in the dashboard, links work only in notes."""
     spec = study.spec
     lines = [
-        f"**{spec.name}**: {spec.objective}, {spec.direction} val {spec.metric}, {study.done(summary.finished)}.",
+        f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.done(summary.finished)}.",
         "",
         f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{command('top', spec.name)}`",
     ]
-    if (best := summary.best) is not None:
-        url = best.user_attrs.get(RUN_URL)
-        name = f"[trial {best.number}]({url})" if url else f"trial {best.number}"
+    if spec.several and summary.front:
+        lines += ["", "Front, the trials that no other dominates:", "", *_front_table(spec, summary.front)]
+    elif (best := summary.best) is not None:
         params = ", ".join(f"`{key}` = {format_value(value)}" for key, value in best.params.items())
-        lines += ["", f"Best: {name}, val {spec.metric} {best.value:.4f} with {params}."]
+        lines += ["", f"Best: {_linked(best)}, val {spec.metric} {first_value(best):.4f} with {params}."]
+    if summary.out_of_bounds:
+        bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
+        lines += ["", f"{counted(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
     for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
     rungs = rung_lines(study)
@@ -43,3 +53,22 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     promoted = [line for line in promotion_lines(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)
+
+
+def _ways(spec: StudySpec) -> str:
+    if not spec.several:
+        return f"{spec.direction} val {spec.metric}"
+    return " and ".join(f"{way} {name}" for name, way in spec.ways.items())
+
+
+def _linked(trial: FrozenTrial) -> str:
+    url = trial.user_attrs.get(RUN_URL)
+    return f"[trial {trial.number}]({url})" if url else f"trial {trial.number}"
+
+
+def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
+    head = [f"| trial | {' | '.join(spec.ways)} |", f"|---|{'---|' * len(spec.ways)}"]
+    shown = [
+        f"| {_linked(trial)} | {' | '.join(f'{value:.4g}' for value in trial.values)} |" for trial in front[:_MOST]
+    ]
+    return head + shown + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.ways)}"] if len(front) > _MOST else [])

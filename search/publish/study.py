@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 
@@ -9,6 +10,7 @@ from optuna.trial import FrozenTrial
 
 from search.publish.finalists import tell_confirmation
 from search.publish.note import write_note
+from search.study.ranking import first_value
 from search.study.study import StoredStudy, parent_of
 from search.study.summary import Summary, summarise
 from search.tracking.study_run import open_parent_run
@@ -33,10 +35,16 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         "hpsearch.failed": str(summary.failed),
     }
     metrics: dict[str, float] = {}
-    if summary.best is not None and summary.best.value is not None:
-        metrics[f"best_val_{study.spec.metric}"] = summary.best.value
+    if summary.best is not None and (value := first_value(summary.best)) is not None:
+        metrics[f"best_val_{study.spec.metric}"] = value
         tags["hpsearch.best_trial"] = str(summary.best.number)
         tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+    if study.spec.several:
+        tags["hpsearch.front"] = json.dumps(
+            {t.number: dict(zip(study.spec.ways, t.values, strict=True)) for t in summary.front}
+        )
+    if study.spec.constraints:
+        tags["hpsearch.out_of_bounds"] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
     tell_confirmation(study, tracking)

@@ -20,6 +20,7 @@ from search.finalists.table import Finalists
 from search.finalists.text import SHOWN
 from search.report.spent import Spent
 from search.report.trials import state_of
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from storage.attributes import REASON
 
@@ -49,7 +50,7 @@ def figure_data(
             {
                 "number": trial.number,
                 "state": state_of(trial),
-                "value": finite(trial.value),
+                "value": finite(first_value(trial)),
                 "reason": reason,
                 "params": [plain(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _curve(trial, stride),
@@ -67,7 +68,7 @@ def figure_data(
 
 def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
     """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
-    values = [t.value for t in study.trials(TrialState.COMPLETE)]
+    values = [first_value(t) for t in study.trials(TrialState.COMPLETE)]
     if len(values) < 2:
         return "Shown from two complete trials on."
     if len(set(values)) == 1:  # of which Optuna's evaluator gives each parameter the same share
@@ -121,7 +122,7 @@ def _improvements(study: StoredStudy) -> list[tuple[int, float]]:
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
-        value = finite(trial.value) if trial.state == TrialState.COMPLETE else None
+        value = finite(first_value(trial)) if trial.state == TrialState.COMPLETE else None
         if value is not None and (not found or sign * value > sign * found[-1][1]):
             found.append((trial.number, value))
     return found
@@ -132,7 +133,7 @@ def _axes(shown: list[FrozenTrial], names: list[str], important: list[str]) -> l
 
     A conditional parameter would leave out the trials that lack it. Of many the most important are taken.
     """
-    complete = [t for t in shown if t.state == TrialState.COMPLETE and finite(t.value) is not None]
+    complete = [t for t in shown if t.state == TrialState.COMPLETE and finite(first_value(t)) is not None]
     axes = []
     for index, name in enumerate(names):
         values = [t.params[name] for t in complete if name in t.params]

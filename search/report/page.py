@@ -22,6 +22,7 @@ from search.report.pruned import pruned_by_epoch
 from search.report.spent import spent
 from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
 from search.study.devices import devices_line, devices_of
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
 from storage.attributes import REASON, RUN_URL, SMOKE
@@ -95,9 +96,11 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
             f"out of {trials}{expect}."
         )
     if summary.best is not None and summary.finished == 1:
-        return f"Trial {summary.best.number}, the only one so far: validation {metric} {summary.best.value:.4f}."
+        return f"Trial {summary.best.number}, the only one so far: validation {metric} {first_value(summary.best):.4f}."
     if summary.best is not None:
-        return f"Trial {summary.best.number} is the best of {trials}: validation {metric} {summary.best.value:.4f}."
+        return (
+            f"Trial {summary.best.number} is the best of {trials}: validation {metric} {first_value(summary.best):.4f}."
+        )
     failed = [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
     last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
     return f"No trial has run to its end yet.{last}"
@@ -122,7 +125,7 @@ def _cards(
         if (expected := finalists.expected) is not None:
             cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
     if summary.best is not None:
-        cards.append((f"{summary.best.value:.4f}", f"best {metric} of the search, trial {summary.best.number}"))
+        cards.append((f"{first_value(summary.best):.4f}", f"best {metric} of the search, trial {summary.best.number}"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:

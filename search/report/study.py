@@ -11,6 +11,7 @@ from search.report.foreseen import foreseen_table
 from search.report.promotions import promotion_lines
 from search.report.summary import summary_lines
 from search.report.trial import why_waiting
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from search.study.summary import format_value, summarise
 from storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
@@ -59,7 +60,7 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
             str(trial.number),
             trial.state.name,
             str(len(trial.intermediate_values)),
-            "" if trial.value is None else format_value(trial.value),
+            "" if first_value(trial) is None else format_value(first_value(trial)),
             *[attrs.get(WORKER, "") for _ in worker],
             reason.splitlines()[0] if reason else "",
         )

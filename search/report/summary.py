@@ -7,7 +7,10 @@ import textwrap
 from optuna.trial import FrozenTrial, TrialState
 
 from search.finalists.text import confirmation_lines
+from search.spec.spec import StudySpec
 from search.study.devices import devices_line, devices_of
+from search.study.front import front_lines
+from search.study.ranking import first_value
 from search.study.rungs import rung_lines
 from search.study.study import StoredStudy
 from search.study.summary import Summary, format_seconds, format_value, study_page
@@ -16,6 +19,10 @@ from storage.attributes import REASON, RUN_URL, TRACKING
 
 def _failed(study: StoredStudy) -> list[FrozenTrial]:
     return [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+
+
+def _bounds(spec: StudySpec) -> str:
+    return " or ".join(map(str, spec.bounds))
 
 
 def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
@@ -29,13 +36,18 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
     if (given_up := study.given_up) is not None:
         lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
-    if summary.best is not None:
+    if spec.several and summary.front:
+        lines += front_lines(spec, summary.front)
+    elif summary.best is not None:
         best = summary.best
-        lines.append(f"best: trial {best.number}, val {spec.metric} {best.value:.4f}")
+        lines.append(f"best: trial {best.number}, val {spec.metric} {first_value(best):.4f}")
         lines += [f"    {key} = {format_value(value)}" for key, value in best.params.items()]
     else:
-        lines.append("best: none, no trial has run to its end")
+        why = "all break a constraint" if summary.out_of_bounds else "no trial has run to its end"
+        lines.append(f"best: none, {why}")
         lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(study)[-1:]]
+    if summary.out_of_bounds:
+        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials break {_bounds(spec)}")
     lines += confirmation_lines(study)
     if summary.epochs_saved:
         lines.append(
@@ -50,7 +62,8 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
         why = textwrap.shorten(str(first.user_attrs[TRACKING]), 160, placeholder=" ...")
         lines.append(f"MLflow lacks something of {summary.untracked} trials, such as of trial {first.number}: {why}")
     if summary.best is not None and (url := summary.best.user_attrs.get(RUN_URL)):
-        lines.append(f"MLflow, best trial: {url}")
+        which = f"trial {summary.best.number}:" if spec.several else "best trial:"
+        lines.append(f"MLflow, {which} {url}")
     if url := study.attrs.get(RUN_URL):
         lines.append(f"MLflow, study:      {url}")
     if dashboard_url:

@@ -12,6 +12,7 @@ from search.console import command
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.report.foreseen import foreseen
 from search.report.promotions import promotion_lines
+from search.study.ranking import first_value
 from search.study.rungs import seconds_run
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
@@ -71,9 +72,9 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
         ("reason", reason),
         ("pruning", _pruning(attrs.get(PRUNING))),
     ]
-    if trial.value is not None:
+    if first_value(trial) is not None:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
-        facts.append(("value", f"{study.spec.metric} {format_value(trial.value)}{last}"))
+        facts.append(("value", f"{study.spec.metric} {format_value(first_value(trial))}{last}"))
     if trial.duration is not None:
         ran = format_seconds(seconds_run(study, [trial])[trial._trial_id])
         of_which = f", {ran} of which it ran" if RUNG in attrs else ""

@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.curves.foreseen import Forecast
 from search.report.trial import why_waiting
+from search.study.ranking import first_value
 from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
@@ -36,7 +37,7 @@ def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
     sign = -1 if study.spec.direction == "maximize" else 1
 
     def place(trial: FrozenTrial) -> tuple[bool, float, int]:
-        value = trial.value
+        value = first_value(trial)
         if trial.state != TrialState.COMPLETE or value is None or not math.isfinite(value):
             return True, 0.0, -trial.number
         return False, sign * value, trial.number
@@ -79,7 +80,7 @@ def _row(
     return {
         "number": trial.number,
         "state": state_of(trial),
-        "value": "" if trial.value is None else f"{trial.value:.4f}",
+        "value": "" if first_value(trial) is None else f"{first_value(trial):.4f}",
         "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": "" if seconds is None else format_seconds(seconds),
         "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
@@ -87,7 +88,7 @@ def _row(
         "reason": reason,
         "url": trial.user_attrs.get(RUN_URL),
         "by": {
-            "value": trial.value,
+            "value": first_value(trial),
             "epochs": len(trial.intermediate_values),
             "duration": seconds,
             "params": [trial.params.get(name, "") for name in names],

@@ -113,6 +113,7 @@ def run_search(
     with steps(console) as tell:
         objective = load_objective(spec.objective)
         objective.judge_by(spec.metric, spec.direction)
+        objective.also_report(spec.also_reported)
         services = with_tracking(services, study, required=options.tracking_required)
         start_clock(study)
         away = open_run(services, study, required=options.tracking_required)

@@ -32,6 +32,10 @@ class Bound:
         """Returns it as it is given: ``model_mb <= 10``."""
         return f"{self.metric} {self.sign} {self.limit:g}"
 
+    def told(self, value: float) -> str:
+        """In words, of a value that is out of bounds: ``model_mb 12.5, not <= 10``."""
+        return f"{self.metric} {value:.6g}, not {self.sign} {self.limit:g}"
+
     def violation(self, value: float) -> float:
         """By how much a value is out of bounds, as Optuna has it: positive where it is; infinite of a NaN."""
         if math.isnan(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -192,6 +193,10 @@ class StudySpec(Options):
     def bounds(self) -> tuple[Bound, ...]:
         """The constraints."""
         return bounds_of(self.constraints or {})
+
+    def out_of_bounds(self, values: Mapping[str, float]) -> list[str]:
+        """Return a line for each constraint that values break: ``model_mb 12.5, not <= 10``."""
+        return [bound.told(values[bound.metric]) for bound in self.bounds if bound.violation(values[bound.metric]) > 0]
 
     @property
     def also_reported(self) -> tuple[str, ...]:

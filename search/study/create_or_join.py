@@ -17,6 +17,7 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
 from search.sampling.given import default_params, waiting_trial
+from search.spec.several import metrics_of
 from search.spec.spec import (
     BUDGETS,
     MOST_TRIALS,
@@ -44,6 +45,7 @@ def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dic
     """Return `settings` with the objective's own defaults where they say nothing."""
     from objectives.training.evaluation.metrics import DIRECTIONS
 
+    settings = {**_several(settings, objective), **settings}
     metric = settings.get("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     metered = bool({"budget_epochs", "budget_seconds"} & settings.keys())
@@ -55,6 +57,21 @@ def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dic
         "n_trials": usual_trials(settings, otherwise=MOST_TRIALS if metered else objective.n_trials),
     }
     return {**defaults, **settings}
+
+
+def _several(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
+    """Return the objective's own directions and constraints, where the settings ask for no other metrics."""
+    found: dict[str, Any] = {}
+    ways = settings.get("directions")
+    if ways is None and "metric" not in settings and objective.directions:
+        ways = found["directions"] = dict(objective.directions)
+    if "constraints" not in settings and objective.constraints:
+        found["constraints"] = dict(objective.constraints)
+    if ways is not None:
+        found |= {
+            key: value for key, value in metrics_of({"directions": ways}).items() if key in ("metric", "direction")
+        }
+    return found
 
 
 def create_or_join(
@@ -128,9 +145,8 @@ def _create_or_join(
             spec = rehearse()
             first = _first_trials(spec, objective, enqueued)
             still_held(lock)
-            direction = optuna.study.StudyDirection[spec.direction.upper()]
             study_id = storage.create_filled_study(
-                [direction],
+                study_directions(spec),
                 spec.name,
                 user_attrs=_first_attrs(spec, objective),
                 trials=first,
@@ -218,11 +234,18 @@ def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
     """Tell the dashboard what the values of a study are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names([spec.metric])
+        optuna.load_study(study_name=spec.name, storage=storage).set_metric_names(list(spec.ways))
+
+
+def study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
+    """Return Optuna's directions of the metrics that a study optimises."""
+    return [optuna.study.StudyDirection[way.upper()] for way in spec.ways.values()]
 
 
 def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Lay `settings` over a stored spec; options of the same sampler or pruner are laid over one by one."""
+    if settings.get("directions") is not None and "metric" not in settings:
+        stored = {key: value for key, value in stored.items() if key not in ("metric", "direction")}
     merged = {**stored, **settings}
     for key in ("sampler", "pruner"):
         given = settings.get(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from objectives.loading import objective_reference
 from search.errors import SearchError
 from search.sampling.seeds import derive_seed, make_sampler
 from search.services import Services
-from search.spec.spec import StudySpec
+from search.spec.spec import StudySpec, parse_spec
 from search.study.create_or_join import complete_settings, create_or_join
 from search.study.study import StoredStudy
 from storage.attributes import STARTED_AT, TRACKING_URI
@@ -67,18 +67,23 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     whole = complete_settings(settings, objective)
     with _metric_named(objective, str(whole["metric"])):
         objective.judge_by(whole["metric"], whole["direction"])
+    spec = parse_spec(whole)
+    with _metric_named(objective, spec.metric, ways=spec.ways):
+        objective.also_report(spec.also_reported)
     return settings, objective
 
 
 @contextmanager
-def _metric_named(objective: BaseObjective, metric: str) -> Iterator[None]:
+def _metric_named(objective: BaseObjective, metric: str, *, ways: Collection[str] = ()) -> Iterator[None]:
     """Name the setting that a wrong metric came from, unless it is the objective's own."""
     try:
         yield
     except MetricError as error:
-        if metric == type(objective).metric:
+        wrong = error.metric
+        if wrong == metric and metric == type(objective).metric:
             raise
-        raise SearchError(f"--metric {metric!r} {error.why}") from None
+        setting = "--metric" if wrong == metric else "--directions" if wrong in ways else "--constraints"
+        raise SearchError(f"{setting} {wrong!r} {error.why}") from None
 
 
 def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
@@ -94,7 +99,7 @@ def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
     if not isinstance(objective, Objective):
         return  # an own loop is not known before it runs
-    with _metric_named(objective, spec.metric):
+    with _metric_named(objective, spec.metric, ways=spec.ways):
         build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
 
 

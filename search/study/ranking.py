@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
+
+from storage import pareto
+from storage.attributes import BROKEN
+from storage.pareto import losses_of
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
@@ -15,6 +19,14 @@ def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
         maximize: whether higher is better.
     """
     return sorted(values, key=lambda number: (-values[number] if maximize else values[number], number))
+
+
+def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maximize: Sequence[bool]) -> bool:
+    """Whether a trial that ends with such values is dominated by none that has ended before.
+
+    Who is on the front when all have ended is on it at its own end.
+    """
+    return 0 in pareto.front(losses_of([values, *others], maximize))
 
 
 def is_among_best(number: int, value: float, others: Mapping[int, float], *, top: int, maximize: bool) -> bool:
@@ -32,8 +44,50 @@ def is_among_best(number: int, value: float, others: Mapping[int, float], *, top
     return number in best_first({**others, number: value}, maximize=maximize)[:top]
 
 
-def rank_trials(trials: Iterable[FrozenTrial], *, maximize: bool) -> list[FrozenTrial]:
-    """Return those of the trials that have run to their end, the best one first; of equal values the earliest."""
-    complete = {trial.number: trial for trial in trials if trial.state == TrialState.COMPLETE}
-    values = {number: trial.value for number, trial in complete.items() if trial.value is not None}
-    return [complete[number] for number in best_first(values, maximize=maximize)]
+def first_value(trial: FrozenTrial) -> float | None:
+    """Return a trial's value: of several metrics that of the first, by which its best epoch was chosen."""
+    values = trial.values
+    return None if not values else float(values[0])
+
+
+def in_bounds(trial: FrozenTrial) -> bool:
+    """Whether a trial breaks no constraint."""
+    return not trial.user_attrs.get(BROKEN)
+
+
+def _ended(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    """Those that have run to their end within all bounds, the earliest first."""
+    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and in_bounds(t)]
+    return sorted(complete, key=lambda trial: trial.number)
+
+
+def rank_trials(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list[FrozenTrial]:
+    """Return those of the trials that have run to their end within all bounds, the best one first.
+
+    Of one metric by its value, of equal ones the earliest. Of several by their fronts: first the front that no trial
+    dominates, in it who has most room about it (Deb et al. 2002).
+
+    Args:
+        trials: in any order.
+        maximize: of each metric, whether higher is better.
+    """
+    ended = _ended(trials)
+    if len(maximize) > 1:
+        order = pareto.best_first(losses_of([trial.values for trial in ended], maximize))
+        return [ended[place] for place in order]
+    values = {trial.number: float(trial.values[0]) for trial in ended}
+    by_number = {trial.number: trial for trial in ended}
+    return [by_number[number] for number in best_first(values, maximize=maximize[0])]
+
+
+def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list[FrozenTrial]:
+    """Return those that have run to their end within all bounds and that none dominates, by the first metric.
+
+    Of one metric it is the best trial.
+    """
+    ended = _ended(trials)
+    if len(maximize) == 1:
+        return rank_trials(ended, maximize)[:1]
+    members = [ended[place] for place in pareto.front(losses_of([trial.values for trial in ended], maximize))]
+    sign = -1 if maximize[0] else 1
+    return sorted(members, key=lambda trial: (sign * trial.values[0], trial.number))

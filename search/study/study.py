@@ -15,7 +15,7 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError, nearest
 from search.spec.spec import StudySpec, parse_spec
-from search.study.ranking import rank_trials
+from search.study.ranking import front_of, rank_trials
 from storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
 from storage.study_storage import PostgresStorage
 from storage.trials.giving_up import GivenUp
@@ -116,8 +116,12 @@ class StoredStudy:
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
     def best_trials(self) -> list[FrozenTrial]:
-        """Return the trials that have run to their end, the best one first; of equal values the earliest."""
-        return rank_trials(self.trials(TrialState.COMPLETE), maximize=self.spec.maximize)
+        """Return the trials that have run to their end within all bounds, the best one first; see `rank_trials`."""
+        return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized)
+
+    def front(self) -> list[FrozenTrial]:
+        """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""
+        return front_of(self.trials(TrialState.COMPLETE), self.spec.maximized)
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:

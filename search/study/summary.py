@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.ranking import rank_trials
+from search.study.ranking import front_of, in_bounds
 from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE, TRACKING
@@ -22,11 +22,17 @@ class Summary:
     failed: int
     running: int
     waiting: int
-    best: FrozenTrial | None = field(repr=False)
+    front: tuple[FrozenTrial, ...] = field(repr=False)  # that none dominates; of one metric the best
+    out_of_bounds: int  # COMPLETE ones that break a constraint
     epochs_run: int
     epochs_saved: int
     untracked: int  # trials of which something did not reach MLflow
     seconds_saved: float  # at each pruned trial's own pace per epoch
+
+    @property
+    def best(self) -> FrozenTrial | None:
+        """The best COMPLETE trial within all bounds; of several metrics the best by the first."""
+        return self.front[0] if self.front else None
 
     @property
     def finished(self) -> int:
@@ -55,7 +61,8 @@ def summarise(study: StoredStudy) -> Summary:
         failed=len(by_state[TrialState.FAIL]),
         running=len(by_state[TrialState.RUNNING]),
         waiting=len(by_state[TrialState.WAITING]),
-        best=next(iter(rank_trials(trials, maximize=study.spec.maximize)), None),
+        front=tuple(front_of(trials, study.spec.maximized)),
+        out_of_bounds=sum(not in_bounds(t) for t in by_state[TrialState.COMPLETE]),
         epochs_run=sum(len(t.intermediate_values) for t in trials),
         epochs_saved=saved_epochs,
         untracked=sum(TRACKING in t.user_attrs for t in trials),

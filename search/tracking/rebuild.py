@@ -20,6 +20,7 @@ from objectives.training.reproducibility import checkpoint
 from objectives.training.result import RunResult
 from search.errors import USER_ERRORS, SearchError
 from search.study.checkpoints import StudyCheckpoints
+from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from search.study.summary import summarise
 from search.tracking.tracker import Tracker
@@ -127,7 +128,7 @@ def _result(
     checkpoints.files.get(pointers[0].stored, last)
     state = checkpoint.read(last)
     best = promotable(state)
-    if best["value"] != trial.value:
-        raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {trial.value:.6g}")
+    if best["value"] != first_value(trial):
+        raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)
     return result_of(objective, best, [EpochRecord(**record) for record in state["history"]], folder / "best.pt")

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from optuna.trial import TrialState
 
+from objectives.measured import value_of
 from objectives.training.result import RunResult
-from search.study.ranking import is_among_best
+from search.study.ranking import in_bounds, is_among_best, is_on_front
 from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker, pruning_tags
 from search.tracking.trial_model import model_record, run_params, told, write_model
@@ -133,8 +134,14 @@ class TrialTracking:
         if not whole:
             return False
         # Of two that end together neither sees the other, and both may leave one; none of the best goes without.
-        complete = self._study.trials(TrialState.COMPLETE)
-        ended = {trial.number: trial.value for trial in complete if trial.value is not None}
+        spec, complete = self._spec, self._study.trials(TrialState.COMPLETE)
+        best = {name: value_of(result.best_metrics, name) for name in (spec.metric, *spec.also_reported)}
+        if spec.out_of_bounds(best):
+            return False
+        if spec.several:
+            others = [trial.values for trial in complete if trial.values and in_bounds(trial)]
+            return is_on_front([best[name] for name in spec.ways], others, spec.maximized)
+        ended = {trial.number: float(trial.values[0]) for trial in complete if trial.values and in_bounds(trial)}
         return is_among_best(
             self._claim.number,
             result.best_value,
@@ -187,6 +194,10 @@ class TrialTracking:
             return
         best = next(record for record in result.history if record.epoch == result.best_epoch)
         self.journal.append(model_record(self._spec, self._claim.number, self._params(), best, tags))
+
+    def tag_bounds(self, lines: list[str]) -> None:
+        """Note in the run which constraints the trial breaks."""
+        self.journal.append(journal_records.Tags({"hpsearch.out_of_bounds": "; ".join(lines)}))
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""

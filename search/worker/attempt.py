@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import optuna
@@ -22,9 +22,10 @@ from search.study.devices import pace_of
 from search.study.folders import open_attempt_dir, remove_earlier
 from search.tracking.trial_run import TrialTracking
 from search.worker.context import WorkerContext
+from search.worker.epoch_values import violations
 from search.worker.ranks import Job, fit_together
 from search.worker.session import TrialSession
-from storage.attributes import FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
+from storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
 from storage.errors import CheckpointStoreError, ClaimLostError
 from storage.trials.claims import Claim
 from storage.trials.outcome import Ended, Outcome
@@ -125,6 +126,7 @@ class Attempt:
             objective=spec.objective,
             metric=spec.metric,
             direction=spec.direction,
+            also=spec.also_reported,
             config=config,
             epochs=spec.epochs,
             seed=training_seed(spec, self._claim.number),
@@ -144,8 +146,11 @@ class Attempt:
         if result.status == "pruned" and session.decision is not None:
             grounds = session.decision.record()
             self._tracked.tag_pruning(grounds)
-            value, attrs = session.last_value, {PRUNING: grounds, **pace}
-            ended = self._end(Outcome.PRUNED, session.decision.reason, value=value, attrs=attrs, kept=kept)
+            last = session.epochs.of(result.history[-1].epoch)
+            attrs = {PRUNING: grounds, **pace}
+            ended = self._end(
+                Outcome.PRUNED, session.decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
+            )
         else:
             value, told = result.best_value, pace
             reason = f"best {self._context.spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
@@ -156,7 +161,9 @@ class Attempt:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}
                 reason = f"train loss {loss:.6g} after {counted(len(result.history), 'epoch')} on train and validation"
-            ended = self._end(Outcome.COMPLETE, reason, value=value, attrs=told, kept=kept)
+            best = {**session.epochs.of(result.best_epoch), self._context.spec.metric: value}
+            vector = [best[name] for name in self._context.spec.ways]
+            ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
         session.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)
         return ended
@@ -194,13 +201,21 @@ class Attempt:
         outcome: Outcome,
         reason: str,
         *,
-        value: float | None = None,
+        value: float | Sequence[float] | None = None,
         attrs: Mapping[str, object] | None = None,
         kept: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> Ended:
-        # What `study.tell` does, but for the sampler's `after_trial`, which has nothing to do without constraints.
-        attrs = {REASON: reason, TRACKING: self._tracked.pending(), **(attrs or {})}
-        self._context.claims.settle(self._claim, outcome, value=value, attrs=attrs)
+        # What `study.tell` does, but for the sampler's `after_trial`: constraints are written here.
+        spec = self._context.spec
+        out_of_bounds = [] if metrics is None else spec.out_of_bounds(metrics)
+        if out_of_bounds:
+            reason = f"{reason}; out of bounds: {', '.join(out_of_bounds)}"
+            self._tracked.tag_bounds(out_of_bounds)
+        attrs = {REASON: reason, TRACKING: self._tracked.pending(), BROKEN: out_of_bounds or None, **(attrs or {})}
+        attrs = {key: attr for key, attr in attrs.items() if attr is not None}
+        system = {} if metrics is None else violations(spec, metrics)
+        self._context.claims.settle(self._claim, outcome, value=value, attrs=attrs, system=system)
         log.info("trial %d: %s, %s", self._claim.number, outcome.trial_state, reason)
         self._tracked.finish(outcome, reason, kept=kept)
         return Ended(outcome, reason)

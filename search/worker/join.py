@@ -152,6 +152,7 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     objective = load_objective(study.spec.objective)
     objective.judge_by(study.spec.metric, study.spec.direction)
+    objective.also_report(study.spec.also_reported)
     try:
         study.spec.sampler.get_ready()
     except ValueError as error:

@@ -33,6 +33,7 @@ class Job:
     objective: str
     metric: str
     direction: Literal["maximize", "minimize"]
+    also: tuple[str, ...]
     config: Any
     epochs: int
     seed: int
@@ -87,6 +88,7 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
                 objective = loaded.get(job.objective) or load_objective(job.objective)
                 loaded[job.objective] = objective
                 objective.judge_by(job.metric, job.direction)
+                objective.also_report(job.also)
                 fit(objective, job.config, **job.where(device))
         except RankLostError:
             raise

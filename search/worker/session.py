@@ -17,6 +17,7 @@ from objectives.training.session import Due
 from search.pruning import Decision
 from search.worker.checkpoints import TrialCheckpoints
 from search.worker.context import WorkerContext
+from search.worker.epoch_values import EpochValues, violations
 from storage.files import sync_folder
 from storage.trials.claims import Claim, Reported
 from storage.trials.rungs import Standing
@@ -55,6 +56,7 @@ class TrialSession(LocalSession):
         self._ask_at = 0.0
         self._saving = 0.0  # seconds that the last epoch's took
         self._values = dict(context.storage.get_trial(claim.trial_id).intermediate_values)
+        self.epochs = EpochValues(context.spec)
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
@@ -103,7 +105,9 @@ class TrialSession(LocalSession):
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
         # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
-        reported = self._report(record.epoch, record.metrics[f"val_{self._context.spec.metric}"])
+        metrics = self.epochs.add(record.epoch, record.metrics)
+        vector = self.epochs.vector(record.epoch) if self._context.spec.several else None
+        reported = self._report(record.epoch, metrics[self._context.spec.metric], vector)
         self._context.pulse.beat()
         if not reported.counted:
             self.cut = True
@@ -115,7 +119,9 @@ class TrialSession(LocalSession):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
         if record.epoch < self._context.spec.epochs - 1:
-            self.decision = self._context.pruner(self._frozen())
+            self.decision = self._context.pruner(
+                self._frozen(), reported=metrics, vector=self.epochs.vector(self.epochs.best(record.epoch))
+            )
             if self.decision.prune:
                 return Verdict.PRUNE
             if not self._goes_on(record.epoch):
@@ -130,14 +136,17 @@ class TrialSession(LocalSession):
         rungs = self._context.rungs
         if rungs is None or epoch + 1 not in rungs.epochs:
             return True
-        values = [value for at, value in self._values.items() if at <= epoch]
-        best = max(values) if rungs.maximize else min(values)
-        self.standing = self._context.claims.reach(self._claim, rungs.epochs.index(epoch + 1), best)
+        best, spec = self.epochs.best(epoch), self._context.spec
+        value = self.epochs.vector(best) if spec.several else self.epochs.of(best)[spec.metric]
+        self.standing = self._context.claims.reach(
+            self._claim, rungs.epochs.index(epoch + 1), value, system=violations(spec, self.epochs.of(best))
+        )
         return self.standing.promoted
 
-    def _report(self, epoch: int, value: float) -> Reported:
+    def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
         pending = self.kept.pending
-        reported = self._context.claims.report(self._claim, epoch, value, pending.stored if pending else None)
+        stored = pending.stored if pending else None
+        reported = self._context.claims.report(self._claim, epoch, value, stored, metrics=vector)
         if reported.counted:
             self.kept.committed()
             self._values.setdefault(epoch, value)
@@ -149,9 +158,14 @@ class TrialSession(LocalSession):
         return frozen
 
     @property
-    def last_value(self) -> float | None:
+    def last_value(self) -> float | list[float] | None:
         """What the last epoch reported, which is the value of a pruned trial; None before the first."""
-        return self._values[max(self._values)] if self._values else None
+        if not self._values:
+            return None
+        last = max(self._values)
+        if not self._context.spec.several:
+            return self._values[last]
+        return self.epochs.vector(last) if math.isfinite(self._values[last]) else None
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
@@ -170,4 +184,5 @@ class TrialSession(LocalSession):
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
-        self._report(epoch, math.nan)
+        ways = self._context.spec.ways
+        self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)

@@ -77,7 +77,7 @@ def test_the_value_is_the_best_epochs(search: Search) -> None:
 
 def test_each_full_run_has_its_artifacts_and_the_best_a_model(search: Search) -> None:
     complete = search.study.get_trials(states=(TrialState.COMPLETE,))
-    ranked = [trial.number for trial in rank_trials(complete, maximize=True)]
+    ranked = [trial.number for trial in rank_trials(complete, [True])]
     for trial in search.study.trials:
         run = run_of(search, trial)
         files = {f.path for f in search.client.list_artifacts(run.info.run_id)}
