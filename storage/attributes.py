@@ -37,3 +37,7 @@ PARENT_TRIAL = "hpsearch:finalist_of"  # of a finalist: the trial of the search 
 TRAINING_SEED = "hpsearch:seed"  # of a finalist
 FRESH = "hpsearch:fresh"  # of a finalist on a fresh division: what its score rests on, as FreshScore.record() has it
 REFIT = "hpsearch:refit"  # of a run on train and validation: {"train_loss"} of its last epoch
+
+# Of a trial of several metrics as its sampler is shown it, in no table.
+VALUES = "hpsearch:values"  # {step: values of all metrics, in the order of the study's directions}
+PLACE = "constraints:hpsearch:place"  # of a pruned one among the others: to Optuna, by how much it breaks a constraint

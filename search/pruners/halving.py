@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from search.pruners.decision import Case, Decision, Grounds, Peers
-from storage.pareto import best_first, losses_of
+from storage.pareto import losses_of
+from storage.trials.front_order import order
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Halving:
             return case.prune(why, **grounds)
         promoted = max(1, reached // self.reduction_factor)
         # Last, so that of equal ones the earlier goes on.
-        rank = best_first(losses_of([*others, case.vector], case.maximized)).index(len(others)) + 1
+        rank = order(losses_of([*others, case.vector], case.maximized)).index(len(others)) + 1
         if rank > promoted:
             return case.prune(
                 f"rank {rank} of {reached} by fronts at rung {rung}, where the best {promoted} go on", **grounds

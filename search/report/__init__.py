@@ -1,6 +1,6 @@
 """Reports: one HTML page of a study that needs nothing beside itself, and the lines that verbs print.
 
-Imports: console, curves, pruning, study, finalists.
+Imports: console, curves, spec, pruning, study, finalists.
 """
 
 from search.report.page import write_report

@@ -1,4 +1,4 @@
 """Sampling: samplers by name, seeds, and the suggestion of a trial that no other trial has.
 
-Imports: samplers, spec.
+Imports: curves, samplers, spec.
 """

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -26,6 +27,7 @@ from search.worker.leaving import Leaving
 from search.worker.pulse import Pulse
 from storage.attributes import RUNG
 from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
+from storage.trials.epoch_values import read_epoch_values
 from storage.trials.lease import LeaseKeeper
 from storage.trials.outcome import Ended, Outcome
 from storage.trials.register import Register
@@ -63,7 +65,7 @@ class Worker:
         claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease, rungs=rungs, metered=metered)
         self._context = WorkerContext(
             study=study,
-            sampled=as_sampled(study.open()),
+            sampled=as_sampled(study.open(), partial(read_epoch_values, study.engine, study.study_id)),
             objective=objective,
             claims=claims,
             lease=LeaseKeeper(claims),

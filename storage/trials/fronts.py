@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from storage.pareto import best_first, losses_of
+from storage.pareto import losses_of
+from storage.trials.front_order import order
 
 # Behind all others, until the places are given.
 _NOTE = sa.text("""
@@ -72,8 +73,10 @@ def place_all(connection: sa.Connection, study_id: int, maximize: Sequence[bool]
 
 def _place(connection: sa.Connection, study_id: int, rung: int) -> None:
     rows = connection.execute(_AT, {"study": study_id, "rung": rung}).all()
-    order = best_first(losses_of([row.losses for row in rows], [False] * len(rows[0].losses))) if rows else []
-    moved = [(rows[at].trial_id, float(place)) for place, at in enumerate(order) if rows[at].loss != place]
+    if not rows:
+        return
+    ordered = order(losses_of([row.losses for row in rows], [False] * len(rows[0].losses)))
+    moved = [(rows[at].trial_id, float(place)) for place, at in enumerate(ordered) if rows[at].loss != place]
     if moved:
         trials, places = zip(*moved, strict=True)
         connection.execute(_PLACE, {"trials": list(trials), "places": list(places), "rung": rung})

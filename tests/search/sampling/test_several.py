@@ -1,0 +1,158 @@
+"""Samplers of Optuna's on a study of two metrics with trials in every state."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.samplers._tpe.sampler import _split_trials
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from search.sampling.paused import SampledStudy, as_sampled
+from storage.attributes import INFEASIBLE, PLACE, VALUES
+
+X = FloatDistribution(0.0, 1.0)
+DIRECTIONS = ("maximize", "minimize")
+COMPLETE, PRUNED, WAITING, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING, TrialState.RUNNING
+
+Kept = dict[int, dict[int, list[float]]]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+class Made:
+    """A study of two metrics, the second of which is nowhere but in `kept`."""
+
+    def __init__(self) -> None:
+        self.study, self.kept = optuna.create_study(directions=DIRECTIONS), Kept()
+
+    def add(
+        self,
+        state: TrialState,
+        values: Sequence[Sequence[float]],
+        *,
+        breaks: float | None = None,
+        x: float = 0.5,
+        diverged: bool = False,
+    ) -> int:
+        number = len(self.study.trials)
+        best = max(values, key=lambda each: each[0], default=None)
+        self.study.add_trial(
+            create_trial(
+                state=state,
+                values=best if state == COMPLETE else None,
+                params={"x": x},
+                distributions={"x": X},
+                intermediate_values={step: first for step, (first, _) in enumerate(values)},
+                constraints=None if breaks is None else {"latency": breaks},
+                user_attrs={INFEASIBLE: "diverged"} if diverged else {},
+            )
+        )
+        trial_id = self.study.trials[number]._trial_id
+        self.kept[trial_id] = {step: list(each) for step, each in enumerate(values)}
+        return number
+
+    def sampled(self) -> SampledStudy:
+        return as_sampled(self.study, lambda: self.kept)
+
+    def tpe_order(self) -> list[int]:
+        """Numbers of trials in the order in which they come into TPE's good part."""
+        study = self.sampled()
+        trials = study._get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
+        found: list[int] = []
+        for count in range(1, len(trials) + 1):
+            good, _ = _split_trials(study, trials, count)
+            found += [t.number for t in good if t.number not in found]
+        return found
+
+
+def whole() -> Made:
+    """Trials in every state, with and without a constraint that is broken."""
+    made = Made()
+    for number in range(12):
+        x = number / 12
+        made.add(COMPLETE, [(x, x * x), (x + 0.1, x * x)], breaks=-1.0, x=x)
+        made.add(PRUNED, [(x, x * x)], x=x)
+        made.add(WAITING, [(x, x)], x=x)
+        made.add(RUNNING, [(x, x)], x=x)
+    made.add(COMPLETE, [(9.0, 0.0), (9.0, 0.0)], breaks=0.5, x=0.9)
+    made.add(PRUNED, [], x=0.9)
+    made.add(PRUNED, [(math.nan, 0.0)], x=0.9, diverged=True)
+    return made
+
+
+SAMPLERS: dict[str, Callable[[], BaseSampler]] = {
+    "tpe": lambda: TPESampler(seed=1, multivariate=True, group=True, constant_liar=True),
+    "tpe, each parameter alone": lambda: TPESampler(seed=1, constant_liar=False),
+    "gp": lambda: GPSampler(seed=1, n_startup_trials=5),
+    "nsga2": lambda: NSGAIISampler(seed=1, population_size=4),
+    "nsga3": lambda: NSGAIIISampler(seed=1, population_size=4),
+    "random": lambda: RandomSampler(seed=1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_go_with_trials_in_every_state(name: str) -> None:
+    made = whole()
+    study = made.sampled()
+    study.sampler = SAMPLERS[name]()
+    for _ in range(3):
+        trial = optuna.Trial(study, study._storage.create_new_trial(study._study_id))
+        assert 0.0 <= trial.suggest_float("x", 0.0, 1.0) <= 1.0
+        trial.set_constraint("latency", -1.0)  # Optuna's GP wants one of each complete trial
+        made.study.tell(trial.number, [0.5, 0.5])
+
+
+def test_tpe_takes_pruned_trials_after_complete_ones_and_before_those_that_break_a_constraint() -> None:
+    made = Made()
+    poor = made.add(COMPLETE, [(0.1, 9.0), (0.2, 9.0)])
+    early = made.add(PRUNED, [(9.0, 0.0)])
+    dominated = made.add(PRUNED, [(0.4, 3.0), (0.5, 3.0)])
+    breaks_much, breaks_little = (made.add(COMPLETE, [(9.0, 0.0), (9.0, 0.0)], breaks=much) for much in (2.0, 1e-9))
+    accurate = made.add(WAITING, [(0.8, 2.0), (0.9, 2.0)])
+    fast = made.add(PRUNED, [(0.6, 1.0), (0.1, 0.0)])  # worth what it was at its best epoch
+    pruned_and_breaks = made.add(PRUNED, [(0.9, 0.0)], breaks=1.0)
+    diverged = made.add(PRUNED, [(0.9, 0.0), (math.nan, 0.0)], diverged=True)
+    silent = made.add(PRUNED, [])
+    assert made.tpe_order() == [
+        poor,
+        *(accurate, fast, dominated, diverged, early, silent),
+        *(breaks_little, pruned_and_breaks, breaks_much),
+    ]
+
+
+def test_the_copies_alone_have_places_and_values() -> None:
+    made = whole()
+    study = made.sampled()
+    shown = study.get_trials(deepcopy=False, states=(COMPLETE, PRUNED, RUNNING))
+    placed = [t for t in shown if PLACE in t.system_attrs]
+    assert {t.state for t in placed} == {PRUNED}
+    assert len({t.constraints[PLACE.removeprefix("constraints:")] for t in placed}) == len(placed) == 26
+    assert shown[0].system_attrs[VALUES] == {"0": [0.0, 0.0], "1": [0.1, 0.0]}
+    assert not any({PLACE, VALUES} & set(t.system_attrs) for t in made.study.trials)
+    assert not any(PLACE in t.system_attrs for t in study.get_trials(deepcopy=False, states=(COMPLETE,)))
+
+
+def test_where_only_the_first_metric_is_known_it_decides() -> None:
+    made = Made()
+    numbers = [made.add(PRUNED, [(first, 0.0)]) for first in (0.2, 0.9, 0.5)]
+    made.kept.clear()
+    assert made.tpe_order() == [numbers[place] for place in (1, 2, 0)]
+
+
+def test_with_one_metric_trials_are_shown_as_they_are() -> None:
+    study = optuna.create_study(direction="maximize")
+    kind = {"params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 1.0}}
+    study.add_trial(create_trial(state=PRUNED, **kind))
+    shown: list[FrozenTrial] = as_sampled(study, lambda: {0: {0: [1.0]}}).get_trials(deepcopy=False, states=(PRUNED,))
+    assert shown[0].system_attrs == {}
