@@ -60,7 +60,7 @@ def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in spec.items():
         if isinstance(value, dict):
-            flat[key] = value["name"]
+            flat |= {key: value["name"]} if "name" in value else {}
             flat |= {f"{key}.{k}": v for k, v in value.items() if k != "name"}
         else:
             flat[key] = value

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.attributes import GIVEN_UP, SPEC
+from storage.attributes import BROKEN, GIVEN_UP, SPEC
 from storage.database.retry import PATIENCE
 from storage.database.statements import Database
 from storage.trials.spending import Spending, done
@@ -85,11 +85,13 @@ _COUNTS = sa.text("""
       FROM trials WHERE study_id = :study
 """)
 
-_BEST = """
+# By the first metric, where there are several.
+_BEST = f"""
     SELECT t.number, v.value FROM trials t JOIN trial_values v USING (trial_id)
-     WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE'
-     ORDER BY v.value {order}, t.number LIMIT 1
-"""
+     WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE' AND v.objective = 0
+       AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{BROKEN}')
+     ORDER BY v.value {{order}}, t.number LIMIT 1
+"""  # noqa: S608 the part is a constant
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
 _RUNNING = sa.text("""
