@@ -523,6 +523,7 @@ class Study:
         *,
         workers: int = 2,
         new_set: bool = False,
+        infeasible: bool = False,
         **how: Unpack[Working],
     ) -> Finalists:
         """Train the best configurations of a finished search again; one of them wins.
@@ -532,10 +533,12 @@ class Study:
         Called again it goes on where it stopped, and returns the table when all is done.
 
         Args:
-            top: how many configurations; 5, or as the set has it.
+            top: how many configurations; 5, or as the set has it. Of several metrics they are of the front, all of it
+                unless given.
             seeds: how many seeds; 2, or as the set has it.
             workers: processes on this machine; none only chooses.
             new_set: choose anew, on other seeds; an earlier winner stands until these have one.
+            infeasible: take trials too that break a constraint.
             how: the workers run: see `run`.
 
         Example:
@@ -543,12 +546,19 @@ class Study:
             table = study.finalists(top=1, seeds=1, workers=1)
             assert table.winner == study.best.number
         """
-        ran = self.train_finalists(top, seeds, workers=workers, new_set=new_set, **how)
+        ran = self.train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
         _tell_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return ran.table
 
     def train_finalists(
-        self, top: int | None, seeds: int | None, *, workers: int, new_set: bool = False, **how: Unpack[Working]
+        self,
+        top: int | None,
+        seeds: int | None,
+        *,
+        workers: int,
+        new_set: bool = False,
+        infeasible: bool = False,
+        **how: Unpack[Working],
     ) -> FinalistsRan:
         """Do as `finalists` does, and return how it ended rather than raise it.
 
@@ -565,7 +575,7 @@ class Study:
         options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
         return run_finalists(
             self.services, self.stored, options,
-            top=top, seeds=seeds, new_set=new_set, workers=workers, console=PlainConsole(),
+            top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers, console=PlainConsole(),
         )  # fmt: skip
 
     def open_test(
@@ -616,16 +626,43 @@ class Study:
             self.services, self.stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
         )
 
+    def preferred(self, preference: str) -> int:
+        """Return the trial of the front that keeps to conditions and is best by a metric, of several metrics.
+
+        It is of the finalists that are still on the front, by their means, where there are any.
+
+        Args:
+            preference: such as ``accuracy >= 0.98 then latency_ms``.
+
+        Example:
+            from search import SearchError
+
+            try:
+                study.preferred("accuracy >= 0.5")
+            except SearchError as error:  # this study has one metric
+                assert "--prefer" in str(error)
+        """
+        from search.promotion.prefer import preferred
+
+        return preferred(self.stored, preference)
+
     def promote(
-        self, *, trial: int | None = None, alias: str = "champion", model: str | None = None, refit: bool = False
+        self,
+        *,
+        trial: int | None = None,
+        alias: str = "champion",
+        model: str | None = None,
+        refit: bool = False,
+        infeasible: bool = False,
     ) -> Promoted:
         """Register a trial's model in MLflow with its evidence, and let an alias name it.
 
         Args:
-            trial: by default the finalists' winner, else the best.
+            trial: by default the finalists' winner, else the best; of several metrics that which dominates all others.
             alias: of this version; the one that had it becomes previous.
             model: name of the registered model, by default the study's.
             refit: promote what `train_refit` has trained, in place of the winner's own model.
+            infeasible: promote the trial though it breaks a constraint.
 
         Example:
             assert study.promote().alias == "champion"
@@ -638,8 +675,11 @@ class Study:
         from search.study.tracking import tracking_of
 
         stored = self.stored
-        way = promote_refit if refit else promote
-        done = way(stored, tracking_of(self.services, stored), trial=trial, alias=alias, model=model)
+        tracking = tracking_of(self.services, stored)
+        if refit:
+            done = promote_refit(stored, tracking, trial=trial, alias=alias, model=model)
+        else:
+            done = promote(stored, tracking, trial=trial, alias=alias, model=model, infeasible=infeasible)
         write_note(stored, summarise(stored))
         return done
 

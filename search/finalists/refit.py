@@ -113,6 +113,13 @@ def _decided(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
         raise SearchError(
             f"--refit: the finalists of {name!r}, in {newest.spec.name}, are not done: go on with {again}"
         )
+    if trial is not None and trial in found.front:
+        return chosen, trial
+    if found.winner is None and found.front:
+        raise SearchError(
+            f"--refit: of the finalists of {name!r} no other dominates trials {', '.join(map(str, found.front))}: "
+            "choose one with --trial"
+        )
     if found.winner is None:
         raise SearchError(f"--refit: the finalists of {name!r} have no winner: see {again}")
     if trial not in {None, found.winner}:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from search.console import command, counted
 from search.errors import SearchError
@@ -13,27 +14,30 @@ from search.finalists.companion import create
 from search.finalists.table import newest_set
 from search.sampling.seeds import derive_seed
 from search.spec.spec import FinalistsOf
-from search.study.ranking import first_value
+from search.study.ranking import first_value, in_bounds
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import REMOVED, STOPPED
 from storage.database.locks import name_lock
+from storage.pareto import dominating, losses_of
 from storage.trials.finalist_sets import finalist_studies, refit_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
 
 
 def create_or_join(
-    study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False
+    study: StoredStudy, *, top: int | None, seeds: int | None, new_set: bool = False, infeasible: bool = False
 ) -> tuple[StoredStudy, bool]:
     """Choose the finalists of a study and enqueue all their trials, or join the set that was chosen before.
 
     Args:
         study: the study, whose search is over.
-        top: how many of its best configurations; `TOP`, or as the set has it, unless given.
+        top: how many of its best configurations; `TOP`, or as the set has it, unless given. Of several metrics they
+            are of the front, all of it unless given, else those that have most room about them.
         seeds: how many fresh seeds, the same for all; `SEEDS`, or as the set has it, unless given.
         new_set: choose anew, by the search as it is now and on seeds that no set has had.
+        infeasible: whether trials may be among them that break a constraint.
 
     Returns:
         The study of the finalists, and whether it was made now.
@@ -47,27 +51,47 @@ def create_or_join(
             _require_agreement(study, chosen, top=top, seeds=seeds)
             return chosen, False
         _require_over(study)
-        best = best_configurations(study, top or TOP)
+        usual = sys.maxsize if study.spec.several else TOP
+        best = best_configurations(study, top or usual, infeasible=infeasible)
         if not best:
-            raise SearchError(f"study {study.spec.name!r} has no complete trial: there is no finalist to choose")
-        return _create(study, best, top=top or TOP, seeds=fresh_seeds(study, seeds or SEEDS)), True
+            raise SearchError(f"study {study.spec.name!r} has {_no_finalist(study)}")
+        asked = top or (len(best) if study.spec.several else TOP)
+        return _create(study, best, top=asked, seeds=fresh_seeds(study, seeds or SEEDS)), True
 
 
-def best_configurations(study: StoredStudy, top: int, *, removed: bool = False) -> list[FrozenTrial]:
+def _no_finalist(study: StoredStudy) -> str:
+    if any(not in_bounds(trial) for trial in study.trials(TrialState.COMPLETE)):
+        again = command("finalists", study.spec.name, "--infeasible")
+        return f"no complete trial within its constraints: train those that break them with {again}"
+    return "no complete trial: there is no finalist to choose"
+
+
+def best_configurations(
+    study: StoredStudy, top: int, *, removed: bool = False, infeasible: bool = False
+) -> list[FrozenTrial]:
     """Return the best COMPLETE trials, the best one first; of equal values, and of equal parameters, the earliest.
+
+    Of several metrics they are of the front.
 
     Args:
         study: the study.
         top: how many.
         removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
+        infeasible: whether one does that breaks a constraint.
     """
     chosen: list[FrozenTrial] = []
-    for trial in study.best_trials():
+    for trial in study.best_trials(infeasible=infeasible):
         if not math.isfinite(first_value(trial) or 0.0) or (REMOVED in trial.user_attrs and not removed):
             continue
+        if study.spec.several and any(_dominates(study, other, trial) for other in chosen):
+            break  # the others are of later fronts
         if len(chosen) < top and all(trial.params != other.params for other in chosen):
             chosen.append(trial)
     return chosen
+
+
+def _dominates(study: StoredStudy, one: FrozenTrial, other: FrozenTrial) -> bool:
+    return bool(dominating(losses_of([one.values, other.values], study.spec.maximized))[1])
 
 
 def passed_over(study: StoredStudy, top: int) -> list[int]:

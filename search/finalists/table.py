@@ -16,6 +16,8 @@ from search.finalists.winner import Choice, choose
 from search.study.ranking import first_value
 from search.study.study import StoredStudy, load_study
 from storage.attributes import FRESH, INFEASIBLE
+from storage.pareto import dominating, losses_of
+from storage.pareto import front as front_places
 from storage.trials.finalist_sets import finalist_studies
 
 
@@ -32,6 +34,8 @@ class FinalistRow:
         spread: sample standard deviation (n - 1) of the values there are; None of fewer than two.
         reasons: why a value is missing, for each of the seeds; None where it is there.
         scored: what the values rest on; None of a run on the study's own division.
+        searched: of several metrics, what it scored by all of them in the search; those above are of the first.
+        means: likewise on the fresh seeds there are; empty without any.
     """
 
     trial: int
@@ -41,6 +45,8 @@ class FinalistRow:
     spread: float | None
     reasons: tuple[str | None, ...] = ()
     scored: tuple[Scored | None, ...] = ()
+    searched: tuple[float, ...] = ()
+    means: tuple[float, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -54,7 +60,7 @@ class Finalists:
 
     Attributes:
         winner: number, in the search, of the best trial on the fresh seeds; None until all have ended, and where none
-            has a value for every seed.
+            has a value for every seed. Of several metrics that which dominates all others, where there is one.
         tie: the trials that fresh seeds cannot tell from the winner, which is not among them; the better one first.
         seeds: on which all of them were trained.
         rows: in the order of the search.
@@ -62,6 +68,8 @@ class Finalists:
         pending: how many of its trials have not ended.
         error: standard error of the difference of two means; None where nothing can be said of it.
         expected: what new data will show of the winner; None without one, and where runs are not on fresh divisions.
+        front: of several metrics, the trials that no other dominates by its means, the best by the first metric first;
+            empty until all have ended.
     """
 
     winner: int | None
@@ -72,6 +80,21 @@ class Finalists:
     pending: int = 0
     error: float | None = None
     expected: Expected | None = None
+    front: tuple[int, ...] = ()
+
+    @property
+    def decided(self) -> bool:
+        """Whether fresh seeds have said who wins, or who is on the front."""
+        return self.winner is not None or bool(self.front)
+
+    def stands(self, trial: int) -> bool:
+        """Whether fresh seeds confirm a trial: it wins, cannot be told from the winner, or is on the front."""
+        return trial == self.winner or trial in self.tie or trial in self.front
+
+    def dominating(self, row: FinalistRow, maximize: Sequence[bool]) -> list[int]:
+        """Return the trials of the front that dominate a finalist by their means."""
+        pairs = ((trial, losses_of([self.row(trial).means, row.means], maximize)) for trial in self.front)
+        return [trial for trial, losses in pairs if trial != row.trial and dominating(losses)[1]]
 
     @property
     def divided(self) -> bool:
@@ -79,10 +102,12 @@ class Finalists:
         scored = [run for row in self.rows for run in row.scored if run is not None]
         return bool(scored) and all(run.divided for run in scored)
 
-    def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "confirmed", "incomplete"]:
+    def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "front", "dominated", "confirmed", "incomplete"]:
         """Return what became of a finalist: without a value for every seed it cannot win."""
         if row.trial == self.winner:
             return "winner"
+        if self.front and row.whole:
+            return "front" if row.trial in self.front else "dominated"
         if row.trial in self.tie:
             return "tie"
         return "confirmed" if row.whole else "incomplete"
@@ -111,9 +136,9 @@ def counting_set(study: StoredStudy) -> tuple[StoredStudy, Finalists] | None:
     """
     tables = ((chosen, tabulate(study, chosen)) for chosen in finalist_sets(study))
     first = next(tables, None)
-    if first is None or first[1].winner is not None:
+    if first is None or first[1].decided:
         return first
-    return next((table for table in tables if table[1].winner is not None), first)
+    return next((table for table in tables if table[1].decided), first)
 
 
 def read_finalists(study: StoredStudy) -> Finalists | None:
@@ -126,12 +151,17 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
     """Return the table of the finalists of `study` that the study `chosen` holds."""
     of = chosen.spec.finalists_of
     assert of is not None
-    searched = {trial.number: first_value(trial) for trial in study.trials()}
+    spec = study.spec
+    searched = {trial.number: tuple(trial.values or ()) for trial in study.trials()}
     ran = {of.assignment(trial.number): trial for trial in chosen.trials() if trial.number < chosen.spec.n_trials}
     rows = tuple(_row(number, searched[number], [ran.get((number, seed)) for seed in of.seeds]) for number in of.trials)
     pending = chosen.spec.n_trials - sum(trial.state.is_finished() for trial in ran.values())
     whole = {row.trial: [value for value in row.values if value is not None] for row in rows if row.whole}
-    choice = choose({} if pending else whole, maximize=study.spec.maximize)
+    if spec.several:
+        front = () if pending else _front([row for row in rows if row.whole], spec.maximized)
+        choice = Choice(front[0] if len(front) == 1 else None, (), None)
+    else:
+        front, choice = (), choose({} if pending else whole, maximize=spec.maximize)
     return Finalists(
         winner=choice.winner,
         tie=choice.tie,
@@ -140,8 +170,16 @@ def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:
         study=chosen.spec.name,
         pending=pending,
         error=choice.error,
-        expected=_expected(study, rows, choice),
+        expected=None if spec.several else _expected(study, rows, choice),
+        front=front,
     )
+
+
+def _front(rows: Sequence[FinalistRow], maximize: Sequence[bool]) -> tuple[int, ...]:
+    """The trials that no other dominates by its means, the best by the first metric first."""
+    members = [rows[place] for place in front_places(losses_of([row.means for row in rows], maximize))]
+    sign = -1 if maximize[0] else 1
+    return tuple(row.trial for row in sorted(members, key=lambda row: (sign * row.means[0], row.trial)))
 
 
 def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -> Expected | None:
@@ -151,13 +189,16 @@ def _expected(study: StoredStudy, rows: Sequence[FinalistRow], choice: Choice) -
     return expect(runs, choice, metric=study.spec.metric, maximize=study.spec.maximize)
 
 
-def _row(number: int, searched: float | None, trials: list[FrozenTrial | None]) -> FinalistRow:
-    assert searched is not None
+def _row(number: int, searched: tuple[float, ...], trials: list[FrozenTrial | None]) -> FinalistRow:
     values = tuple(first_value(t) if t is not None and t.state == TrialState.COMPLETE else None for t in trials)
     there = [value for value in values if value is not None]
+    vectors = [t.values for t in trials if t is not None and t.state == TrialState.COMPLETE]
+    several = len(searched) > 1
     return FinalistRow(
         trial=number,
-        search_value=searched,
+        search_value=searched[0],
+        searched=searched if several else (),
+        means=tuple(map(statistics.fmean, zip(*vectors, strict=True))) if several else (),
         values=values,
         mean=statistics.fmean(there) if there else None,
         spread=statistics.stdev(there) if len(there) > 1 else None,

@@ -14,7 +14,14 @@ from search.study.study import StoredStudy
 from storage.records.test_openings import Opening, read_opening
 
 _TOLD = 5e-5  # less is nothing, in four digits
-SHOWN = {"winner": "winner", "tie": "tie", "confirmed": "", "incomplete": "cannot win"}
+SHOWN = {
+    "winner": "winner",
+    "tie": "tie",
+    "front": "front",
+    "dominated": "dominated",
+    "confirmed": "",
+    "incomplete": "cannot win",
+}
 
 
 def confirmation_lines(study: StoredStudy) -> list[str]:
@@ -35,14 +42,20 @@ def optimism(study: StoredStudy, row: FinalistRow) -> float | None:
 
 
 def ranked(study: StoredStudy, found: Finalists) -> list[FinalistRow]:
-    """Return the rows by their means, the best one first; those that lack a value come last, in the search's order."""
+    """Return the rows by their means, the best one first; those that lack a value come last, in the search's order.
+
+    Of several metrics by the first, those of the front before all others.
+    """
     means = {row.trial: row.mean for row in found.rows if row.whole and row.mean is not None}
     whole = [found.row(trial) for trial in best_first(means, maximize=study.spec.maximize)]
+    whole.sort(key=lambda row: bool(found.front) and row.trial not in found.front)
     return whole + [row for row in found.rows if not row.whole]
 
 
 def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
+    if study.spec.several:
+        return _front_table(study, found)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("rank", "trial", "search", "fresh mean", "spread", "optimism"):
         table.add_column(column, justify="right")
@@ -67,6 +80,22 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     return table
 
 
+def _front_table(study: StoredStudy, found: Finalists) -> Table:
+    """The table of several metrics: of each what the search said, and the mean on fresh seeds."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("trial", *(word for name in study.spec.ways for word in (name, "fresh mean"))):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for row in ranked(study, found):
+        means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
+        pairs = zip((f"{value:.4g}" for value in row.searched), means, strict=True)
+        verdict = "" if found.pending else SHOWN[found.verdict(row)]
+        if verdict == "dominated":
+            verdict += f" by {', '.join(map(str, found.dominating(row, study.spec.maximized)))}"
+        table.add_row(str(row.trial), *(cell for pair in pairs for cell in pair), verdict)
+    return table
+
+
 def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     """Return what the table says: who wins, whether that is a tie, and by how much the search over-stated."""
     n_seeds = len(found.seeds)
@@ -76,8 +105,11 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         failed = sum(reason in {"failed", "diverged"} for row in found.rows for reason in row.reasons)
         without = f", {failed} without a value" if failed else ""
         return [f"finalists: {n_trials - found.pending} of {n_trials} trained{without}, on {seeds}"]
-    if found.winner is None:
+    if not found.decided:
         return [f"finalists: no winner, none has a value for each of {seeds}"]
+    if study.spec.several:
+        return _front_lines(found)
+    assert found.winner is not None
     row = found.row(found.winner)
     spread = "unknown" if row.spread is None else f"{row.spread:.4f}"
     lines = [
@@ -102,6 +134,20 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         if exactly
         else f"the search {said} its finalists by {abs(over):.4f} on average"
     )
+    return lines
+
+
+def _front_lines(found: Finalists) -> list[str]:
+    """What the table of several metrics says: who is still on the front."""
+    on = drawn(found)
+    if len(found.front) == 1:
+        lines = [f"winner: trial {found.front[0]}, which dominates all other finalists on {on}"]
+    else:
+        *most, last = map(str, found.front)
+        lines = [f"front on {on}: trials {', '.join(most)} and {last}, which no other finalist dominates"]
+    fallen = [str(row.trial) for row in found.rows if row.whole and row.trial not in found.front]
+    if fallen:
+        lines.append(f"dominated on fresh seeds: trial{'s' if len(fallen) > 1 else ''} {', '.join(fallen)}")
     return lines
 
 

@@ -129,11 +129,12 @@ def why_unconfirmed(study: StoredStudy, trial: int) -> str:
     opening = read_opening(study.engine, study.study_id)
     if finalists is None:
         return "no finalists were trained"
-    if finalists.winner is None:
+    if not finalists.decided:
         waiting = f"{finalists.pending} of their trials have not ended" if finalists.pending else "none has all seeds"
         return f"the finalists have no winner: {waiting}"
-    if trial != finalists.winner and trial not in finalists.tie:
-        return f"the finalists chose trial {finalists.winner}"
+    if not finalists.stands(trial):
+        chose = finalists.winner if finalists.winner is not None else " or ".join(map(str, finalists.front))
+        return f"the finalists chose trial {chose}"
     if opening is None:
         return "the test set was not opened for it"
     if not _is_for(opening, study, trial):
@@ -149,7 +150,7 @@ def _why_refit_unconfirmed(study: StoredStudy, trial: int) -> str:
     finalists = read_finalists(search)
     if trial != found.taken:
         return "it is not the run of the median training loss"
-    if finalists is None or finalists.winner != found.of:
+    if finalists is None or (finalists.winner != found.of and found.of not in finalists.front):
         return f"it is a refit of trial {found.of}, which is not the winner among the finalists"
     opening = read_opening(search.engine, search.study_id)
     if opening is None:

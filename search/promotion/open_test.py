@@ -19,10 +19,11 @@ from objectives.own_loop.restored import RestoredLoop
 from objectives.training.checks.held_out import Restored
 from search.console import command
 from search.errors import SearchError
-from search.finalists import read_finalists
+from search.finalists import Finalists, read_finalists
 from search.finalists.refit import read_refit, tabulate_refit
 from search.finalists.table import newest_set
 from search.promotion.best_weights import BestWeights, judged_objective
+from search.report.promotions import current
 from search.study.steering import find_trial, whoami
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
@@ -76,7 +77,7 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
     if refit and unconfirmed:
         raise SearchError("--unconfirmed: a refit is of the finalists' winner: leave it out")
     found = read_finalists(study)
-    winner = None if found is None else found.winner
+    winner = None if found is None else _winner(study, found, trial)
     name, again = study.spec.name, command("finalists", study.spec.name)
     newest = newest_set(study)
     if not unconfirmed:
@@ -92,6 +93,11 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
             )
         if found.pending:
             raise SearchError(f"the finalists of {name!r} are not done, {found.pending} are left: go on with {again}")
+        if winner is None and found.front:
+            raise SearchError(
+                f"no other finalist of {name!r} dominates trials {', '.join(map(str, found.front))}: promote one of "
+                "them, or choose one with --trial or --prefer"
+            )
         if winner is None:
             raise SearchError(
                 f"the finalists of {name!r} have no winner: see {again}, or open the test set for an unconfirmed trial "
@@ -111,6 +117,14 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
     confirmed = found is not None and number == winner
     finalists = found.study if found is not None and confirmed else None
     return Candidate(_complete(study, number), finalists, _refit(study, trial) if refit else None)
+
+
+def _winner(study: StoredStudy, found: Finalists, trial: int | None) -> int | None:
+    """Return the winner; of several that no other dominates the chosen one: that is named, or was promoted last."""
+    if found.winner is not None or not found.front:
+        return found.winner
+    promoted = [each.trial_number for each in current(study) if each.study_id == study.study_id]
+    return next((number for number in [trial, *promoted] if number is not None and number in found.front), None)
 
 
 def _refit(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, FrozenTrial]:

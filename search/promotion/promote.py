@@ -16,7 +16,7 @@ from search.report.promotions import current
 from search.study.steering import find_trial, whoami
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
-from storage.attributes import INFEASIBLE, REASON, RUN_ID
+from storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
 from storage.database.locks import registry_lock, still_held
 from storage.mlflow.client import Tracking
 from storage.mlflow.registry import (
@@ -68,6 +68,7 @@ def promote(
     trial: int | None = None,
     alias: str = CHAMPION,
     model: str | None = None,
+    infeasible: bool = False,
 ) -> Promoted:
     """Register a trial's model, with its evidence, and let an alias name it.
 
@@ -78,9 +79,11 @@ def promote(
     Args:
         study: the study.
         tracking: the MLflow server that has its runs.
-        trial: the trial's number; the winner of the finalists unless given, or else the best trial.
+        trial: the trial's number; the winner of the finalists unless given, or else the best trial. Of several metrics
+            it has to be given, unless one dominates all others.
         alias: for the version; what had it gets `previous_alias` of it.
         model: name of the registered model; the study's name unless given.
+        infeasible: whether a trial will do that breaks a constraint.
 
     Raises:
         SearchError: the trial has nothing to promote.
@@ -94,6 +97,11 @@ def promote(
     check_names(alias, name)
     chosen = find_trial(study, _default_trial(study) if trial is None else trial)
     _check_promotable(study, chosen)
+    if not infeasible and (lines := chosen.user_attrs.get(BROKEN)):
+        raise SearchError(
+            f"--trial {chosen.number}: it is out of bounds ({', '.join(lines)}): promote another, or this one all the "
+            "same with --infeasible"
+        )
     return register(study, chosen, tracking, alias=alias, name=name)
 
 
@@ -203,9 +211,19 @@ def _default_trial(study: StoredStudy) -> int:
     finalists = read_finalists(study)
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    if (best := summarise(study).best) is None:
-        raise SearchError(f"study {study.spec.name!r} has no trial to promote: none has run to its end")
-    return best.number
+    front = [trial.number for trial in study.front()]
+    if finalists is not None and finalists.front:
+        front = list(finalists.front)
+    if not front:
+        why = "none has run to its end" + (" within its bounds" if study.spec.constraints else "")
+        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why}")
+    if len(front) > 1:
+        metric = list(study.spec.ways)[-1]
+        raise SearchError(
+            f"study {study.spec.name!r} has {len(front)} trials that no other dominates "
+            f"({', '.join(map(str, front))}): choose one with --trial, or by what you prefer, such as --prefer {metric}"
+        )
+    return front[0]
 
 
 def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:

@@ -62,7 +62,8 @@ def _tell_finalists(
     parent = str(study.attrs[RUN_ID])
     tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
-    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN: its_run}, metrics={}, at=ended)
+    front = {"hpsearch.finalists_front": ", ".join(map(str, found.front))} if study.spec.several else {}
+    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN: its_run, **front}, metrics={}, at=ended)
     for rank, row in enumerate(ranked(study, found), 1):
         if row.trial not in runs:
             continue
@@ -115,6 +116,7 @@ def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
         "seeds": list(found.seeds),
         "winner": found.winner,
         "tie": list(found.tie),
+        **({"directions": study.spec.directions, "front": list(found.front)} if study.spec.several else {}),
         "standard_error_of_difference": found.error,
         "fresh_divisions": found.divided,
         "expected": None if found.expected is None else dataclasses.asdict(found.expected),

@@ -41,6 +41,7 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
     top: int | None,
     seeds: int | None,
     new_set: bool,
+    infeasible: bool = False,
     workers: int,
     console: Console,
 ) -> FinalistsRan:
@@ -50,7 +51,7 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         services: where the study is kept.
         study: the study, whose search is over.
         options: of the workers.
-        top, seeds, new_set: for :func:`search.finalists.study.create_or_join`.
+        top, seeds, new_set, infeasible: for :func:`search.finalists.study.create_or_join`.
         workers: how many; none to choose and show only.
         console: told what happens.
 
@@ -62,14 +63,16 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
     with steps(console) as tell:
         tell("choosing the finalists")
         beside = open_beside(
-            services, study, options, lambda: create_or_join(study, top=top, seeds=seeds, new_set=new_set)
+            services,
+            study,
+            options,
+            lambda: create_or_join(study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible),
         )
     chosen, created = beside.study, beside.created
     _print_begin(console, study, chosen, created=created)
     if (counting := read_finalists(study)) is not None and counting.study != chosen.spec.name:
-        console.print(
-            f"until these have a winner, that of {counting.study} stays: trial {counting.winner}", style="yellow"
-        )
+        stays = f"trial {counting.winner}" if counting.winner is not None else f"trials {counting.front}"
+        console.print(f"until these have a winner, that of {counting.study} stays: {stays}", style="yellow")
     interrupted, fleet = train_beside(console, beside, options, workers if tabulate(study, chosen).pending else 0)
     found = tabulate(study, chosen)
     if not found.pending:

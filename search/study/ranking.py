@@ -55,13 +55,15 @@ def in_bounds(trial: FrozenTrial) -> bool:
     return not trial.user_attrs.get(BROKEN)
 
 
-def _ended(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Those that have run to their end within all bounds, the earliest first."""
-    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and in_bounds(t)]
+def _ended(trials: Iterable[FrozenTrial], *, infeasible: bool = False) -> list[FrozenTrial]:
+    """Those that have run to their end within all bounds, or whatever their bounds, the earliest first."""
+    complete = [t for t in trials if t.state == TrialState.COMPLETE and t.values and (infeasible or in_bounds(t))]
     return sorted(complete, key=lambda trial: trial.number)
 
 
-def rank_trials(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list[FrozenTrial]:
+def rank_trials(
+    trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False
+) -> list[FrozenTrial]:
     """Return those of the trials that have run to their end within all bounds, the best one first.
 
     Of one metric by its value, of equal ones the earliest. Of several by their fronts: first the front that no trial
@@ -70,8 +72,9 @@ def rank_trials(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list
     Args:
         trials: in any order.
         maximize: of each metric, whether higher is better.
+        infeasible: whether those count that break a constraint.
     """
-    ended = _ended(trials)
+    ended = _ended(trials, infeasible=infeasible)
     if len(maximize) > 1:
         order = pareto.best_first(losses_of([trial.values for trial in ended], maximize))
         return [ended[place] for place in order]

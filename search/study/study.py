@@ -115,9 +115,9 @@ class StoredStudy:
         """Return all trials, or those in the given states, without the deep copy that `study.trials` makes."""
         return self.storage.get_all_trials(self.study_id, deepcopy=False, states=states or None)
 
-    def best_trials(self) -> list[FrozenTrial]:
+    def best_trials(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return the trials that have run to their end within all bounds, the best one first; see `rank_trials`."""
-        return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized)
+        return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
     def front(self) -> list[FrozenTrial]:
         """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""

@@ -20,7 +20,10 @@ def finalists(
     study: o.StudyName,
     *,
     top: Annotated[
-        int | None, typer.Option("--top", min=1, help="How many of the best configurations  [default: 5]")
+        int | None,
+        typer.Option(
+            "--top", min=1, help="How many of the best configurations  [default: 5; of several metrics the front]"
+        ),
     ] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="How many fresh seeds, the same for all  [default: 2]")
@@ -37,6 +40,9 @@ def finalists(
             "--new-set",
             help="Choose anew, on other seeds; an earlier winner stands until these have one.",
         ),
+    ] = False,
+    infeasible: Annotated[
+        bool, typer.Option("--infeasible", help="Take trials too that break a constraint of the study.")
     ] = False,
     devices_per_trial: o.DevicesPerTrial = 1,
     collective_timeout: o.CollectiveTimeout = None,
@@ -78,10 +84,11 @@ def finalists(
             progress=tell,
         )
     ran = opened.train_finalists(
-        top, seeds, workers=workers, new_set=new_set, lease=lease, grace=grace, save_every=save_every, stall=stall,
+        top, seeds, workers=workers, new_set=new_set, infeasible=infeasible,
+        lease=lease, grace=grace, save_every=save_every, stall=stall,
         devices=devices_per_trial, collective_timeout=collective_timeout,
     )  # fmt: skip
     if ran.interrupted:
         return EXIT_INTERRUPTED
-    decided = ran.table.winner is not None if workers or not ran.table.pending else True
+    decided = ran.table.decided if workers or not ran.table.pending else True
     return 0 if decided else 1

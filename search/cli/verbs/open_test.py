@@ -20,7 +20,15 @@ def open_test(
     *,
     trial: Annotated[
         int | None,
-        typer.Option("--trial", min=0, help="Number of the trial, with --unconfirmed  [default: the winner]"),
+        typer.Option(
+            "--trial",
+            min=0,
+            help="Number of the trial, with --unconfirmed or of several metrics  [default: the winner]",
+        ),
+    ] = None,
+    prefer: Annotated[
+        str | None,
+        typer.Option("--prefer", help="In place of --trial, of several metrics: see 'promote --help'."),
     ] = None,
     unconfirmed: Annotated[
         bool,
@@ -38,9 +46,14 @@ def open_test(
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
     from search.api import test_set
     from search.api.study import Study
+    from search.errors import SearchError
     from search.finalists.text import confirmation_lines
 
+    if trial is not None and prefer is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    if prefer is not None:
+        trial = study.preferred(prefer)
     candidate = test_set.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):

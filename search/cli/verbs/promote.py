@@ -22,6 +22,17 @@ def promote(
         int | None,
         typer.Option("--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best]"),
     ] = None,
+    prefer: Annotated[
+        str | None,
+        typer.Option(
+            "--prefer",
+            help="In place of --trial, of several metrics: conditions, then what is to be best among those that keep "
+            "to them, such as 'accuracy >= 0.98 then latency_ms'.",
+        ),
+    ] = None,
+    infeasible: Annotated[
+        bool, typer.Option("--infeasible", help="Promote the trial though it breaks a constraint of the study.")
+    ] = False,
     alias: Annotated[
         str,
         typer.Option("--alias", help="Name for this version; the one that had it becomes 'previous' (previous-ALIAS)."),
@@ -74,14 +85,18 @@ def promote(
             raise SearchError(f"{flag} {value}: it is for --refit: add that, or leave it out")
     check_alias(alias)  # before anything is trained
     check_model_name(model or name, setting="--model")
+    if trial is not None and prefer is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    if prefer is not None:
+        trial = study.preferred(prefer)
     if refit:
         ran = study.train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.interrupted:
             return EXIT_INTERRUPTED
         if ran.refit.pending:
             return 0 if workers == 0 else 1
-    done = study.promote(trial=trial, alias=alias, model=model, refit=refit)
+    done = study.promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
     what = f"the refit, trial {done.trial} of {ran.refit.study}," if refit else f"trial {done.trial} of {name}"
     typer.echo(f"{what} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.made:
