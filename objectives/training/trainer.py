@@ -14,11 +14,12 @@ from objectives.errors import ObjectiveError, users_code
 from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
 from objectives.training.evaluation.gathered import UnkeptError
-from objectives.training.loop.build import build, oddities
+from objectives.training.loop.build import build
 from objectives.training.loop.epoch import EpochSums, train_epoch
 from objectives.training.loop.guards import NonFiniteError, told_apart
 from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
+from objectives.training.loop.rehearsal import oddities
 from objectives.training.loop.resume import restore, resume_within
 from objectives.training.loop.run import Run
 from objectives.training.loop.stepping import call_in
