@@ -23,13 +23,14 @@ from objectives.training.evaluation.calling import call_of
 from objectives.training.evaluation.metrics import Metrics, as_metrics
 from objectives.training.loop.fresh import Fresh, build_fresh
 from objectives.training.loop.guards import FiniteGuard
+from objectives.training.loop.measuring import Measuring
 from objectives.training.loop.performance import compiled, layout
 from objectives.training.loop.prepared import prepared_splits
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
 from objectives.training.loop.run import FORMAT, Run
 from objectives.training.loop.steplog import StepLog
-from objectives.training.loop.stepping import as_module, build_stepping
+from objectives.training.loop.stepping import as_module, build_stepping, call_in
 from objectives.training.optimizers.averaging import build_average
 from objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
 from objectives.training.optimizers.precision import Precision
@@ -87,6 +88,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
             augment(splits.train.inputs(slice(0, 2)))
     in_memory = config.num_workers is None and splits.val.in_memory
     val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
+    val = val.to(device) if in_memory else val
     with users_code(f"{who}.sampler"):
         order = _order(objective, config, splits.train, seed)
     epoch_steps = order.steps
@@ -123,7 +125,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
         seed=seed,
         device=device,
         splits=splits,
-        val=val.to(device) if in_memory else val,
+        val=val,
         feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment, ranks=ranks),
         model=model,
         stepping=stepping,
@@ -138,6 +140,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
         progress=Progress(f"val_{objective.metric}", maximize=maximize, keep_last=refit is not None),
         ranks=ranks,
         strategy=strategy,
+        measuring=Measuring(objective, config, call_in(stepping), val, device, ranks, strategy),
         fresh=fresh,
         refit=refit,
     )

@@ -78,6 +78,7 @@ def rehearse(objective: Objective, run: Run) -> dict[str, float]:
         scores = run.validate()
     if metric not in scores:
         raise MetricError(metric, f"is none that {who} gives: {nearest(metric, list(scores))}")
+    run.measuring.rehearse(run.judged, scores)
     return scores
 
 
