@@ -29,6 +29,7 @@ ROOMS = (
     "storage.backup",
     # objectives: what a trial does
     *("objectives.packages", "objectives.errors", "objectives.preparation", "objectives.search_space"),
+    "objectives.measured",
     "objectives.training.ranks",
     "objectives.training.reproducibility",
     "objectives.training.config",
@@ -36,7 +37,7 @@ ROOMS = (
     "objectives.training.data",
     "objectives.training.evaluation",
     "objectives.training.strategies",
-    *("objectives.measured", "objectives.base", "objectives.objective"),
+    *("objectives.base", "objectives.objective"),
     *(
         "objectives.training.session",
         "objectives.training.ranked_session",

@@ -191,8 +191,10 @@ class Objective(BaseObjective):
             MetricError: the built-in sets have no such metric.
             ObjectiveError: it is better the other way round.
         """
-        from objectives.training.evaluation.metrics import DIRECTIONS
+        from objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
 
+        if self.uses_builtin_metrics and not self.has_own_step and metric in MEASURED:
+            raise chooses_none(metric)
         if self.uses_builtin_metrics and not (self.has_own_step and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.measured import value_of
 from objectives.own_loop.folder import listed, packed, remove
-from objectives.training.data.tree import map_tensors
+from objectives.training.data.tree import Tree, map_tensors
 from objectives.training.loop.guards import NonFiniteError
+from objectives.training.loop.measurements import plain_measures
 from objectives.training.loop.progress import Progress
 from objectives.training.ranks import Ranks
 from objectives.training.reproducibility.metrics_file import EpochRecord
 from objectives.training.reproducibility.seeds import set_seed
 from objectives.training.session import Verdict
 
+_GIVEN = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
 Report = Callable[[EpochRecord, dict[str, Any], bool], Verdict]
 
 
@@ -55,6 +58,7 @@ class LoopTrial:
         checkpoint: Path,
         ranks: Ranks,
         metric: str,
+        reported: Sequence[str],
         progress: Progress,
         report: Report,
         log_artifact: Callable[[Path], None],
@@ -63,7 +67,8 @@ class LoopTrial:
         self.total_epochs, self.state, self.folder = total_epochs, state, folder
         self.rank, self.world, self.resumed = ranks.rank, ranks.world, bool(progress.history)
         self._checkpoint, self._ranks = checkpoint, ranks
-        self._metric, self._progress, self._report, self._log = metric, progress, report, log_artifact
+        self._metric, self._reported = metric, tuple(reported)
+        self._progress, self._report, self._log = progress, report, log_artifact
         self._verdict = Verdict.CONTINUE
         self._epoch: int | None = None  # that runs, until it is reported
         self._started = 0.0
@@ -111,8 +116,8 @@ class LoopTrial:
         """Reports the epoch that runs, once, on every rank: what rank 0 gives counts.
 
         Args:
-            metrics: numbers by name, the study's metric among them. They are logged as `val_NAME`; those that begin
-                with `train_`, and `lr`, as they are.
+            metrics: numbers by name: the study's metric, all else that it optimises or bounds, and what is of interest.
+                They are logged as `val_NAME`; those that begin with `train_`, and `lr`, as they are.
             state: plain values and tensors, nested: what the next epoch goes on from, here or on another machine.
                 Without it, or a folder, a resumed trial begins anew.
             best: likewise: what `test` and `export` take, kept of the best epoch; `state` unless given.
@@ -125,7 +130,8 @@ class LoopTrial:
         Raises:
             ObjectiveError: no epoch runs, the metric is missing, the state is not plain, or the ranks report different
                 epochs.
-            NonFiniteError: the metric is NaN or infinite: the configuration diverges.
+            NonFiniteError: the metric, or another that the study asks for, is NaN or infinite: the configuration
+                diverges.
         """
         epoch = self._require_epoch()
         saved = None if folder is None else Path(folder)
@@ -155,14 +161,48 @@ class LoopTrial:
         if self._metric not in numbers:
             near = nearest(self._metric, list(numbers))
             raise MetricError(self._metric, f"is none that was reported: {near}; or set the objective's metric")
+        record = {_named(name): number for name, number in numbers.items()}
         if not math.isfinite(value := numbers[self._metric]):
             raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch)
+        for name in self._reported:
+            if not math.isfinite(value := self._asked(record, name, list(numbers))):
+                raise NonFiniteError(f"{name} is {value}", epoch=epoch)
         if not self._checked:
             check_plain(state, "state")
             check_plain(best, "best")
             self._checked = True
-        numbers = {_named(name): number for name, number in numbers.items()}
-        return EpochRecord(epoch, time.time(), {**numbers, "epoch_seconds": time.perf_counter() - self._started})
+        return EpochRecord(epoch, time.time(), {**record, "epoch_seconds": time.perf_counter() - self._started})
+
+    def _asked(self, record: Mapping[str, float], name: str, given: list[str]) -> float:
+        """What the study asks for beside its metric."""
+        try:
+            return value_of(record, name)
+        except KeyError:
+            hint = "give what trial.measure(model, inputs) returns" if name in _GIVEN else nearest(name, given)
+            raise MetricError(name, f"is asked for by the study, and none that was reported: {hint}") from None
+
+    def measure(self, model: nn.Module, inputs: Tree) -> dict[str, float]:
+        """How fast a model is, and how large: numbers for `report`. Call it on every rank, with a whole model.
+
+        Once they were reported under these names they stay: later epochs, and a trial that is resumed, get the same.
+
+        Args:
+            model: on the trial's device; it is measured in evaluation mode, without gradients.
+            inputs: a batch as the model takes it; of one sample, where a sample's time is what is wanted.
+
+        Returns:
+            `latency_ms`, the median time of a forward pass; `latency_load`, the machine's load over its cores
+            meanwhile; `model_mb`, parameters and buffers in 10^6 bytes; `parameters`, their number.
+
+        Raises:
+            ObjectiveError: the model is spread over devices, or does not take the inputs.
+        """
+        history = self._progress.history
+        before = history[-1].metrics if history else {}
+        kept = {name: before[f"val_{name}"] for name in (*_GIVEN, "latency_load") if f"val_{name}" in before}
+        if kept.keys() >= _GIVEN:
+            return kept
+        return self._ranks.led(lambda: plain_measures(model, inputs, self.device))
 
     def _packed(self, folder: Path) -> dict[str, Any]:
         """The files of a folder that all ranks see, on rank 0."""

@@ -232,6 +232,7 @@ class LoopRun:
             checkpoint=self._checkpoint,
             ranks=self._ranks,
             metric=self._objective.metric,
+            reported=self._objective.reported,
             progress=self._progress,
             report=self._report,
             log_artifact=self._logged.append,

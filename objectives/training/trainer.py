@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.errors import ObjectiveError, users_code
+from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.conclude import conclude
 from objectives.training.config import TrainConfig
 from objectives.training.evaluation.gathered import UnkeptError
-from objectives.training.loop.build import build, oddities
+from objectives.training.loop.build import build
 from objectives.training.loop.epoch import EpochSums, train_epoch
 from objectives.training.loop.guards import NonFiniteError, told_apart
 from objectives.training.loop.instruments import NONE, Instruments
 from objectives.training.loop.performance import peak_memory, reset_peak_memory
+from objectives.training.loop.rehearsal import oddities
 from objectives.training.loop.resume import restore, resume_within
 from objectives.training.loop.run import Run
 from objectives.training.loop.stepping import call_in
@@ -135,11 +137,12 @@ class Trainer:
         run.average.after_epoch(epoch, run.feed.inputs, call_in(run.stepping))
         run.strategy.agree(run.judged)
         scores = run.validate_epoch()
-        _require_finite(scores, self.objective.metric, run, epoch)
+        measured = self._measured(run, scores, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
         metrics = {
             **{f"train_{name}": value for name, value in trained.scores.items()},
             **{f"val_{name}": value for name, value in scores.items()},
+            **measured,
             "lr": trained.lr,
             "grad_norm": trained.grad_norm,
             "epoch_seconds": time.perf_counter() - started,
@@ -158,6 +161,22 @@ class Trainer:
         run.conclusion = time.perf_counter() - started - training
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", _shown(metrics))
         return self._report(record)
+
+    def _measured(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
+        """What is measured beside a validation, once all that decides is found to be there and finite.
+
+        Raises:
+            NonFiniteError: the loss, a metric that the study asks for, or a measure is not finite.
+            MetricError: a metric that was there before training is not.
+        """
+        judged = dict.fromkeys(("loss", self.objective.metric, *self.objective.reported))
+        _require_finite({f"val_{name}": scores[name] for name in judged if name in scores}, run, epoch)
+        measured = run.measuring.after_epoch(run.judged, scores)
+        _require_finite(measured, run, epoch)
+        for name in judged:
+            if name not in scores and name not in measured:
+                raise MetricError(name, f"is not given after every epoch: {nearest(name, [*scores, *measured])}")
+        return measured
 
     def _begin(self, run: Run, epoch: int) -> EpochSums:
         """Begin an epoch, or go on where it was left in its midst."""
@@ -213,6 +232,7 @@ class Trainer:
             refit=self.refit,
             ranks=self.ranks,
         )
+        run.measuring.require_device()
         run.shards = self.session.shards if isinstance(self.session, RankedSession) else None
         where = (
             str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
@@ -265,14 +285,11 @@ class Trainer:
         return result
 
 
-def _require_finite(scores: dict[str, float], metric: str, run: Run, epoch: int) -> None:
-    for name in ("loss", metric):
-        if not math.isfinite(scores[name]):
+def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
+    for name, value in numbers.items():
+        if not math.isfinite(value):
             raise NonFiniteError(
-                f"val_{name} is {scores[name]}",
-                epoch=epoch,
-                step=run.step - 1,
-                lr=float(run.optimizer.param_groups[0]["lr"]),
+                f"{name} is {value}", epoch=epoch, step=run.step - 1, lr=float(run.optimizer.param_groups[0]["lr"])
             )
 
 

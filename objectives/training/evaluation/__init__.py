@@ -1,4 +1,4 @@
 """Evaluation: metrics, as sums over all samples.
 
-Imports: errors, ranks, reproducibility, config, data.
+Imports: errors, measured, ranks, reproducibility, config, data.
 """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest
+from objectives.measured import MEASURED
 
 if TYPE_CHECKING:
     from objectives.training.data.dataset import Dataset
@@ -51,6 +52,8 @@ def metrics_for(metric: str, train: Dataset) -> Metrics:
     Raises:
         MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
     """
+    if metric in MEASURED:
+        raise chooses_none(metric)
     if train.y is None or not isinstance(train.y, Tensor):
         return _without_targets(metric)
     if metric == "loss":
@@ -86,6 +89,11 @@ def _beside_the_loss(y: Tensor) -> Metrics:
     if not labels or int(y.min()) < 0:
         return _WhereFitting(regression())
     return classification(int(y.max()) + 1)
+
+
+def chooses_none(metric: str) -> MetricError:
+    """The error of a measure of the model where a metric of validation is needed."""
+    return MetricError(metric, "does not tell the best epoch: name a metric of validation first, this one after it")
 
 
 def brought_with(metric: str) -> tuple[str, ...]:

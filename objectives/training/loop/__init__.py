@@ -1,4 +1,4 @@
 """The loop: a run, built from an objective and a configuration, and its epochs and steps.
 
-Imports: errors, ranks, reproducibility, config, optimizers, data, evaluation, strategies, objective, result.
+Imports: errors, measured, ranks, reproducibility, config, optimizers, data, evaluation, strategies, objective, result.
 """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,34 @@ def plain(model: nn.Module) -> nn.Module:
             del module.forward
         module._compiled_call_impl = None
     return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
+
+
+@contextmanager
+def as_served(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """A region in which a model is without what `layout` and `compiled` put on it, as `plain` leaves it.
+
+    Inference mode may begin within it, not before: the memory of weights that train is laid out in it.
+    """
+    modules = list(model.modules())
+    compiled_calls = [module._compiled_call_impl for module in modules]
+    recomputing = {module: vars(module).pop("forward") for module in modules if _recomputes(module)}
+    for module in modules:
+        module._compiled_call_impl = None
+    if config.channels_last:
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled_calls, strict=True):
+            module._compiled_call_impl = call
+        for module, forward in recomputing.items():
+            module.forward = forward
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is checkpoint
 
 
 def compiled(model: nn.Module, judged: nn.Module, trial: Callable[[], None]) -> str | None:

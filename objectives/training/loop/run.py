@@ -19,6 +19,7 @@ from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Stepping
 from objectives.training.loop.fresh import Fresh
 from objectives.training.loop.guards import FiniteGuard
+from objectives.training.loop.measuring import Measuring
 from objectives.training.loop.progress import Progress
 from objectives.training.loop.steplog import StepLog
 from objectives.training.optimizers.averaging import Average
@@ -53,6 +54,7 @@ class Run:
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         ranks: the processes that train it together.
         strategy: how they do.
+        measuring: what is measured of the model beside its metrics.
         optimizer: the one that takes the steps; with SAM its base.
         sharpness: SAM's first pass, where it is configured.
         on_step: called after each optimizer step of an epoch: a profiler's beat.
@@ -87,6 +89,7 @@ class Run:
     progress: Progress
     ranks: Ranks = ALONE
     strategy: Strategy = field(kw_only=True)
+    measuring: Measuring = field(kw_only=True)
     fresh: Fresh | None = None
     refit: int | None = None
     on_step: Callable[[], None] = _nothing
@@ -171,6 +174,7 @@ class Run:
             "skipped_in_all": self.guard.skipped_in_all,
             **self.progress.state_dict(),
             **({} if halves is None else {"halves": halves.state_dict()}),
+            **({"measured": measured} if (measured := self.measuring.state_dict()) else {}),
         }
 
     def state_within(self, sums: dict[str, Any]) -> dict[str, Any]:
@@ -202,4 +206,5 @@ class Run:
         self.progress.load_state_dict(state)
         if self.fresh is not None and self.fresh.cross_fit is not None:
             self.fresh.cross_fit.load_state_dict(state["halves"])
+        self.measuring.load_state_dict(state.get("measured", {}))
         self.within = state.get("within")

@@ -37,6 +37,10 @@ def show(objective: Objective_, settings: Set = None) -> None:
     space = describe.search_space(found)
     console = PlainConsole()
     console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
+    if found.directions:
+        console.print("directions: " + ", ".join(f"{better} {name}" for name, better in found.directions.items()))
+    if found.constraints:
+        console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
     if isinstance(found, LoopObjective):
         own = describe.own_settings(config)
         # Of what is searched by another name than the setting's nobody knows which setting it becomes.

@@ -58,6 +58,7 @@ def train(
             return super().report(record)
 
     found = load_objective(objective)
+    found.also_report([*found.directions, *found.constraints])
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
@@ -100,11 +101,14 @@ def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
 
 def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
     from objectives.fit import restore
+    from objectives.measured import value_of
     from objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     report = folder / "report.md"
     typer.echo(f"{best}; {report if report.exists() else folder}")
+    if result.best_metrics and objective.reported:
+        typer.echo("  ".join(f"{name} {value_of(result.best_metrics, name):.6g}" for name in objective.reported))
     if result.resume_note:
         typer.echo(result.resume_note)
     if test and result.best_path is not None:

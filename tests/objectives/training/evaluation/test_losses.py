@@ -11,7 +11,7 @@ from objectives.training import Dataset, Splits, TrainConfig, classification
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
 from objectives.training.evaluation.metrics import binary
-from objectives.training.loop.build import oddities
+from objectives.training.loop.rehearsal import oddities
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 

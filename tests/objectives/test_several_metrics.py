@@ -1,0 +1,106 @@
+"""An objective that names several metrics: what it may say, and what is refused in a line."""
+
+import pytest
+
+from objectives import LoopObjective, ObjectiveError, load_objective
+from objectives.errors import MetricError
+from objectives.measured import MEASURED, value_of
+from tests.objectives.training.support import Wine
+
+ERRORS = {"error": "minimize", "model_mb": "minimize"}
+SEVERAL = {"macro_f1": "maximize", "latency_ms": "minimize"}
+
+
+def test_the_first_is_the_metric_by_which_the_best_epoch_is_chosen():
+    class Several(Wine):
+        directions = SEVERAL
+
+    class Inherited(Several):
+        epochs = 3
+
+    class Errors(LoopObjective):
+        directions = ERRORS
+
+    assert (Several.metric, Several.direction) == (Inherited.metric, Inherited.direction) == ("macro_f1", "maximize")
+    assert (Errors.metric, Errors.direction) == ("error", "minimize")
+    assert (Wine.directions, Wine.constraints, Wine.reported) == ({}, {}, ())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"metric": "accuracy", "directions": SEVERAL}, "Several.metric is 'accuracy', but directions begin with 'mac"),
+        ({"direction": "minimize", "directions": SEVERAL}, "Several.direction is 'minimize', but directions begin"),
+        (
+            {"directions": {"accuracy": "max"}},
+            "Several.directions: accuracy must be 'maximize' or 'minimize', not",
+        ),
+        ({"directions": ["accuracy"]}, "Several.directions must be a dictionary of directions by metric"),
+        ({"directions": {1: "maximize"}}, "Several.directions must be a dictionary of directions by metric"),
+    ],
+)
+def test_directions_that_are_none_are_refused_where_the_class_is_made(attributes, said):
+    with pytest.raises(ObjectiveError) as error:
+        type("Several", (Wine,), attributes)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("constraints", ["['model_mb']", "{'model_mb': 10}"])
+def test_constraints_that_are_none_are_refused_at_load(tmp_path, constraints):
+    file = tmp_path / "several.py"
+    file.write_text(
+        "from tests.objectives.training.support import Wine\n\n\n"
+        f"class Several(Wine):\n    constraints = {constraints}\n"
+    )
+    with pytest.raises(ObjectiveError, match=r"Several\.constraints"):
+        load_objective(str(file))
+
+
+def test_a_function_has_them_as_attributes(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(
+        "def main(trial):\n    pass\n\n\n"
+        "main.directions = {'score': 'maximize', 'model_mb': 'minimize'}\nmain.constraints = {'model_mb': '<= 10'}\n"
+    )
+    found = load_objective(f"{file}:main")
+    assert (found.metric, found.direction) == ("score", "maximize")
+    assert found.constraints == {"model_mb": "<= 10"}
+
+
+def test_what_a_study_asks_for_is_kept_once_without_the_metric(wine):
+    wine.also_report(["accuracy", "latency_ms", "macro_f1", "latency_ms", "loss"])
+    assert wine.reported == ("latency_ms", "macro_f1", "loss")
+    assert Wine.reported == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("macro_f2", "'macro_f1'"), ("latency", "'latency_ms'"), ("rmse", "accuracy, "), ("auroc", "")]
+)
+def test_what_no_built_in_set_has_is_refused_at_once(wine, name, near):
+    with pytest.raises(MetricError) as error:
+        wine.also_report([name])
+    assert f"metric {name!r} is none that comes with accuracy, nor measured" in str(error.value)
+    assert near in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_nobody_can_know_yet_is_not_refused(objective_with):
+    own = objective_with(metrics=lambda self, train: None)
+    own.also_report(["whatever"])
+    measuring = objective_with(measures=lambda self, model, config: {})
+    measuring.also_report(["sparsity"])
+    assert (own.reported, measuring.reported) == (("whatever",), ("sparsity",))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measure_of_the_model_chooses_no_epoch(wine, name):
+    with pytest.raises(MetricError, match="does not tell the best epoch"):
+        wine.judge_by(name, "minimize")
+
+
+def test_the_value_of_a_metric_in_a_record():
+    record = {"val_accuracy": 0.5, "latency_ms": 3.0, "parameters": 1.0, "val_parameters": 2.0}
+    assert [value_of(record, name) for name in ("accuracy", "latency_ms", "parameters")] == [0.5, 3.0, 2.0]
+    with pytest.raises(KeyError, match=r"^'model_mb'$"):
+        value_of(record, "model_mb")

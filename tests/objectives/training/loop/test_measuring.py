@@ -1,0 +1,315 @@
+"""What is measured of a model beside its metrics: what the numbers are, and that nothing of the run changes by them."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from objectives import ObjectiveError
+from objectives.errors import MetricError
+from objectives.measured import MEASURED
+from objectives.training import NonFiniteError, Step, TrainConfig
+from objectives.training.checks.smoke import smoke
+from objectives.training.loop.measurements import latency_ms, sizes
+from objectives.training.loop.performance import as_served, layout
+from tests.objectives.training.loop.test_resume import DiedError, Dying, _die
+from tests.objectives.training.support import Stopped, Wine, fit, same_result
+
+CPU = torch.device("cpu")
+MEASURES = {"latency_ms", "latency_load", "model_mb", "parameters"}
+
+
+class Noted(nn.Module):
+    """Notes how it is called; in evaluation mode it sleeps for as long as it is told, by the number of the call."""
+
+    def __init__(self, seconds=lambda _: 0.0):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.seconds, self.calls = seconds, []
+
+    def forward(self, x):
+        self.calls.append((len(x), self.training, torch.is_inference_mode_enabled(), torch.get_num_threads()))
+        if not self.training and len(x) == 1:
+            time.sleep(self.seconds(sum(size == 1 for size, *_ in self.calls)))
+        return self.net(x)
+
+
+def asking(*names, **replaced):
+    objective = type("Changed", (Wine,), replaced)()
+    objective.also_report(names)
+    return objective
+
+
+def noted(*names, seconds=lambda _: 0.0, **replaced):
+    """An objective whose last model is at hand."""
+    made = []
+
+    def model(self, config, train):
+        made.append(Noted(seconds))
+        return made[-1]
+
+    return asking(*names, model=model, **replaced), made
+
+
+def test_only_what_is_asked_for_is_measured():
+    assert not fit(Wine(), epochs=1).history[0].metrics.keys() & {*MEASURED, *MEASURES}
+    metrics = fit(asking("parameters", "macro_f1"), epochs=1).history[0].metrics
+    assert metrics.keys() & {*MEASURED, *MEASURES} == {"parameters"}
+    assert metrics["parameters"] == 13 * 16 + 16 + 16 * 3 + 3
+
+
+def test_sizes_count_what_is_shared_once_and_buffers_in_bytes():
+    shared = nn.Linear(10, 10, bias=False)
+    model = nn.Sequential(shared, shared, nn.BatchNorm1d(10), nn.Linear(10, 1).half().requires_grad_(False))
+    parameters, buffers = 100 + 20 + 11, 20 * 4 + 8
+    assert sizes(model) == {"parameters": parameters, "model_mb": ((100 + 20) * 4 + 11 * 2 + buffers) / 1e6}
+
+
+@pytest.mark.parametrize("average", [{}, {"ema_decay": 0.9}, {"swa_fraction": 0.9}])
+def test_an_average_of_weights_counts_once(average):
+    result = fit(asking("model_mb", "parameters"), TrainConfig(lr=0.02, **average), epochs=2)
+    found = result.history[-1].metrics
+    assert {name: found[name] for name in ("model_mb", "parameters")} == sizes(result.model)
+
+
+def test_latency_is_of_one_sample_in_evaluation_mode_with_the_trials_threads():
+    objective, made = noted("latency_ms")
+    metrics = fit(objective, epochs=2).history[0].metrics
+    ones = {call for call in made[-1].calls if call[0] == 1}
+    assert ones == {(1, False, True, torch.get_num_threads())}
+    assert metrics["latency_ms"] > 0
+    assert metrics["latency_load"] >= 0
+
+
+def test_latency_of_a_batch():
+    objective, made = noted("latency_ms", latency_batch=500)  # more than there are
+    fit(objective, epochs=1)
+    assert sum(size == 500 for size, *_ in made[-1].calls) >= 35
+
+
+@pytest.mark.parametrize("size", [0, 2.5, "1"])
+def test_a_latency_batch_that_is_none(size):
+    with pytest.raises(ObjectiveError, match="latency_batch must be a whole number of at least 1"):
+        fit(asking("latency_ms", latency_batch=size), epochs=1)
+
+
+def test_a_slow_model_reports_at_least_what_it_sleeps_and_is_called_a_few_times():
+    objective, made = noted("latency_ms", seconds=lambda _: 0.02)
+    assert fit(objective, epochs=1).history[0].metrics["latency_ms"] >= 20
+    objective, made = noted("latency_ms", seconds=lambda _: 0.6)
+    assert fit(objective, epochs=1).history[0].metrics["latency_ms"] >= 600
+    assert sum(size == 1 for size, *_ in made[-1].calls) == 1 + 1 + 5  # before training, to warm up, timed
+
+
+def test_what_the_first_calls_take_is_not_counted():
+    objective, _ = noted("latency_ms", seconds=lambda call: 0.2 if call <= 3 else 0.0)
+    assert fit(objective, epochs=1).history[0].metrics["latency_ms"] < 100
+
+
+def test_what_does_more_takes_longer():
+    wide, narrow = nn.Linear(3000, 3000), nn.Linear(30, 30)
+    with torch.inference_mode():
+        x = torch.ones(1, 3000)
+        assert latency_ms(lambda: wide(x), CPU) > latency_ms(lambda: narrow(x[:, :30]), CPU)
+
+
+CONFIGS = {
+    "plain": TrainConfig(lr=0.02, batch_size=32),
+    "averaged": TrainConfig(lr=0.02, batch_size=32, ema_decay=0.9),
+    "recomputing": TrainConfig(lr=0.02, batch_size=32, activation_checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_run_is_the_same_to_the_last_bit_with_and_without_measures(config):
+    def drawing(self, model, config):
+        return {"drawn": float(torch.rand(1)), "training": float(model.training)}
+
+    found = fit(noted("latency_ms", "model_mb", "drawn", measures=drawing)[0], config, epochs=3)
+    plain = fit(noted()[0], config, epochs=3)
+    beside = {*MEASURES, "drawn", "training"}
+    assert {record.metrics["training"] for record in found.history} == {0.0}
+    assert len({record.metrics["drawn"] for record in found.history}) == 1
+    for record in found.history:
+        assert {name for name in record.metrics if name in beside} == beside - {"parameters"}
+        for name in beside:
+            record.metrics.pop(name, None)
+    same_result(found, plain)
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("point", ["unreported", "reported"])
+def test_a_run_that_died_and_went_on_has_the_latency_that_it_had(tmp_path, point):
+    objective, _ = noted("latency_ms", "model_mb")
+    with pytest.raises(DiedError):
+        fit(objective, epochs=3, session=Dying(tmp_path, 1, point, _die))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    again, made = noted("latency_ms", "model_mb")
+    result = fit(again, epochs=3, run_dir=tmp_path)
+    assert len(result.history) == 3
+    for name in ("latency_ms", "latency_load", "model_mb"):
+        assert {record.metrics[name] for record in result.history} == {json.loads(lines[0])[name]}
+    assert sum(size == 1 for size, *_ in made[-1].calls) == 1  # it was tried before training, and not timed again
+    assert result.best_metrics["latency_ms"] == result.history[0].metrics["latency_ms"]
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_checkpoint_without_measures_goes_on_and_measures(tmp_path):
+    fit(asking(), epochs=3, session=Stopped(tmp_path, 0))
+    result = fit(asking("latency_ms"), epochs=3, run_dir=tmp_path)
+    assert ["latency_ms" in record.metrics for record in result.history] == [False, True, True]
+
+
+def test_own_measures_are_reported_and_plain_floats():
+    def measures(self, model, config):
+        with torch.no_grad():
+            return {"norm": float(sum(p.square().sum() for p in model.parameters())), "of_lr": config.lr, "count": 3}
+
+    metrics = fit(asking("norm", measures=measures), epochs=1).history[0].metrics
+    assert metrics["norm"] > 0
+    assert (metrics["of_lr"], metrics["count"]) == (0.02, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"norm": torch.ones(1)}, "Changed.measures: norm must be a float, not a Tensor: give float(...)"),
+        ({"norm": None}, "Changed.measures: norm must be a float, not a NoneType: give float(...)"),
+        ([1.0], "Changed.measures must return a dictionary of numbers by name, not list"),
+        *(
+            ({name: 1.0}, f"Changed.measures: the name {name!r} is taken, or none: choose another")
+            for name in ("accuracy", "loss", "latency_ms", "latency_load", "lr", "val_norm", "train_loss", 3, "")
+        ),
+    ],
+)
+def test_measures_that_are_none_are_told_before_training(given, said):
+    with pytest.raises(ObjectiveError) as error:
+        fit(asking(measures=lambda self, model, config: given), epochs=1)
+    assert str(error.value) == said
+
+
+def test_an_error_in_measures_has_its_line():
+    def measures(self, model, config):
+        return {"norm": 1 / 0}
+
+    with pytest.raises(ObjectiveError, match=r"Changed.measures: .*test_measuring.py:\d+: ZeroDivisionError"):
+        fit(asking(measures=measures), epochs=1)
+
+
+def test_a_measure_that_is_not_finite_ends_the_trial():
+    calls = []
+
+    def measures(self, model, config):
+        calls.append(1)
+        return {"norm": math.nan if len(calls) > 2 else 1.0}
+
+    with pytest.raises(NonFiniteError, match="norm is nan at epoch 2"):
+        fit(asking(measures=measures), epochs=3)
+
+
+class Sometimes:
+    """Gives more than its metric until it was asked twice."""
+
+    def __init__(self, late):
+        self.late, self.computed = late, 0
+
+    def update(self, output, target):
+        pass
+
+    def reset(self):
+        pass
+
+    def compute(self):
+        self.computed += 1
+        return {"accuracy": 0.5, **({"extra": 1.0} if self.computed <= 1 else self.late)}
+
+
+def test_a_metric_that_is_asked_for_has_to_be_finite():
+    with pytest.raises(NonFiniteError, match="val_extra is inf at epoch 1"):
+        fit(asking("extra", metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)
+    fit(asking(metrics=lambda self, train: Sometimes({"extra": math.inf})), epochs=2)  # unless nobody asks for it
+
+
+def test_a_metric_that_is_not_given_any_more():
+    with pytest.raises(MetricError, match="metric 'extra' is not given after every epoch"):
+        fit(asking("extra", metrics=lambda self, train: Sometimes({})), epochs=2)
+
+
+@pytest.mark.parametrize("how", ["fit", "smoke"])
+def test_what_nobody_gives_is_told_before_training(how):
+    objective = asking("extar", metrics=lambda self, train: Sometimes({}))
+    with pytest.raises(MetricError) as error:
+        fit(objective, epochs=1) if how == "fit" else smoke(objective)
+    assert str(error.value) == "metric 'extar' is none that Changed gives, nor measured: did you mean 'extra'?"
+
+
+def test_a_metric_of_ones_own_has_its_name_for_itself():
+    class Own(Sometimes):
+        def compute(self):
+            return {"accuracy": 0.5, "parameters": 7.0}
+
+    metrics = fit(asking("parameters", metrics=lambda self, train: Own({})), epochs=1).history[0].metrics
+    assert metrics["val_parameters"] == 7.0
+    assert "parameters" not in metrics
+
+
+def test_memory_of_a_cpu_is_refused_where_it_would_be_trained_and_not_in_a_smoke_test():
+    objective = asking("peak_memory_mb")
+    with pytest.raises(ObjectiveError, match="peak_memory_mb is measured on CUDA devices, and this trial runs on cpu"):
+        fit(objective, epochs=1, device="cpu")
+    assert smoke(objective, device=CPU).losses
+
+
+class Stepping(Wine):
+    """A step that calls a part of the model; the model itself takes no inputs alone."""
+
+    def model(self, config, train):
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Linear(13, 3)
+
+            def forward(self, x, scale):
+                return self.net(x) * scale
+
+        return Two()
+
+    def step(self, model, batch, config):
+        output = model(batch.x, 1.0)
+        return Step(nn.functional.cross_entropy(output, batch.y), outputs=output)
+
+
+def test_a_model_that_does_not_take_a_sample_is_told_before_training():
+    objective = Stepping()
+    objective.also_report(["model_mb"])
+    assert "model_mb" in fit(objective, epochs=1).history[0].metrics
+    objective.also_report(["latency_ms"])
+    with pytest.raises(ObjectiveError, match=r"Stepping\.model, called with 1 sample to measure latency_ms"):
+        fit(objective, epochs=1)
+
+
+def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_back_after():
+    config = TrainConfig(channels_last=True, activation_checkpointing=True)
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
+    layout(model, config)
+    model.compile(backend="eager")
+    before = [dict(vars(module)) for module in model.modules()]
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert any("forward" in own for own in before)
+    with as_served(model, config):
+        assert all("forward" not in vars(module) for module in model.modules())
+        assert all(module._compiled_call_impl is None for module in model.modules())
+        assert all(p.is_contiguous() for p in model.parameters())
+        with torch.inference_mode():
+            model(torch.ones(1, 3, 9, 9))
+    after = [vars(module) for module in model.modules()]
+    for then, now in zip(before, after, strict=True):
+        assert then.get("forward") is now.get("forward")
+        assert then.get("_compiled_call_impl") is now.get("_compiled_call_impl")
+    assert model[1][0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    model(torch.ones(2, 3, 9, 9)).sum().backward()  # weights that inference mode laid out anew could not be trained
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
