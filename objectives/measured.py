@@ -15,11 +15,13 @@ class Measured:
         unit: of the number; empty of a count.
         description: what it is, in a line.
         direction: how it is better.
+        settled: whether an epoch tells it for good, however long the training goes on.
     """
 
     unit: str
     description: str
     direction: Literal["maximize", "minimize"] = "minimize"
+    settled: bool = True
 
 
 MEASURED: dict[str, Measured] = {
@@ -28,7 +30,9 @@ MEASURED: dict[str, Measured] = {
     ),
     "model_mb": Measured("MB", "size of the weights and buffers that are served, in 10^6 bytes"),
     "parameters": Measured("", "number of the model's parameters, frozen ones among them"),
-    "peak_memory_mb": Measured("MB", "most memory of its accelerator that the trial held at once, in 10^6 bytes"),
+    "peak_memory_mb": Measured(
+        "MB", "most memory of its accelerator that the trial held at once, in 10^6 bytes", settled=False
+    ),
 }
 
 

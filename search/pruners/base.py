@@ -37,6 +37,13 @@ class PrunerSpec(Kind):
         "one training are not; use 'median', or 'patient'"
     }
 
+    # Whether trials end before their time at all.
+    prunes: ClassVar[bool] = True
+
+    def names_metric(self) -> str | None:
+        """The metric that its options name; None where it is the study's."""
+        return None
+
     def for_epochs(self, epochs: int) -> Self:
         """Return the options for full trials of so many epochs, with nothing left open.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from search.pruners.base import PrunerSpec
 from search.pruners.decision import Case, Decision, Peers
@@ -15,6 +15,8 @@ class NoPruning(PrunerSpec):
     """Every trial runs all its epochs, Optuna's ``NopPruner``."""
 
     name: Literal["none"] = "none"
+
+    prunes: ClassVar[bool] = False
 
     def build(self) -> BasePruner:
         from optuna.pruners import NopPruner

@@ -36,6 +36,9 @@ class Threshold(PrunerSpec):
             raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
         return self
 
+    def names_metric(self) -> str | None:
+        return self.metric
+
     def build(self) -> BasePruner:
         from optuna.pruners import ThresholdPruner
 

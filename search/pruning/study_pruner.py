@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
+from objectives.measured import MEASURED
 from search.pruners.decision import Case, Decision, Noted, Peers
 from search.spec.spec import StudySpec
 from storage.study_storage import PostgresStorage
@@ -76,7 +77,15 @@ class StudyPruner:
             vector=vector,
             maximized=spec.maximized if spec.several else (),
         )
+        if spec.pruner.prunes and (lines := self._never_in_bounds(case.reported)):
+            return case.prune(f"out of bounds: {', '.join(lines)}, which no more training changes", value=case.last)
         return spec.pruner.judge(case, self._peers(trial))
+
+    def _never_in_bounds(self, reported: Mapping[str, float]) -> list[str]:
+        """The constraints that a trial breaks by what stays as it is: its size, and how fast it is."""
+        settled = {name for name in reported if name in MEASURED and MEASURED[name].settled}
+        broken = [bound for bound in self._spec.bounds if bound.metric in settled]
+        return [bound.told(reported[bound.metric]) for bound in broken if bound.violation(reported[bound.metric]) > 0]
 
     def _peers(self, trial: FrozenTrial) -> Peers:
         return StoredPeers(self._storage, self._study_id, trial, self._max_age)

@@ -237,6 +237,16 @@ class StudySpec(Options):
         return self
 
     @model_validator(mode="after")
+    def _reported_metric(self) -> Self:
+        known = [self.metric, *self.also_reported]
+        if (named := self.pruner.names_metric()) is not None and named not in known:
+            raise ValueError(
+                f"pruner.metric {named!r} is none of the study's ({', '.join(known)}): name one of these, or add it to "
+                "--constraints"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _complete_pruner(self) -> Self:
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
         return self
@@ -251,6 +261,8 @@ class StudySpec(Options):
                 f"--warm-start: the sampler {self.sampler.name} learns from its own study alone: "
                 f"use --sampler {can}, or leave --warm-start out"
             )
+        if self.several:
+            raise ValueError("--warm-start: earlier studies tell of one metric, and this one has several: leave it out")
         if self.name in self.warm_start:
             raise ValueError(f"--warm-start: {self.name} is the study itself: name earlier ones")
         return self
