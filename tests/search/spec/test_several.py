@@ -1,0 +1,92 @@
+"""Directions and constraints: how they are given, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from search.errors import SearchError
+from search.spec.several import Bound
+from search.spec.spec import StudySpec, parse_spec
+
+BASE = {"name": "s", "objective": "x", "n_trials": 100, "epochs": 9}
+WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
+
+
+def spec(**settings: Any) -> StudySpec:
+    return parse_spec({**BASE, **settings})
+
+
+def refused(**settings: Any) -> str:
+    with pytest.raises(SearchError) as error:
+        spec(**settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given", [WAYS, "accuracy=maximize,latency_ms=minimize", "accuracy = maximize , latency_ms=minimize,"]
+)
+def test_the_first_of_several_is_the_metric(given: Any) -> None:
+    made = spec(directions=given)
+    assert (made.metric, made.direction, made.ways) == ("accuracy", "maximize", WAYS)
+    assert made.several
+    assert made.maximized == (True, False)
+    assert made.also_reported == ("latency_ms",)
+    assert made.pruner.name == "asha"  # the usual one compares one number
+
+
+def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
+    made = spec(directions={"zeta": "minimize", "alpha": "maximize"})
+    assert list(parse_spec(made.model_dump()).ways) == ["zeta", "alpha"]
+
+
+def test_one_direction_is_one_metric() -> None:
+    made = spec(directions={"loss": "minimize"})
+    assert (made.metric, made.direction, made.directions, made.several) == ("loss", "minimize", None, False)
+    assert made.pruner.name == "median"
+
+
+@pytest.mark.parametrize("given", [{"model_mb": "<= 10", "accuracy": ">=0.9"}, "model_mb<=10, accuracy >= 0.9"])
+def test_bounds(given: Any) -> None:
+    made = spec(metric="accuracy", direction="maximize", constraints=given)
+    assert made.bounds == (Bound("model_mb", "<=", 10.0), Bound("accuracy", ">=", 0.9))
+    assert made.also_reported == ("model_mb",)
+    assert made.out_of_bounds({"model_mb": 10.0, "accuracy": 0.9}) == []
+    broken = ["model_mb 12.5, not <= 10", "accuracy 0.8, not >= 0.9"]
+    assert made.out_of_bounds({"model_mb": 12.5, "accuracy": 0.8}) == broken
+    assert [round(bound.violation(12.5), 6) for bound in made.bounds] == [2.5, -11.6]
+    assert parse_spec(made.model_dump()) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"directions": "accuracy=maximize,accuracy=minimize"}, "accuracy is given two directions"),
+        ({"directions": "accuracy"}, "METRIC=maximize"),
+        ({"directions": "accuracy=up,loss=minimize"}, "accuracy=up"),
+        ({"directions": ["accuracy"]}, "give a table"),
+        ({"directions": {"": "maximize", "loss": "minimize"}}, "names no metric"),
+        ({"directions": WAYS, "metric": "loss"}, "--metric 'loss' is none of --directions"),
+        ({"directions": WAYS, "metric": "latency_ms"}, "put it first"),
+        ({"directions": WAYS, "direction": "minimize"}, "leave --direction out"),
+        ({"directions": WAYS, "pruner": {"name": "median"}}, "--pruner median knows one metric only"),
+        ({"directions": WAYS, "pruner": {"name": "hyperband"}}, "--pruner hyperband knows one metric only"),
+        ({"directions": WAYS, "sampler": {"name": "cmaes"}}, "--sampler cmaes knows one metric only"),
+        ({"directions": WAYS, "stop_when": 0.1}, "--stop-when"),
+        ({"directions": WAYS, "sampler": {"name": "curves"}, "warm_start": "other"}, "--warm-start"),
+        (
+            {"directions": WAYS, "pruner": {"name": "threshold", "metric": "model_mb", "upper": 1}},
+            "pruner.metric 'model_mb'",
+        ),
+        ({"directions": WAYS, "constraints": "model_mb"}, "METRIC<=NUMBER"),
+        ({"directions": WAYS, "constraints": "model_mb<10"}, "is no bound"),
+        ({"directions": WAYS, "constraints": {"model_mb": "<= ten"}}, "'<= ten' is no bound"),
+        ({"directions": WAYS, "constraints": {"model_mb": "<= nan"}}, "is no bound"),
+        ({"directions": WAYS, "constraints": "model_mb<=1,model_mb>=0"}, "two bounds"),
+        ({"directions": WAYS, "constraints": 5}, "give a table"),
+    ],
+)
+def test_what_is_refused_is_told_in_one_line(settings: dict[str, Any], named: str) -> None:
+    assert named in refused(**settings)
