@@ -110,7 +110,10 @@ class Measuring:
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured so far, as plain values; empty where nothing is kept."""
-        return {"known": dict(self.known), "peak": self.peak} if self.names else {}
+        if not self.names:
+            return {}
+        held = peak_memory(self.device) if "peak_memory_mb" in self.names else None  # of an epoch that is left, too
+        return {"known": dict(self.known), "peak": max(self.peak, held or 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` gave."""

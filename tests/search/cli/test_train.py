@@ -191,6 +191,49 @@ def test_the_settings_of_an_own_loop_have_words(capsys, monkeypatch) -> None:
     assert "search space" not in out
 
 
+SEVERAL = """
+from objectives.digits import Digits
+
+class Several(Digits):
+    directions = {"accuracy": "maximize", "latency_ms": "minimize"}
+    constraints = {"model_mb": "<= 10", "shrunk": ">= 0"}
+    def measures(self, model, config):
+        return {"shrunk": 0.25}
+
+class Wrong(Digits):
+    directions = {"accuracy": "maximize", "latncy_ms": "minimize"}
+
+class Torn(Digits):
+    metric = "loss"
+    directions = {"accuracy": "maximize"}
+"""
+
+
+def test_several_metrics_are_shown_and_told_at_the_end_of_a_run(capsys) -> None:
+    Path("several.py").write_text(SEVERAL.rpartition("class Torn")[0])
+    _, out, _ = call(capsys, "objective", "show", "several.py:Several")
+    assert out.splitlines()[1:3] == [
+        "directions: maximize accuracy, minimize latency_ms",
+        "constraints: model_mb <= 10, shrunk >= 0",
+    ]
+    code, out, _ = call(capsys, "train", "several.py:Several", *SMALL, "--run-dir", "a")
+    assert code == 0
+    assert re.search(r"^latency_ms \S+  model_mb 0\.\d+  shrunk 0\.25$", out, re.MULTILINE)
+    assert out.count("latency_ms") == 1
+    assert "latency_ms" in Path("a/metrics.jsonl").read_text()
+    code, _, err = call(capsys, "train", "several.py:Wrong", *SMALL)
+    assert code == 2
+    assert "did you mean 'latency_ms'?" in err
+
+
+def test_directions_and_a_metric_that_differ_are_told_in_a_line(capsys) -> None:
+    Path("several.py").write_text(SEVERAL)
+    code, _, err = call(capsys, "objective", "show", "several.py:Several")
+    assert code == 2
+    assert "Torn.metric is 'loss', but directions begin with 'accuracy'" in err
+    assert err.count("\n") == 1
+
+
 MISTAKES = [
     (["train", "digts"], ["'digts'", "digits"]),
     (["train", "digits", "--set", "lrr=1"], ["'lrr'", "'lr'"]),

@@ -313,3 +313,14 @@ def test_what_is_put_on_a_model_for_training_is_off_while_it_is_measured_and_bac
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     model(torch.ones(2, 3, 9, 9)).sum().backward()  # weights that inference mode laid out anew could not be trained
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_gpu_is_the_most_so_far_also_after_a_resume(tmp_path):
+    objective = asking("peak_memory_mb", "latency_ms")
+    fit(objective, epochs=3, session=Stopped(tmp_path, 1), device="cuda")
+    history = fit(objective, epochs=3, run_dir=tmp_path, device="cuda").history
+    peaks = [record.metrics["peak_memory_mb"] for record in history]
+    assert 0 < peaks[0] <= peaks[1] <= peaks[2]
+    assert peaks[0] >= history[0].metrics["peak_memory_bytes"] / 1e6
+    assert len({record.metrics["latency_ms"] for record in history}) == 1

@@ -1,0 +1,72 @@
+"""What is measured of a model that several ranks train: by rank 0, the same on all, of the whole model."""
+
+import pytest
+
+from objectives import ObjectiveError
+from objectives.training import TrainConfig, Trainer
+from objectives.training.loop.measurements import sizes
+from tests.objectives.training.ranks.support import on_ranks
+from tests.objectives.training.ranks.test_equal import Sides
+from tests.objectives.training.support import Stopped
+
+
+class Measured(Sides):
+    """With a measure for which the model is called: of a model in parts by all ranks together."""
+
+    name = "measured"
+
+    def measures(self, model, config):
+        return {"bias": float(model(self.data(0).val.x[:3]).sum())}
+
+
+def _fit(ranks, strategy, names, folder=None, after=None):
+    objective = Measured()
+    objective.also_report(names)
+    session = None if folder is None or not ranks.first else Stopped(folder, after)
+    config = TrainConfig(strategy=strategy, batch_size=37, lr=0.01)
+    return Trainer(objective, config, epochs=2, seed=0, session=session, device="cpu").fit()
+
+
+def _numbers(ranks, strategy, names, folder=None, after=None):
+    with ranks.together():
+        found = _fit(ranks, strategy, names, folder, after)
+        asked = {*names, "bias", "latency_load"}
+        return [{k: v for k, v in r.metrics.items() if k in asked} for r in found.history], sizes(found.model)
+
+
+def _ddp(ranks, folder):
+    return _numbers(ranks, "ddp", NAMES, folder, 0), _numbers(ranks, "ddp", NAMES, folder)
+
+
+NAMES = ("latency_ms", "model_mb", "parameters")
+
+
+@pytest.mark.slow
+def test_ranks_have_what_rank_0_measured_also_where_they_go_on(tmp_path):
+    (stopped, sizes_then), (whole, _) = (first := on_ranks(2, _ddp, tmp_path))[0]
+    assert first[1][0][0] == stopped
+    assert first[1][1][0] == whole
+    assert [epoch.keys() for epoch in whole] == [{*NAMES, "bias", "latency_load"}] * 2
+    assert whole[0] == stopped[0]
+    assert {epoch["latency_ms"] for epoch in whole} == {stopped[0]["latency_ms"]}
+    assert {name: whole[0][name] for name in sizes_then} == sizes_then
+
+
+def _fsdp(ranks):
+    found = _numbers(ranks, "fsdp", ("model_mb", "parameters"))
+    try:
+        with ranks.together():
+            _fit(ranks, "fsdp", ("latency_ms",))
+    except ObjectiveError as error:
+        return found, str(error)
+    return found, None
+
+
+@pytest.mark.slow
+def test_of_a_model_in_parts_sizes_are_of_the_whole_and_latency_is_refused():
+    ((history, whole), said), ((others, _), also) = on_ranks(2, _fsdp)
+    assert history == others
+    assert {name: history[0][name] for name in whole} == whole
+    assert whole["parameters"] == 8 * 16 + 16 + 16 * 2 + 2
+    assert said == also
+    assert said.startswith("latency_ms cannot be measured with strategy 'fsdp', where each device has a part")
