@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial
 from objectives import BaseObjective, Objective, load_objective
 from objectives.errors import MetricError
 from objectives.loading import objective_reference
+from objectives.measured import MEASURED
 from search.errors import SearchError
 from search.sampling.seeds import derive_seed, make_sampler
 from search.services import Services
@@ -70,7 +71,20 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     spec = parse_spec(whole)
     with _metric_named(objective, spec.metric, ways=spec.ways):
         objective.also_report(spec.also_reported)
+    _check_ways(objective, spec)
     return settings, objective
+
+
+def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
+    """Refuse to maximise what is better when it is lower, or the other way round, where that is known."""
+    from objectives.training.evaluation.metrics import DIRECTIONS
+
+    known: dict[str, str] = {name: measured.direction for name, measured in MEASURED.items()}
+    if isinstance(objective, Objective) and objective.uses_builtin_metrics:
+        known |= DIRECTIONS
+    for name, way in spec.ways.items():
+        if known.get(name, way) != way:
+            raise SearchError(f"--directions {name}={way}: it is better the other way round: use {name}={known[name]}")
 
 
 @contextmanager
