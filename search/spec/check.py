@@ -12,5 +12,7 @@ def check_settings(settings: dict[str, Any]) -> None:
     """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
     if "finalists_of" in settings:
         raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in = {"name": "x", "metric": "x", "direction": "maximize", "epochs": 1_000_000}
+    stand_in: dict[str, Any] = {"name": "x", "epochs": 1_000_000}
+    if not settings.get("directions"):
+        stand_in |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
     parse_spec({**stand_in, "n_trials": usual_trials(settings, 1_000_000), **with_room(settings)})
