@@ -21,6 +21,8 @@ from storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
+ON_FRONT = "hpsearch.on_front"  # tag of a trial's run
+
 
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
     """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
@@ -47,6 +49,8 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         tags["hpsearch.out_of_bounds"] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
+    if study.spec.several:
+        _tag_front(study, summary, tracking)
     tell_confirmation(study, tracking)
     tracking.end_study_run(
         parent,
@@ -56,6 +60,16 @@ def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> Non
         finished=study.is_spent(summary.finished),
     )
     write_note(study, summary)
+
+
+def _tag_front(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
+    """Tag the runs of the front's trials, by which the MLflow UI finds them, and no longer those that were on it."""
+    tagged = tracking.tagged_trial_runs(study.spec.name, str(study.attrs[RUN_ID]), ON_FRONT)
+    on_front = {str(trial.user_attrs[RUN_ID]) for trial in summary.front if RUN_ID in trial.user_attrs}
+    for run in on_front - tagged:
+        tracking.log(run, tags={ON_FRONT: "true"})
+    for run in tagged - on_front:
+        tracking.log(run, tags={ON_FRONT: "false"})
 
 
 def end_open_runs(study: StoredStudy, tracking: Tracking) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,10 +66,9 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
     whole = complete_settings(settings, objective)
-    with _metric_named(objective, str(whole["metric"])):
-        objective.judge_by(whole["metric"], whole["direction"])
     spec = parse_spec(whole)
-    with _metric_named(objective, spec.metric, ways=spec.ways):
+    with _metric_named(objective, spec):
+        objective.judge_by(spec.metric, spec.direction)
         objective.also_report(spec.also_reported)
     _check_ways(objective, spec)
     return settings, objective
@@ -88,15 +87,16 @@ def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
 
 
 @contextmanager
-def _metric_named(objective: BaseObjective, metric: str, *, ways: Collection[str] = ()) -> Iterator[None]:
+def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
     """Name the setting that a wrong metric came from, unless it is the objective's own."""
     try:
         yield
     except MetricError as error:
         wrong = error.metric
-        if wrong == metric and metric == type(objective).metric:
+        if wrong == spec.metric == type(objective).metric:
             raise
-        setting = "--metric" if wrong == metric else "--directions" if wrong in ways else "--constraints"
+        own = "--directions" if spec.several else "--metric"
+        setting = own if wrong in spec.ways else "--constraints"
         raise SearchError(f"{setting} {wrong!r} {error.why}") from None
 
 
@@ -113,7 +113,7 @@ def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
     if not isinstance(objective, Objective):
         return  # an own loop is not known before it runs
-    with _metric_named(objective, spec.metric, ways=spec.ways):
+    with _metric_named(objective, spec):
         build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
 
 

@@ -108,7 +108,9 @@ class TrialTracking:
             # Of these alone: by this name people sort for whom to promote, and a pruned trial has no model. What a
             # refit scores is of samples that it is trained on, and would be the first of all.
             last = result.history[-1]
-            best = {f"best_{key}": value for key, value in result.best_metrics.items() if key.startswith("val_")}
+            asked = self._spec.also_reported
+            named = {key: value for key, value in result.best_metrics.items() if key.startswith("val_") or key in asked}
+            best = {f"best_{key}": value for key, value in named.items()}
             best["best_epoch"] = float(result.best_epoch)
             if result.fresh is not None:
                 best[f"cross_fitted_val_{self._spec.metric}"] = result.fresh.value

@@ -210,7 +210,8 @@ class Attempt:
         spec = self._context.spec
         out_of_bounds = [] if metrics is None else spec.out_of_bounds(metrics)
         if out_of_bounds:
-            reason = f"{reason}; out of bounds: {', '.join(out_of_bounds)}"
+            untold = [line for line in out_of_bounds if line not in reason]
+            reason += f"; out of bounds: {', '.join(untold)}" if untold else ""
             self._tracked.tag_bounds(out_of_bounds)
         attrs = {REASON: reason, TRACKING: self._tracked.pending(), BROKEN: out_of_bounds or None, **(attrs or {})}
         attrs = {key: attr for key, attr in attrs.items() if attr is not None}

@@ -168,6 +168,12 @@ class Tracking:
         runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
         return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
 
+    def tagged_trial_runs(self, study_name: str, parent: str, tag: str) -> set[str]:
+        """Return the ids of the runs of a study's trials whose tag is ``true``."""
+        under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
+        runs: list[Run] = self.client.search_runs([self.experiment_id], f"tags.`{tag}` = 'true' AND {under}")
+        return {str(run.info.run_id) for run in runs}
+
     @_again
     def reopen(self, run_id: str) -> None:
         """Set a run to RUNNING, such as a study's that goes on."""
