@@ -15,9 +15,10 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
 
     from objectives.search_space import SearchSpace
     from objectives.training.config import TrainConfig
-    from objectives.training.data.dataset import Batch, Dataset, Splits
+    from objectives.training.data.dataset import Batch, Dataset
     from objectives.training.data.loader import Augment
     from objectives.training.data.samplers import Sampler
+    from objectives.training.data.splits import Splits
     from objectives.training.evaluation.metrics import Metrics
     from objectives.training.evaluation.step import Step
 

@@ -1,11 +1,12 @@
 """The training loop: torch and a small session protocol, nothing of the service."""
 
 from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch, Dataset, Splits
+from objectives.training.data.dataset import Batch, Dataset
 from objectives.training.data.division import Blocks
 from objectives.training.data.preprocess import Standardize
 from objectives.training.data.samplers import ByLength
 from objectives.training.data.samples import fingerprint_files, padded
+from objectives.training.data.splits import Splits
 from objectives.training.evaluation.evaluate import evaluate
 from objectives.training.evaluation.metrics import Metrics, classification
 from objectives.training.evaluation.step import Step

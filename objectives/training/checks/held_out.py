@@ -11,7 +11,8 @@ from torch import nn
 
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.dataset import Dataset
+from objectives.training.data.splits import Splits
 from objectives.training.evaluation.calling import Call
 from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import as_metrics

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.dataset import Dataset
+from objectives.training.data.splits import Splits
 from objectives.training.data.tree import Tree, form, refilled, tensors
 
 

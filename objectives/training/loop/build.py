@@ -15,8 +15,9 @@ from torch.utils.data import SequentialSampler
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import build_feed
-from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.dataset import Dataset
 from objectives.training.data.samplers import Order
+from objectives.training.data.splits import Splits
 from objectives.training.data.tree import moved
 from objectives.training.evaluation.across_ranks import over_ranks
 from objectives.training.evaluation.calling import call_of

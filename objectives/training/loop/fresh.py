@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from objectives.errors import users_code
-from objectives.training.data.dataset import Splits
 from objectives.training.data.division import halved
 from objectives.training.data.split import Rows
+from objectives.training.data.splits import Splits
 from objectives.training.evaluation.across_ranks import of_this_rank, over_ranks
 from objectives.training.evaluation.cross_fit import CrossFit, Outputs
 from objectives.training.evaluation.metrics import Metrics, as_metrics

@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.dataset import Dataset
 from objectives.training.data.division import Division, divided_anew
 from objectives.training.data.joined import joined
+from objectives.training.data.splits import Splits
 from objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch, Splits
+from objectives.training.data.dataset import Batch
+from objectives.training.data.splits import Splits
 from objectives.training.data.tree import moved
 from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, DIRECTIONS, fitting, largest_class, unfit

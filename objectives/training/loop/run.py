@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from objectives.training.config import TrainConfig
 from objectives.training.data.batches import Feed
-from objectives.training.data.dataset import Dataset, Splits
+from objectives.training.data.dataset import Dataset
+from objectives.training.data.splits import Splits
 from objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
 from objectives.training.evaluation.metrics import Metrics
 from objectives.training.evaluation.step import Stepping

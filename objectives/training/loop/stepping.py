@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from objectives.errors import ObjectiveError, users_code
 from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch, Splits
+from objectives.training.data.dataset import Batch
+from objectives.training.data.splits import Splits
 from objectives.training.evaluation.calling import Call, call_of, whole
 from objectives.training.evaluation.losses import adding_up
 from objectives.training.evaluation.step import LossStep, Step, Stepping
