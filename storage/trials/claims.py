@@ -13,8 +13,8 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -26,6 +26,7 @@ from storage.database.trial_rows import claim_lost, store
 from storage.errors import ClaimLostError, StorageError
 from storage.trials import claim_sql as sql
 from storage.trials import settling
+from storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
 from storage.trials.outcome import Outcome
 from storage.trials.process_identity import current_machine, current_process, has_ended
 from storage.trials.rungs import (
@@ -44,70 +45,6 @@ from storage.trials.spending import Spending, spending_in
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
 
 LEASE = 60.0  # seconds
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The right to run one trial."""
-
-    trial_id: int
-    number: int
-    attempt: int
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the trial has been started before."""
-        return self.attempt > 1
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A trial that was settled as FAIL just now, because too many of its workers died."""
-
-    trial_id: int
-    number: int
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
-
-    running: int
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The study was stopped: nothing is handed out until it is started again."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What a report is answered with.
-
-    Attributes:
-        stopped: whether the study was stopped: the trial is to be given back.
-        counted: whether the epoch was written; not when the study's budget in epochs was spent before.
-        room: whether the study's budgets in epochs and seconds have room for the trial's next epoch.
-    """
-
-    stopped: bool
-    counted: bool = True
-    room: bool = True
-
-
-class Checkpoint(Protocol):
-    """Where a checkpoint is kept, and what it must be: see :mod:`storage.checkpoints.store`."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def sha256(self) -> str: ...
-    @property
-    def size(self) -> int: ...
 
 
 class Claims:
