@@ -1,4 +1,4 @@
 """Publishing: a study's end, its finalists and its note, told to MLflow and the dashboard.
 
-Imports: errors, console, study, finalists, tracking, report.
+Imports: errors, console, spec, study, finalists, tracking, report.
 """
