@@ -91,7 +91,7 @@ def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresSt
 
 def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> None:
     """The learning rate, which grows with the number, makes the one; the kind, which alternates, the other."""
-    trials = [trial(n, (n / 99, n % 2 + (n * 7919 % 101) / 1e5)) for n in range(99)]
+    trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
     first, second = (importances(made, place) for place in range(2))
     assert (first[0][0], second[0][0]) == ("lr", "kind")
