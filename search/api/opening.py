@@ -62,7 +62,8 @@ class StudyRow:
         finished, budget: trials that have ended, and are to end; among them complete, pruned and failed ones.
         done: how much of all its budgets is spent, for a person.
         running: trials that are being run.
-        best_value, best_number: of the best trial; None without a complete one.
+        best_value, best_number: of the best trial; None without a complete one. Of several metrics by the first.
+        front: how many trials none dominates; 0 of one metric.
         promoted: what of it has a name in MLflow's registry, such as ``digits@champion (trial 7)``.
         stopped: whether somebody stopped it.
         stopped_early: whether it gave the rest of its budget up.
@@ -83,6 +84,7 @@ class StudyRow:
     running: int = 0
     best_value: float | None = None
     best_number: int | None = None
+    front: int = 0
     promoted: tuple[str, ...] = ()
     stopped: bool = False
     stopped_early: bool = False
@@ -144,6 +146,7 @@ def _row(storage: PostgresStorage, frozen: optuna.study._frozen.FrozenStudy) -> 
         running=len(at.running),
         best_value=at.best_value,
         best_number=at.best_number,
+        front=len(StoredStudy(spec, storage, frozen._study_id).front()) if spec.several else 0,
         promoted=tuple(f"{p.model_name}@{p.alias} (trial {p.trial_number})" for p in held),
         stopped=bool(frozen.user_attrs.get(STOPPED)),
         stopped_early=at.given_up is not None,

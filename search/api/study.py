@@ -65,6 +65,8 @@ class Study:
         epochs: int | None = None,
         metric: str | None = None,
         direction: str | None = None,
+        directions: Mapping[str, str] | None = None,
+        constraints: Mapping[str, str] | None = None,
         sampler: str | dict[str, Any] | None = None,
         warm_start: str | builtins.list[str] | None = None,
         pruner: str | dict[str, Any] | None = None,
@@ -87,6 +89,8 @@ class Study:
             objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
             name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
                 budget is given.
+            directions: in place of one metric several, as in ``{"accuracy": "maximize", "latency_ms": "minimize"}``.
+            constraints: bounds that a trial's metrics are to keep, as in ``{"model_mb": "<= 10"}``.
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
             warm_start: names of earlier studies, whose trials inform the sampler curves.
             seed, retries, retry_on, timeout, budget_epochs, budget_seconds, stop_when, models, top_models,
@@ -102,6 +106,7 @@ class Study:
 
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
+            "directions": directions, "constraints": constraints,
             "sampler": sampler, "warm_start": warm_start, "pruner": pruner, "seed": seed, "retries": retries,
             "retry_on": retry_on, "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds,
             "stop_when": stop_when, "models": models, "top_models": top_models, "default_first": default_first,
@@ -300,6 +305,9 @@ class Study:
     def trials_dataframe(self) -> pd.DataFrame:
         """Return a row for each trial: number, state, value, parameters, epochs, duration, worker, reason.
 
+        Of several metrics `value` is that of the first, and each has a column of its own, such as ``values_accuracy``.
+        Where there are constraints, the last column says which a trial breaks.
+
         Example:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
@@ -310,12 +318,24 @@ class Study:
 
     @property
     def best(self) -> FrozenTrial | None:
-        """The best trial that has run to its end; None without any. Of many it over-states itself: see `finalists`.
+        """The best trial that has run to its end within all bounds; None without any. Of several metrics it is the
+        best by the first: see `front`. Of many it over-states itself: see `finalists`.
 
         Example:
             assert study.best.value == max(trial.value for trial in study.trials())
         """
         return self.summary().best
+
+    @property
+    def front(self) -> builtins.list[FrozenTrial]:
+        """The trials within all bounds that no other dominates, the best by the first metric first.
+
+        Of one metric it is the best trial alone.
+
+        Example:
+            assert study.front[0].number == study.best.number
+        """
+        return list(self.summary().front)
 
     def summary(self) -> Summary:
         """Return what the study came to so far: counts, the best trial, what pruning saved.

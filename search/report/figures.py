@@ -20,7 +20,9 @@ from search.finalists.table import Finalists
 from search.finalists.text import SHOWN
 from search.report.spent import Spent
 from search.report.trials import state_of
-from search.study.ranking import first_value
+from search.spec.spec import StudySpec
+from search.study.front import broken_bounds
+from search.study.ranking import first_value, in_bounds
 from search.study.study import StoredStudy
 from storage.attributes import REASON
 
@@ -42,7 +44,7 @@ def figure_data(
     """Return what the page's script draws, fit for JSON: what is no finite number is None."""
     stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _POINTS) or 1
     return {
-        "metric": f"val {study.spec.metric}",
+        "metric": named(study.spec),
         "maximize": study.spec.direction == "maximize",
         "epochs": study.spec.epochs,
         "names": names,
@@ -51,6 +53,8 @@ def figure_data(
                 "number": trial.number,
                 "state": state_of(trial),
                 "value": finite(first_value(trial)),
+                "values": [finite(value) for value in trial.values or ()],
+                "broken": broken_bounds(study.spec, trial),
                 "reason": reason,
                 "params": [plain(trial.params[name]) if name in trial.params else None for name in names],
                 "curve": _curve(trial, stride),
@@ -58,6 +62,7 @@ def figure_data(
             }
             for trial, reason in ((t, _why(t)) for t in sorted(shown, key=lambda t: t.number))
         ],
+        "chosen": _chosen(study),
         "best": _improvements(study),
         "spent": spent.figure,
         "foreseen": _foreseen(forecasts),
@@ -66,9 +71,19 @@ def figure_data(
     }
 
 
-def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
-    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
-    values = [first_value(t) for t in study.trials(TrialState.COMPLETE)]
+def named(spec: StudySpec) -> str:
+    """Return the metric as figures and tables name it; of several, the first."""
+    return spec.metric if spec.several else f"val {spec.metric}"
+
+
+def importances(study: StoredStudy, place: int = 0) -> list[tuple[str, float]] | str:
+    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet.
+
+    Args:
+        study: the study.
+        place: of the metric among several.
+    """
+    values = [t.values[place] for t in study.trials(TrialState.COMPLETE) if t.values]
     if len(values) < 2:
         return "Shown from two complete trials on."
     if len(set(values)) == 1:  # of which Optuna's evaluator gives each parameter the same share
@@ -78,7 +93,10 @@ def importances(study: StoredStudy) -> list[tuple[str, float]] | str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which evaluators are experimental is not the reader's concern
-            return list(optuna.importance.get_param_importances(study.open()).items())
+            # Optuna takes a target to be better where it is lower.
+            sign = -1.0 if study.spec.maximized[place] else 1.0
+            target = (lambda t: sign * t.values[place]) if study.spec.several else None
+            return list(optuna.importance.get_param_importances(study.open(), target=target).items())
     except (ValueError, RuntimeError) as error:  # too few trials, or no spread in their values
         return f"Not to be told yet: {error}"
 
@@ -117,12 +135,18 @@ def _foreseen(forecasts: Mapping[int, Forecast]) -> list[dict[str, Any]]:
     ]
 
 
+def _chosen(study: StoredStudy) -> int | None:
+    """Return the number of the best trial that can be drawn; of several metrics by the first."""
+    ranked = study.front() if study.spec.several else study.best_trials()
+    return next((trial.number for trial in ranked if finite(first_value(trial)) is not None), None)
+
+
 def _improvements(study: StoredStudy) -> list[tuple[int, float]]:
-    """Return the trials that were the best when they came, by number, of all there are."""
+    """Return the trials that were the best when they came, by number, of all that are within bounds."""
     sign = 1 if study.spec.direction == "maximize" else -1
     found: list[tuple[int, float]] = []
     for trial in study.trials():
-        value = finite(first_value(trial)) if trial.state == TrialState.COMPLETE else None
+        value = finite(first_value(trial)) if trial.state == TrialState.COMPLETE and in_bounds(trial) else None
         if value is not None and (not found or sign * value > sign * found[-1][1]):
             found.append((trial.number, value))
     return found

@@ -15,13 +15,15 @@ _LINES = 10  # of trials, the best first
 
 
 def foreseen(study: StoredStudy, of: Container[int] | None = None) -> dict[int, Forecast]:
-    """Return by their numbers what trials will end with, the best first.
+    """Return by their numbers what trials will end with, the best first; of several metrics nothing is foreseen.
 
     Args:
         study: the study.
         of: numbers of those that are asked about; None for all that run or wait.
     """
     trials, spec = study.trials(), study.spec
+    if spec.several:  # of which no one number is the end
+        return {}
     if not foreseeable(trials, spec.epochs):
         return {}
     from search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need

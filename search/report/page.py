@@ -15,12 +15,15 @@ from search.finalists.expected import LEVEL
 from search.finalists.table import Finalists, read_finalists
 from search.finalists.text import SHOWN, drawn, expected_words, finalist_lines, opening_line, optimism, ranked
 from search.pruning import study_rungs
-from search.report.figures import figure_data, importances
+from search.report.figures import figure_data, importances, named
 from search.report.foreseen import foreseen
+from search.report.front import cards as front_cards
+from search.report.front import front_figure, front_section, headline
 from search.report.promotions import subject, with_refits
 from search.report.pruned import pruned_by_epoch
 from search.report.spent import spent
 from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
+from search.report.volume import volume
 from search.study.devices import devices_line, devices_of
 from search.study.ranking import first_value
 from search.study.study import StoredStudy
@@ -41,10 +44,13 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     shown = shown_trials(study)
     names = parameter_names(shown)
     without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
-    shares, forecasts = importances(study), foreseen(study)
-    figures = figure_data(
-        study, shown, names, shares=shares, finalists=finalists, spent=spent(study), forecasts=forecasts
-    )
+    several, at = study.spec.several, spent(study)
+    shares, forecasts = {name: importances(study, place) for place, name in enumerate(study.spec.ways)}, foreseen(study)
+    first = shares[study.spec.metric]
+    figures = figure_data(study, shown, names, shares=first, finalists=finalists, spent=at, forecasts=forecasts)
+    hypervolume = volume(study, at.order) if several else None
+    figures["front"] = front_figure(study, summary) if several else None
+    figures["volume"] = hypervolume.figure if hypervolume else None
     loader = PackageLoader("search.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
@@ -63,6 +69,9 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         best=_best(study, summary, finalists),
         figures=figures,
         importances=shares,
+        front=front_section(study, summary, names, hypervolume) if several else None,
+        named=named(study.spec),
+        broken={state: number for state in ("complete", "pruned") if (number := _broken(figures, state))},
         finalists=_finalists(study, finalists) if finalists else None,
         test_set=opening_line(study, opening, finalists) if opening else None,
         test_scores=opening.scores if opening else None,
@@ -95,15 +104,27 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
             f"Trial {row.trial} wins{tie}: validation {metric} {row.mean:.4f} on {drawn(finalists)}, "
             f"out of {trials}{expect}."
         )
+    if study.spec.several and summary.front:
+        return headline(study, summary)
     if summary.best is not None and summary.finished == 1:
         return f"Trial {summary.best.number}, the only one so far: validation {metric} {first_value(summary.best):.4f}."
     if summary.best is not None:
         return (
             f"Trial {summary.best.number} is the best of {trials}: validation {metric} {first_value(summary.best):.4f}."
         )
+    if summary.out_of_bounds:
+        return f"No trial has run to its end within bounds: {_bounds(study)}."
     failed = [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
     last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
     return f"No trial has run to its end yet.{last}"
+
+
+def _bounds(study: StoredStudy) -> str:
+    return " and ".join(map(str, study.spec.bounds))
+
+
+def _broken(figures: dict[str, Any], state: str) -> int:
+    return sum(bool(trial["broken"]) for trial in figures["trials"] if trial["state"] == state)
 
 
 def _early(study: StoredStudy) -> str:
@@ -124,12 +145,16 @@ def _cards(
         cards.append((f"{mean:.4f}", f"{metric} on {drawn(finalists)}"))
         if (expected := finalists.expected) is not None:
             cards.append((f"{expected.low:.3f} - {expected.high:.3f}", f"{metric} to expect on new data ({LEVEL:.0%})"))
-    if summary.best is not None:
+    if study.spec.several:
+        cards += front_cards(study, summary)
+    elif summary.best is not None:
         cards.append((f"{first_value(summary.best):.4f}", f"best {metric} of the search, trial {summary.best.number}"))
     if (spending := study.spending) is None:
         cards.append((f"{summary.finished} / {study.budget}", "trials of the budget"))
     else:
         cards.append((spending.spent.replace("/", " / "), f"of the budget, {counted(summary.finished, 'trial')}"))
+    if summary.out_of_bounds:
+        cards.append((str(summary.out_of_bounds), f"complete, but not within {_bounds(study)}"))
     if summary.epochs_saved:
         saved = format_seconds(summary.seconds_saved)
         cards.append((saved, f"saved by pruning, {counted(summary.epochs_saved, 'epoch')}"))
@@ -158,7 +183,7 @@ def _rungs(study: StoredStudy) -> list[dict[str, Any]]:
 
 def _best(study: StoredStudy, summary: Summary, finalists: Finalists | None) -> dict[str, Any] | None:
     """Return whose parameters the page shows, and which: the finalists' winner's, else the search's best trial's."""
-    best, title = summary.best, "Parameters of the best"
+    best, title = None if study.spec.several else summary.best, "Parameters of the best"
     if finalists is not None and finalists.winner is not None:
         best, title = study.trials()[finalists.winner], "Parameters of the winner"
     if best is None:

@@ -11,6 +11,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from search.pruning import study_rungs
+from search.study.front import broken_bounds
 from search.study.study import StoredStudy
 from storage.attributes import INFEASIBLE
 from storage.trials.attempts import Stretch, read_stretches
@@ -24,11 +25,13 @@ class Spent:
         epochs: that were trained in the whole study, those of pruned and failed trials too.
         best: each value that was the best when it came: after how many epochs of the study, it, trial, epoch from 1.
         pauses: epochs, from 1, after which trials waited, by number of the trial.
+        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
     """
 
     epochs: int
     best: list[tuple[int, float, int, int]]
     pauses: dict[int, list[int]]
+    order: list[tuple[int, int]]
 
     @property
     def figure(self) -> dict[str, Any]:
@@ -48,13 +51,23 @@ def spent(study: StoredStudy) -> Spent:
         pauses[trial.number] = [at_rungs[each.rung] for each in stretches if each.rung is not None]
         order += [(at, trial.number, step) for at, step in moments(trial, stretches, at_rungs)]
     best: list[tuple[int, float, int, int]] = []
-    trials = study.trials()
-    for count, (_, number, step) in enumerate(sorted(order), start=1):
+    trials, usable, ordered = study.trials(), in_hand(study), [(number, step) for _, number, step in sorted(order)]
+    for count, (number, step) in enumerate(ordered, start=1):
         value = trials[number].intermediate_values[step]
-        counts = trials[number].state != TrialState.FAIL and not trials[number].user_attrs.get(INFEASIBLE)
-        if counts and abs(value) < float("inf") and (not best or sign * value > sign * best[-1][1]):
+        if number in usable and abs(value) < float("inf") and (not best or sign * value > sign * best[-1][1]):
             best.append((count, value, number, step + 1))
-    return Spent(len(order), best, {number: epochs for number, epochs in pauses.items() if epochs})
+    return Spent(len(order), best, {number: epochs for number, epochs in pauses.items() if epochs}, ordered)
+
+
+def in_hand(study: StoredStudy) -> set[int]:
+    """Return the numbers of the trials whose reports count: none failed or diverged, and none is out of bounds."""
+    return {
+        trial.number
+        for trial in study.trials()
+        if trial.state != TrialState.FAIL
+        and not trial.user_attrs.get(INFEASIBLE)
+        and not broken_bounds(study.spec, trial)
+    }
 
 
 def moments(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[int]) -> Iterator[tuple[float, int]]:

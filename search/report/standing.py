@@ -10,12 +10,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from search.spec.several import Direction
 from search.study.study import StoredStudy
 from storage.attributes import STOPPED
 from storage.database.statements import Database
 from storage.trials.progress import Progress, read_progress
 from storage.trials.register import Event, WorkerRow, read_events, read_workers
 
+_OF_SEVERAL = ("directions", "front")
 _ENDS = 20  # of trials, by which the rest of a study's time is told
 
 
@@ -32,6 +34,8 @@ class Standing:
         reached: epochs, and how many trials got that far.
         eta: seconds to the end of the budget by the last ends; None while nothing can be told.
         at: the database's clock.
+        directions: of several metrics, each with its own; None where there is one.
+        front: number and values of the trials that no other dominates, of several metrics.
     """
 
     study: str
@@ -45,6 +49,17 @@ class Standing:
     reached: dict[int, int]
     eta: float | None
     at: datetime
+    directions: dict[str, Direction] | None = None
+    front: list[dict[str, Any]] | None = None
+
+    @property
+    def best(self) -> str | None:
+        """The best so far, for a person; None before there is one."""
+        found = self.progress
+        if found.best_value is None:
+            return None
+        best = f"{self.metric} {found.best_value:.6g} (trial {found.best_number})"
+        return f"{best}, {len(self.front)} on the front" if self.front else best
 
     @property
     def present(self) -> list[WorkerRow]:
@@ -53,7 +68,8 @@ class Standing:
 
     def to_json(self) -> str:
         """The same for scripts: times as ISO 8601, numbers that are not finite as null."""
-        return json.dumps(_plain(asdict(self)), indent=2)
+        fields = {key: value for key, value in asdict(self).items() if self.directions or key not in _OF_SEVERAL}
+        return json.dumps(_plain(fields), indent=2)
 
 
 def read_standing(study: StoredStudy) -> Standing:
@@ -74,7 +90,16 @@ def read_standing(study: StoredStudy) -> Standing:
         reached=_reached(study),
         eta=_eta(study, progress, at),
         at=at,
+        directions=spec.directions,
+        front=_front(study) if spec.several else None,
     )
+
+
+def _front(study: StoredStudy) -> list[dict[str, Any]]:
+    return [
+        {"trial": trial.number, "values": dict(zip(study.spec.ways, trial.values, strict=True))}
+        for trial in study.front()
+    ]
 
 
 _LENGTHS = sa.text("""

@@ -11,22 +11,24 @@ from search.report.foreseen import foreseen_table
 from search.report.promotions import promotion_lines
 from search.report.summary import summary_lines
 from search.report.trial import why_waiting
-from search.study.ranking import first_value
 from search.study.study import StoredStudy
 from search.study.summary import format_value, summarise
 from storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
 
 _LAST = 20
+_UNSAID = {"finalists_of", "budget_epochs", "budget_seconds", "warm_start", "stop_when", "directions", "constraints"}
 _WIDE = 100  # columns, from which on there is room for more
 
 
 def print_study(console: Console, study: StoredStudy, dashboard_url: str | None, *, every: bool) -> None:
     """Print all there is to know about a study; of its trials the last ones, or `every` one."""
-    for key, value in study.spec.model_dump(exclude={"name", "version"}).items():
-        if key in {"finalists_of", "budget_epochs", "budget_seconds", "warm_start", "stop_when"} and value is None:
+    told = {"metric", "direction"} if study.spec.several else set()  # by the directions
+    for key, value in study.spec.model_dump(exclude={"name", "version", *told}).items():
+        if key in _UNSAID and value is None:
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown
+        shown = ", ".join(map(str, study.spec.bounds)) if key == "constraints" else shown
         console.print(f"{key:>10}  {shown}")
     console.print()
     _print_trials(console, study, every=every)
@@ -48,8 +50,9 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     # A narrow terminal has room for reasons alone: who ran a trial is told by `show --trial`.
     worker = ("worker",) if console.width >= _WIDE else ()
-    for column in ("trial", "state", "epochs", "value", *worker, "reason"):
-        right, reason = column in {"trial", "epochs", "value"}, column == "reason"
+    values = tuple(study.spec.ways) if study.spec.several else ("value",)
+    for column in ("trial", "state", "epochs", *values, *worker, "reason"):
+        right, reason = column in {"trial", "epochs", *values}, column == "reason"
         table.add_column(column, justify="right" if right else "left", no_wrap=not reason, overflow="fold")
     trials, waiting = study.trials(), why_waiting(study)
     for trial in trials if every else trials[-_LAST:]:
@@ -60,7 +63,7 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
             str(trial.number),
             trial.state.name,
             str(len(trial.intermediate_values)),
-            "" if first_value(trial) is None else format_value(first_value(trial)),
+            *(format_value(value) for value in trial.values or [""] * len(values)),
             *[attrs.get(WORKER, "") for _ in worker],
             reason.splitlines()[0] if reason else "",
         )

@@ -68,12 +68,10 @@ def _bar(standing: Standing) -> Table:
 def _counts(standing: Standing) -> Text:
     progress = standing.progress
     paused = f", {progress.paused} paused" if progress.paused else ""
-    best = "none yet"
-    if progress.best_value is not None:
-        best = f"{standing.metric} {progress.best_value:.6g} (trial {progress.best_number})"
     return Text(
         f"{progress.done}{progress.early}: {progress.complete} complete, {progress.pruned} pruned, "
-        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
+        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; "
+        f"best {standing.best or 'none yet'}"
     )
 
 

@@ -12,7 +12,7 @@ from search.console import command
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.report.foreseen import foreseen
 from search.report.promotions import promotion_lines
-from search.study.ranking import first_value
+from search.study.front import broken_bounds, told_values
 from search.study.rungs import seconds_run
 from search.study.steering import find_trial
 from search.study.study import StoredStudy
@@ -20,6 +20,7 @@ from search.study.summary import format_seconds, format_value
 from storage.attributes import INFEASIBLE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
 from storage.study_storage.rungs import rung_key
 from storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
+from storage.trials.epoch_values import read_epoch_values
 
 # What became of an attempt after which its trial waits.
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}
@@ -72,9 +73,10 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
         ("reason", reason),
         ("pruning", _pruning(attrs.get(PRUNING))),
     ]
-    if first_value(trial) is not None:
+    if trial.values:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
-        facts.append(("value", f"{study.spec.metric} {format_value(first_value(trial))}{last}"))
+        facts.append(("values" if study.spec.several else "value", f"{told_values(study.spec, trial)}{last}"))
+    facts += [("bounds", f"broken: {line}") for line in broken_bounds(study.spec, trial)]
     if trial.duration is not None:
         ran = format_seconds(seconds_run(study, [trial])[trial._trial_id])
         of_which = f", {ran} of which it ran" if RUNG in attrs else ""
@@ -137,12 +139,15 @@ def _time(moment: datetime.datetime) -> str:
 
 
 def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
-    """Return the value of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
-    rungs = _rungs(study, trial)
-    table = _table("epoch", f"val {study.spec.metric}", *(["rung"] if rungs else []))
+    """Return the values of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
+    rungs, spec = _rungs(study, trial), study.spec
+    names = list(spec.ways) if spec.several else [f"val {spec.metric}"]
+    others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.several else {}
+    table = _table("epoch", *names, *(["rung"] if rungs else []))
     for step, value in sorted(trial.intermediate_values.items()):
         reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
-        table.add_row(str(step + 1), f"{value:.6g}", *([reached] if rungs else []))
+        values = [value, *others.get(step, [])[1:]]
+        table.add_row(str(step + 1), *(f"{each:.6g}" for each in values), *([reached] if rungs else []))
     return table
 
 

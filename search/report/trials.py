@@ -10,7 +10,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.curves.foreseen import Forecast
 from search.report.trial import why_waiting
-from search.study.ranking import first_value
+from search.study.front import broken_bounds
+from search.study.ranking import first_value, in_bounds
 from search.study.rungs import seconds_run
 from search.study.study import StoredStudy
 from search.study.summary import format_seconds, format_value
@@ -33,14 +34,20 @@ def state_of(trial: FrozenTrial) -> str:
 
 
 def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
-    """Return the trials that the page shows, complete ones first and the best of them first, then the latest."""
-    sign = -1 if study.spec.direction == "maximize" else 1
+    """Return the trials that the page shows, complete ones first and the best of them first, then the latest.
 
-    def place(trial: FrozenTrial) -> tuple[bool, float, int]:
+    Of several metrics the front is first. What is out of bounds comes after all that is within.
+    """
+    sign = -1 if study.spec.direction == "maximize" else 1
+    ended = study.best_trials() if study.spec.several else []
+    ranked = dict.fromkeys([trial.number for trial in [*study.front(), *ended]] if study.spec.several else [])
+    places = {number: place for place, number in enumerate(ranked)}
+
+    def place(trial: FrozenTrial) -> tuple[int, float, int]:
         value = first_value(trial)
         if trial.state != TrialState.COMPLETE or value is None or not math.isfinite(value):
-            return True, 0.0, -trial.number
-        return False, sign * value, trial.number
+            return 2, 0.0, -trial.number
+        return int(not in_bounds(trial)), places.get(trial.number, sign * value), trial.number
 
     return sorted(study.trials(), key=place)[:SHOWN]
 
@@ -77,10 +84,12 @@ def trial_rows(
 def _row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
+    values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.ways)
     return {
         "number": trial.number,
         "state": state_of(trial),
-        "value": "" if first_value(trial) is None else f"{first_value(trial):.4f}",
+        "broken": broken_bounds(study.spec, trial),
+        "values": [_told(study, value) for value in values],
         "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": "" if seconds is None else format_seconds(seconds),
         "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
@@ -88,9 +97,15 @@ def _row(
         "reason": reason,
         "url": trial.user_attrs.get(RUN_URL),
         "by": {
-            "value": first_value(trial),
+            "values": values,
             "epochs": len(trial.intermediate_values),
             "duration": seconds,
             "params": [trial.params.get(name, "") for name in names],
         },
     }
+
+
+def _told(study: StoredStudy, value: float | None) -> str:
+    if value is None:
+        return ""
+    return format_value(value) if study.spec.several else f"{value:.4f}"  # metrics of any size

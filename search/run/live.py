@@ -96,7 +96,8 @@ class LiveView:
         paused = f", {progress.paused} paused" if progress.paused else ""
         best = ""
         if progress.best_value is not None:
-            best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number})"
+            of = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
+            best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number}{of})"
         return (
             f"{progress.done}{progress.early}: {progress.complete} done, {progress.pruned} pruned, "
             f"{progress.fail} failed, {len(progress.running)} running{paused}{best}"

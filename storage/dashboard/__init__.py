@@ -1,4 +1,4 @@
 """The Optuna dashboard over a storage that reads little, with the files that MLflow keeps.
 
-Imports: errors, urls, database, study_storage, mlflow.
+Imports: errors, urls, pareto, database, study_storage, mlflow.
 """

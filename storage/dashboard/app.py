@@ -61,9 +61,12 @@ def serve_dashboard(
 
 def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     import optuna_dashboard
+    from optuna_dashboard import _app
 
+    from storage.dashboard.feasible import feasible_front
     from storage.dashboard.fresh_storage import DashboardStorage
 
+    _app.get_pareto_front_trials = feasible_front  # there is no setting for it
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)
     app: _Wsgi = optuna_dashboard.wsgi(DashboardStorage(engine, patience=10.0), artifact_store=artifacts)
     return app

@@ -1,11 +1,13 @@
-"""The studies as the dashboard reads them: what is noted of a trial after its end is seen too."""
+"""The studies as the dashboard reads them: what is noted of a trial after its end is seen too, and its constraints."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from storage.dashboard.feasible import in_older_form, is_feasible
 from storage.mlflow.artifacts import PREFIX
 from storage.study_storage import PostgresStorage
 
@@ -29,7 +31,18 @@ class DashboardStorage(PostgresStorage):
         found = self._database.rows(_LISTED, {"trials": lacking, "prefix": PREFIX}) if lacking else []
         for row in found:
             self.read_again(row.trial_id)
-        return super().get_all_trials(study_id, deepcopy=deepcopy, states=states) if found or deepcopy else trials
+        if found or deepcopy:
+            trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
+        return [in_older_form(trial) for trial in trials]
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        best = super().get_best_trial(study_id)
+        if is_feasible(best):
+            return best
+        complete = self.get_all_trials(study_id, deepcopy=False, states=[TrialState.COMPLETE])
+        within = [trial for trial in complete if is_feasible(trial) and trial.value is not None]
+        maximize = self.get_study_directions(study_id)[0] == StudyDirection.MAXIMIZE
+        return min(within, key=lambda trial: (-1 if maximize else 1) * (trial.value or 0.0), default=best)
 
 
 def _lists_files(trial: FrozenTrial) -> bool:

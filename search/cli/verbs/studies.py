@@ -54,6 +54,7 @@ def _cells(row: StudyRow) -> dict[str, str]:
     name = row.name + kind + (" (stopped)" if row.stopped else "")
     name += " (stopped early)" if row.stopped_early else ""
     best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
+    best += f", {row.front} on the front" if row.front else ""
     path, colon, cls = row.objective.rpartition(":")
     return {
         "study": name,

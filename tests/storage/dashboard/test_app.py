@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
@@ -114,6 +116,24 @@ def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyP
     app._application(database_url, None)
     (storage,) = given
     assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial anew for each request"
+
+
+def test_what_is_out_of_bounds_is_neither_best_nor_on_the_front(database_url: str) -> None:
+    def made(name: str, *values: tuple[float, ...]) -> dict[str, Any]:
+        study = optuna.create_study(study_name=name, storage=database_url, directions=["maximize"] * len(values[0]))
+        for number, each in enumerate(values):
+            over = {"constraints:model_mb": 1.0 if number == 0 else -1.0}
+            study.add_trial(optuna.trial.create_trial(values=list(each), system_attrs=over))
+        environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study._study_id}"}
+        setup_testing_defaults(environ)
+        told: dict[str, Any] = json.loads(b"".join(app._application(database_url, None)(environ, lambda *_: None)))
+        return told
+
+    two = made("two", (3.0, 3.0), (2.0, 1.0), (1.0, 2.0), (1.0, 1.0))
+    assert [trial["number"] for trial in two["best_trials"]] == [1, 2]
+    assert [trial["constraints"] for trial in two["trials"]] == [[1.0], [-1.0], [-1.0], [-1.0]]
+    assert [trial["number"] for trial in made("one", (3.0,), (1.0,), (2.0,))["best_trials"]] == [2]
+    assert [trial["number"] for trial in made("none", (3.0,))["best_trials"]] == [0], "the best there is"
 
 
 def test_a_port_in_use_is_named(database_url: str) -> None:

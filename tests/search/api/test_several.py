@@ -1,0 +1,52 @@
+"""A study of several metrics as a program sees it."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from search import Study
+from storage.study_storage.opening import open_storage
+from tests.search.report.support import BOUNDS, TRIALS, study_of
+
+
+@pytest.fixture
+def study(database_url: str) -> Study:
+    study_of(open_storage(database_url, application_name="test"), TRIALS, constraints=BOUNDS)
+    return Study.open("s", storage_url=database_url)
+
+
+def test_the_front_and_the_best_by_the_first_metric(study: Study) -> None:
+    assert [trial.number for trial in study.front] == [0, 1]
+    assert [trial.values for trial in study.front] == [[0.9, 4.0], [0.7, 1.0]]
+    assert study.best is not None
+    assert study.best.number == 0
+    assert "front: 2 trials" in study._repr_html_()
+    assert "latency_ms 4" in study.why(0)
+
+
+def test_a_table_has_a_column_for_each_metric(study: Study) -> None:
+    frame = study.trials_dataframe()
+    assert list(frame.columns) == [
+        *("number", "state", "value", "values_accuracy", "values_latency_ms", "params_kind", "params_lr"),
+        *("epochs", "duration", "worker", "reason", "out_of_bounds"),
+    ]
+    pd.testing.assert_series_equal(frame["value"], frame["values_accuracy"], check_names=False)
+    assert frame["values_latency_ms"].tolist() == [4.0, 1.0, 4.5, 0.5, 6.0]
+    assert frame["out_of_bounds"].tolist() == ["", "", "", "model_mb 12, not <= 10", "latency_ms 6, not <= 5"]
+
+
+def test_a_list_of_studies_tells_how_many_are_on_the_front(study: Study, database_url: str) -> None:
+    (row,) = Study.list(storage_url=database_url)
+    assert (row.name, row.best_number, row.front) == ("s", 0, 2)
+    assert study.name == row.name
+
+
+def test_of_one_metric_the_front_is_the_best(database_url: str) -> None:
+    trials = [trial for trial in TRIALS if trial.state.is_finished()][:2]
+    for trial in trials:
+        trial.values = trial.values[:1]
+    study_of(open_storage(database_url, application_name="test"), trials, ways={"accuracy": "maximize"})
+    study = Study.open("s", storage_url=database_url)
+    assert study.front == [study.best]
+    assert "values_accuracy" not in study.trials_dataframe().columns

@@ -1,0 +1,70 @@
+"""What the verbs print of a study of several metrics, in a terminal of 80 columns, and give to scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from search.report.foreseen import foreseen
+from search.report.standing import read_standing
+from search.report.study import print_study
+from search.report.top import render
+from search.report.trial import print_trial
+from search.study.study import StoredStudy
+from storage.study_storage.opening import open_storage
+from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
+
+Shown = Callable[[Console], object]
+
+
+def lines_of(show: Shown) -> list[str]:
+    console = Console(width=80, markup=False, highlight=False, emoji=False)
+    with console.capture() as text:
+        show(console)
+    return text.get().splitlines()
+
+
+@pytest.fixture
+def study(database_url: str) -> StoredStudy:
+    return study_of(open_storage(database_url, application_name="test"), TRIALS, constraints=BOUNDS)
+
+
+def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
+    lines = lines_of(lambda console: print_study(console, study, None, every=False))
+    assert "directions  accuracy=maximize, latency_ms=minimize" in lines
+    assert "constraints  latency_ms <= 5, model_mb <= 10" in lines
+    assert not any(line.split()[:1] in (["metric"], ["direction"]) for line in lines)
+    [head] = [line for line in lines if line.startswith("trial ")]
+    assert head.split() == ["trial", "state", "epochs", "accuracy", "latency_ms", "reason"]
+    assert lines[lines.index(head) + 1].split() == ["0", "COMPLETE", "2", "0.9", "4"]
+    assert "front: 2 trials that no other dominates" in lines
+
+
+def test_a_trial_has_all_its_values_by_epoch_and_the_bounds_that_it_breaks(study: StoredStudy) -> None:
+    lines = [line.split() for line in lines_of(lambda console: print_trial(console, study, 4))]
+    assert ["values", "accuracy", "0.5,", "latency_ms", "6,", "of", "its", "last", "epoch"] in lines
+    assert ["bounds", "broken:", "latency_ms", "6,", "not", "<=", "5"] in lines
+    at = lines.index(["epoch", "accuracy", "latency_ms"])
+    assert lines[at + 1 : at + 3] == [["1", "0.25", "12"], ["2", "0.5", "6"]]
+
+
+def test_top_tells_the_front_and_scripts_have_it(study: StoredStudy) -> None:
+    standing = read_standing(study)
+    shown = " ".join(" ".join(lines_of(lambda console: console.print(render(standing, None)))).split())
+    assert "best accuracy 0.9 (trial 0), 2 on the front" in shown
+    told = json.loads(standing.to_json())
+    assert told["directions"] == {"accuracy": "maximize", "latency_ms": "minimize"}
+    assert told["front"][1] == {"trial": 1, "values": {"accuracy": 0.7, "latency_ms": 1.0}}
+
+
+def test_of_one_metric_scripts_have_what_they_had(database_url: str) -> None:
+    storage = open_storage(database_url, application_name="test")
+    told = json.loads(read_standing(study_of(storage, [trial(0, (0.9,))], ways={"accuracy": "maximize"})).to_json())
+    assert not {"directions", "front"} & set(told)
+
+
+def test_nothing_is_foreseen_of_several_metrics(study: StoredStudy) -> None:
+    assert foreseen(study) == {}
