@@ -73,7 +73,8 @@ def read_trials(url: str, study: str) -> list[Trial]:
 
 _TRIALS = """
     SELECT trial_id, number, state, value FROM trials JOIN studies USING (study_id)
-      LEFT JOIN trial_values USING (trial_id) WHERE study_name = :study ORDER BY number
+      LEFT JOIN (SELECT * FROM trial_values WHERE objective = 0) AS first USING (trial_id)
+     WHERE study_name = :study ORDER BY number
 """
 
 

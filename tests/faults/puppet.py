@@ -168,8 +168,8 @@ def follow_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow_reports(original: Callable[..., Any]) -> Callable[..., Any]:
-    def report(self: Any, claim: Any, step: int, value: float, *args: Any) -> Any:
-        result = original(self, claim, step, value, *args)
+    def report(self: Any, claim: Any, step: int, value: float, *args: Any, **named: Any) -> Any:
+        result = original(self, claim, step, value, *args, **named)
         orders.note("reported", epoch=step, value=value.hex())
         return result
 

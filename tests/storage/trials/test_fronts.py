@@ -1,0 +1,264 @@
+"""Several metrics at rungs: the best are those of the first fronts, in one order, and nobody is given up early."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from storage.attributes import RUNG
+from storage.database.connect import make_engine
+from storage.pareto import dominating, losses_of
+from storage.trials.claims import Claim, Claims, Nothing, Retired
+from storage.trials.front_order import order
+from storage.trials.outcome import Outcome
+from storage.trials.reopening import reopen_trial, wait_again
+from storage.trials.rungs import Rungs, Standing, note
+from tests.storage.trials.support import budget, rows, take
+
+RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
+
+Vector = list[float]  # accuracy, which is to be high, and latency, which is to be low
+
+
+@pytest.fixture
+def study_id(storage: BaseStorage) -> int:
+    study_id = storage.create_new_study([StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE], "s")
+    budget(storage, study_id, n_trials=8)
+    return study_id
+
+
+@pytest.fixture
+def claims(engine: sa.Engine, study_id: int) -> Claims:
+    return Claims(engine, study_id, worker="w", patience=10.0, rungs=RUNGS)
+
+
+def come(claims: Claims, claim: Claim, vector: Vector, rung: int = 0) -> Standing:
+    """Report an epoch and come to the rung that follows it."""
+    claims.report(claim, RUNGS.epochs[rung] - 1, vector[0], metrics=vector)
+    return claims.reach(claim, rung, vector)
+
+
+def places(engine: sa.Engine, rung: int = 0) -> list[int]:
+    """The trials of a rung in the order in which they go on."""
+    query = "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id) WHERE rung = :rung ORDER BY loss"
+    return [row.number for row in rows(engine, query, rung=rung)]
+
+
+def by_fronts(vectors: list[Vector]) -> list[int]:
+    return order(losses_of(vectors, RUNGS.several))
+
+
+def promotions(engine: sa.Engine, rung: int) -> set[int]:
+    query = """
+        SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id) WHERE rung = :rung AND promoted_at IS NOT NULL
+    """
+    return {row.number for row in rows(engine, query, rung=rung)}
+
+
+def test_each_arrival_gives_all_their_places_and_its_own_standing(claims: Claims, engine: sa.Engine) -> None:
+    vectors = [[0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.6, 1.0], [0.95, 0.5], [0.2, 0.4]]
+    held = [take(claims) for _ in vectors]
+    for count, (claim, vector) in enumerate(zip(held, vectors, strict=True), 1):
+        standing = come(claims, claim, vector)
+        expected = by_fronts(vectors[:count])
+        assert places(engine) == expected
+        rank = expected.index(count - 1) + 1
+        assert standing == Standing(0, rank, count, promoted=rank <= count // 2)
+
+
+def test_who_goes_on_is_dominated_by_none_that_stays(claims: Claims, engine: sa.Engine) -> None:
+    vectors = [[0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.85, 9.5], [0.3, 1.0], [0.2, 2.0]]
+    for claim, vector in zip([take(claims) for _ in vectors], vectors, strict=True):
+        claims.report(claim, 0, vector[0], metrics=vector)
+        claims.reach(claim, 0, vector)
+    while isinstance(claim := claims.claim(), Claim) and claim.resumed:
+        pass
+    went_on = promotions(engine, 0)
+    assert {0, 1, 4} == set(by_fronts(vectors)[:3]) <= went_on
+    losses = losses_of(vectors, RUNGS.several)
+    stayed = [number for number in range(len(vectors)) if number not in went_on]
+    assert stayed
+    for number in (0, 1, 4):
+        assert not dominating(losses[[number, *stayed]])[0]
+
+
+def test_of_equal_ones_the_earlier_goes_on(claims: Claims) -> None:
+    first, second = take(claims), take(claims)
+    come(claims, second, [0.5, 5.0])
+    assert come(claims, first, [0.5, 5.0]).promoted, "whoever came first"
+
+
+def test_nobody_is_given_up_before_the_end(
+    claims: Claims, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=4)  # two may go on from the rung: with one metric the third never would
+    held = [take(claims) for _ in range(4)]
+    for claim, vector in zip(held[:3], ([0.9, 1.0], [0.8, 2.0], [0.7, 3.0]), strict=True):
+        assert not come(claims, claim, vector).promoted
+    goes_on = take(claims)
+    assert goes_on.number == 0
+    assert claims.claim() == Nothing(running=2), "the last may change any order"
+    assert come(claims, held[3], [0.6, 0.5]).promoted, "no other dominates it"
+    assert places(engine) == [0, 3, 1, 2]
+    for claim in (goes_on, held[3]):
+        assert isinstance(claims.claim(), Nothing)
+        claims.settle(claim, Outcome.COMPLETE, value=[0.9, 1.0])
+    ended = [claims.claim() for _ in range(3)]
+    assert [each.number for each in ended if isinstance(each, Retired)] == [2, 1]
+    assert ended[2] == Nothing(running=0)
+
+
+def test_the_end_of_who_waited_names_its_rank_by_fronts(claims: Claims, storage: BaseStorage) -> None:
+    goes_on = four(claims)
+    for claim in goes_on:
+        claims.settle(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
+    ended = [claims.claim(open_new=False) for _ in range(3)]
+    assert [each.reason for each in ended if isinstance(each, Retired)] == [
+        "asha pruner at epoch 1 of 4: rank 4 of 4 by fronts at rung 0, where the best 2 went on",
+        "asha pruner at epoch 1 of 4: rank 3 of 4 by fronts at rung 0, where the best 2 went on",
+    ]
+    assert isinstance(ended[2], Nothing)
+    assert [storage.get_trial(claim.trial_id).values for claim in goes_on] == [_FOUR[1], _FOUR[3]]
+
+
+_FOUR = [[0.5, 5.0], [0.9, 4.0], [0.4, 6.0], [0.6, 1.0]]  # 1 and 3 are the front
+
+
+def four(claims: Claims) -> list[Claim]:
+    """Let four come to the first rung; return those that go on at once, which are the front."""
+    held = [take(claims) for _ in range(4)]
+    at_once = [claim for claim, vector in zip(held, _FOUR, strict=True) if come(claims, claim, vector).promoted]
+    assert [claim.number for claim in at_once] == [1, 3]
+    return at_once
+
+
+def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
+    claims: Claims, storage: BaseStorage, study_id: int, engine: sa.Engine
+) -> None:
+    budget(storage, study_id, n_trials=4)
+    for claim in four(claims):
+        claims.settle(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
+    assert [type(claims.claim()) for _ in range(3)] == [Retired, Retired, Nothing]
+    budget(storage, study_id, n_trials=6)
+    with engine.begin() as connection:
+        assert wait_again(connection, study_id, RUNGS, n_trials=6) == 2
+    waiting = storage.get_all_trials(study_id, states=(TrialState.WAITING,))
+    assert [(trial.number, trial.values) for trial in waiting] == [(0, None), (2, None)]
+    for claim, vector in zip([take(claims), take(claims)], ([0.1, 9.0], [0.2, 8.0]), strict=True):
+        come(claims, claim, vector)
+    again = take(claims)
+    assert (again.number, promotions(engine, 0)) == (0, {0, 1, 3}), "the best three of six"
+
+
+def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(claims: Claims, engine: sa.Engine) -> None:
+    best = four(claims)[0]
+    claims.settle(best, Outcome.FAILED)
+    reopen_trial(engine, best.trial_id, from_start=True, rungs=RUNGS)
+    assert places(engine) == [3, 0, 2]
+    assert rows(engine, "SELECT loss FROM hpsearch_rungs ORDER BY loss") == [(0.0,), (1.0,), (2.0,)]
+    assert rows(engine, "SELECT reached, best_loss FROM hpsearch_rung_cuts") == [(3, 0.0)]
+    assert [take(claims).number for _ in range(2)] == [1, 4], "and no other goes on for it"
+
+
+def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_any_to(
+    engine: sa.Engine, storage: BaseStorage, study_id: int
+) -> None:
+    budget(storage, study_id, n_trials=2)
+    claims = Claims(engine, study_id, worker="w", patience=10.0, rungs=replace(RUNGS, factor=3))
+    first, second = take(claims), take(claims)
+    come(claims, first, [0.9, 9.0])
+    assert isinstance(claims.claim(), Nothing), "the other may yet be the complete one"
+    come(claims, second, [0.95, 1.0])
+    goes_on = take(claims)
+    assert goes_on.number == 1
+    assert not come(claims, goes_on, [0.95, 1.0], rung=1).promoted
+    to_the_end = take(claims)
+    assert (to_the_end.number, to_the_end.attempt) == (1, 3)
+    claims.settle(to_the_end, Outcome.COMPLETE, value=[0.95, 1.0])
+    retired = claims.claim()
+    assert isinstance(retired, Retired)
+    assert retired.number == 0
+    assert retired.reason.endswith("rank 2 of 2 by fronts at rung 0, where the best 1 went on")
+
+
+def _vector(number: int) -> Vector:
+    """What a trial comes to, at each rung the same; some come to the same."""
+    numbers = random.Random(number)
+    return [round(numbers.random(), 1), round(numbers.random(), 1)]
+
+
+def test_eight_at_once_promote_each_trial_once_and_only_who_has_a_place(
+    storage: BaseStorage, engine: sa.Engine, study_id: int, database_url: str
+) -> None:
+    n_trials, rungs = 36, replace(RUNGS, factor=3, total=9, epochs=(1, 3))
+    budget(storage, study_id, n_trials=n_trials)
+    promoted: list[tuple[int, int]] = []
+
+    def work(name: int) -> None:
+        own = make_engine(database_url, application_name=f"w{name}")
+        claims = Claims(own, study_id, worker=f"w{name}", rungs=rungs)
+        while not isinstance(claim := claims.claim(), Nothing):
+            if isinstance(claim, Retired):
+                continue
+            assert isinstance(claim, Claim)
+            rung, vector = 0, _vector(claim.number)
+            if claim.resumed:
+                waited = storage.get_trial(claim.trial_id).user_attrs[RUNG]["rung"]
+                promoted.append((claim.number, waited))
+                rung = waited + 1
+            while rung < len(rungs.epochs):
+                claims.report(claim, rungs.epochs[rung] - 1, vector[0], metrics=vector)
+                if not claims.reach(claim, rung, vector).promoted:
+                    break
+                promoted.append((claim.number, rung))
+                rung += 1
+            else:
+                claims.settle(claim, Outcome.COMPLETE, value=vector)
+        own.dispose()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    work(8)  # what the others left when nothing was to be had
+    trials = storage.get_all_trials(study_id)
+    assert [t.number for t in trials] == list(range(n_trials))
+    assert {t.state for t in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert all(t.values == _vector(t.number) for t in trials)
+    assert len(promoted) == len(set(promoted)), "a trial went on twice from a rung"
+    reached = [places(engine, rung) for rung in range(2)]
+    assert len(reached[0]) == n_trials
+    for rung, found in enumerate(reached):
+        went_on = promotions(engine, rung)
+        assert {number for number, at in promoted if at == rung} == went_on
+        assert set(found[: len(found) // 3]) <= went_on, "one of the best was left behind"
+        numbers = sorted(found)
+        assert found == [numbers[place] for place in by_fronts([_vector(number) for number in numbers])]
+    assert set(reached[1]) == promotions(engine, 0)
+    assert {t.number for t in trials if t.state == TrialState.COMPLETE} == promotions(engine, 1)
+    assert rows(engine, "SELECT count(*) FROM hpsearch_attempts WHERE ended_at IS NULL") == [(0,)]
+
+
+def test_many_arrivals_give_the_places_of_one_order(storage: BaseStorage, engine: sa.Engine, study_id: int) -> None:
+    count, numbers = 500, np.random.default_rng(3)
+    vectors = numbers.integers(0, 60, size=(count, 2)).astype(float).tolist()
+    with engine.begin() as connection:
+        made = "INSERT INTO trials (study_id, number, state) SELECT :s, n, 'RUNNING' FROM generate_series(0, 499) AS n"
+        connection.execute(sa.text(made), {"s": study_id})
+    ids = {trial.number: trial._trial_id for trial in storage.get_all_trials(study_id)}
+    for number in numbers.permutation(count).tolist():
+        with engine.begin() as connection:
+            note(connection, study_id, ids[number], RUNGS, rung=0, value=vectors[number], n_trials=count)
+    found = places(engine)
+    assert found == by_fronts(vectors)
+    [(reached, best_loss, best_trial)] = rows(engine, "SELECT reached, best_loss, best_trial FROM hpsearch_rung_cuts")
+    assert (reached, best_loss, best_trial) == (count, count // 2 - 1, ids[found[count // 2 - 1]])
+    losses = [row.loss for row in rows(engine, "SELECT loss FROM hpsearch_rungs ORDER BY loss")]
+    assert all(after - before == 1 for before, after in pairwise(losses))
