@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import mlflow
 import pytest
 
 from storage.embedded.stack import StackInfo
+from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 from tests.faults.harness import Zygote
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +35,16 @@ def search(cli: Cli) -> Search:
     mlflow.set_tracking_uri(cli.stack.tracking_uri)
     client = mlflow.MlflowClient(cli.stack.tracking_uri)
     return Search(name, output, study, client, study.user_attrs["hpsearch:mlflow_run_id"])
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """A page of a headless browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1300, "height": 1000}, reduced_motion="reduce")
+        page.set_default_timeout(PATIENCE)
+        yield page
+        browser.close()

@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli, Search
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.e2e,
-    pytest.mark.xdist_group("search"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
-]
-
-# Quiet: no calls home, no sandbox of its own (which root may not have).
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-PATIENCE = 300_000  # ms
-
-# The texts of figures that begin left of their figure, and the reasons that do not fit their cell.
-CUT = """[...document.querySelectorAll(".figure")].flatMap((figure) => [...figure.querySelectorAll("text")]
-    .filter((text) => text.getBoundingClientRect().left < figure.getBoundingClientRect().left - 1))
-    .concat([...document.querySelectorAll("#trials td.why")].filter((cell) => cell.scrollWidth > cell.clientWidth))
-    .map((node) => node.textContent)"""
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1300, "height": 1000}, reduced_motion="reduce")
-        page.set_default_timeout(PATIENCE)
-        yield page
-        browser.close()
-
-
-def keep(page: Page, name: str) -> None:
-    """Keep a screenshot in the folder that SCREENSHOTS names, for a person to look at."""
-    if folder := os.environ.get("SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
-
-
-def address(search: Search, what: str) -> str:
-    line = next(line for line in search.output.splitlines() if line.startswith(what))
-    return line.split()[-1]
+pytestmark = MARKS
 
 
 def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Search) -> None:
-    page.goto(address(search, "Optuna dashboard"))
+    page.goto(address(search.output, "Optuna dashboard"))
     expect(page.get_by_text(search.name).first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text("Best Trial").first).to_be_visible(timeout=PATIENCE)
     best = search.study.best_trial
@@ -78,10 +28,10 @@ def test_the_dashboard_shows_the_study_and_its_best_value(page: Page, search: Se
 def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_trials(
     page: Page, search: Search
 ) -> None:
-    page.goto(address(search, "Optuna dashboard") + "/note")
+    page.goto(address(search.output, "Optuna dashboard") + "/note")
     page.get_by_role("link", name="The study in MLflow").click()
     page.wait_for_url(f"**/runs/{search.parent}*")
-    assert f"/runs/{search.parent}" in address(search, "MLflow, study"), "the summary leads there too"
+    assert f"/runs/{search.parent}" in address(search.output, "MLflow, study"), "the summary leads there too"
     expect(page.get_by_role("heading", name=search.name)).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_role("link", name=f"{search.name}-0011")).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_text("best_val_accuracy").first).to_be_visible(timeout=PATIENCE)
@@ -93,7 +43,7 @@ def test_the_dashboards_note_leads_to_mlflow_which_shows_the_best_value_and_the_
 @pytest.mark.soak  # MLflow's pages: that the model is registered and loaded says test_search.py
 def test_the_best_run_leads_to_a_model_that_can_be_registered(page: Page, search: Search) -> None:
     best = search.study.best_trial
-    page.goto(address(search, "MLflow, best trial"))
+    page.goto(address(search.output, "MLflow, best trial"))
     # The table of logged models; the same name beside each metric only opens a note.
     page.locator("[role=gridcell] a", has_text=f"{search.model_name}-trial-{best.number}").first.click()
     expect(page.get_by_role("button", name="Register model").first).to_be_visible(timeout=PATIENCE)
@@ -105,10 +55,7 @@ def test_the_report_draws_its_figures(page: Page, cli: Cli, search: Search, widt
     page.set_viewport_size({"width": width, "height": 1000})
     page.goto((cli.stack.home / "reports" / f"{search.name}.html").as_uri())
     expect(page.locator(".figure svg")).to_have_count(4, timeout=PATIENCE)
-    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert overflow <= 0, f"the page is {overflow} pixels wider than a window of {width}"
-    cut = page.evaluate(CUT)
-    assert cut == [], "nothing is written over the edge of the page, where nobody can scroll to, nor cut in a table"
+    fits(page, width)
     keep(page, f"report-{width}")
     best = search.study.best_trial
     page.locator("#history .dot.best").hover()
@@ -144,7 +91,7 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     """The user's way: the study's run, its children by the metric, the best one, Register model, the alias."""
     model = "promoted-by-hand"
     page.set_viewport_size({"width": 1500, "height": 1000})
-    page.goto(address(search, "MLflow, study"))
+    page.goto(address(search.output, "MLflow, study"))
     page.get_by_role("link", name="Runs", exact=True).first.click()
     expect(page.locator("[row-index='0'] a[href*='/runs/']")).to_be_visible(timeout=PATIENCE)
     filtering = page.get_by_placeholder("metrics.rmse < 1")
@@ -186,13 +133,13 @@ def test_a_model_is_promoted_in_the_ui_and_the_study_says_so(page: Page, cli: Cl
     page.reload()
     expect(page.get_by_text("Unconfirmed").first).to_be_visible(timeout=PATIENCE)
     keep(page, "mlflow-version")
-    page.goto(address(search, "Optuna dashboard") + "/note")
+    page.goto(address(search.output, "Optuna dashboard") + "/note")
     expect(page.get_by_text(f"{model}@champion").first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard-note")
 
 
 @pytest.mark.soak  # that the dashboard serves it says test_promotion.py
 def test_the_dashboard_shows_what_a_trial_left(page: Page, search: Search) -> None:
-    page.goto(address(search, "Optuna dashboard") + "/trials?numbers=0")
+    page.goto(address(search.output, "Optuna dashboard") + "/trials?numbers=0")
     expect(page.get_by_role("img", name="curves.png").first).to_be_visible(timeout=PATIENCE)
     keep(page, "dashboard-artifacts")

@@ -1,0 +1,126 @@
+"""The pages of a study of several metrics as a person sees them, in a headless Chromium of the system's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+from playwright.sync_api import Page, expect
+
+from search.study.ranking import front_of
+from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
+from tests.e2e.support import Cli
+
+pytestmark = MARKS
+
+TRADE = str(Path(__file__).with_name("trade.py"))
+TRIALS = 24
+
+
+@dataclass(frozen=True)
+class Front:
+    """A finished study of several metrics."""
+
+    name: str
+    output: str
+    trials: list[FrozenTrial]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the trials on the front, the best by the first metric first."""
+        metrics = len(self.trials[0].values)
+        return [trial.number for trial in front_of(self.trials, [place == 0 for place in range(metrics)])]
+
+
+def run(cli: Cli, what: str, name: str) -> Front:
+    """Run a study without pruning: which trials end does not hang on which report first."""
+    arguments = ("--trials", str(TRIALS), "--workers", "2", "--sampler", "random", "--pruner", "none")
+    return Front(name, cli("run", f"{TRADE}:{what}", "--name", name, *arguments), cli.study(name).trials)
+
+
+@pytest.fixture(scope="module")
+def two(cli: Cli) -> Front:
+    return run(cli, "Trade", "two-metrics")
+
+
+@pytest.fixture(scope="module")
+def three(cli: Cli) -> Front:
+    return run(cli, "Third", "three-metrics")
+
+
+def open_report(page: Page, cli: Cli, front: Front) -> None:
+    page.goto((cli.stack.home / "reports" / f"{front.name}.html").as_uri())
+
+
+def broken(front: Front) -> list[int]:
+    return [trial.number for trial in front.trials if trial.params["width"] > 100]
+
+
+def test_the_dashboard_plots_the_front(page: Page, two: Front) -> None:
+    page.set_viewport_size({"width": 1300, "height": 1000})
+    page.goto(address(two.output, "Optuna dashboard"))
+    expect(page.get_by_text("Pareto Front").first).to_be_visible(timeout=PATIENCE)
+    points = page.locator("#graph-pareto-front path.point")
+    expect(points).to_have_count(TRIALS, timeout=PATIENCE)
+    for name in ("accuracy", "cost"):
+        expect(page.get_by_text(name, exact=True).first).to_be_visible(timeout=PATIENCE)
+    best = page.get_by_role("heading", name=re.compile(r"^Trial \d+"))
+    expect(best).to_have_text([f"Trial {number}" for number in sorted(two.numbers)], timeout=PATIENCE)
+    keep(page, "dashboard-front")
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_report_draws_the_front(page: Page, cli: Cli, two: Front, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 1000})
+    open_report(page, cli, two)
+    expect(page.locator(".figure svg")).to_have_count(6, timeout=PATIENCE)
+    fits(page, width)
+    front = page.locator("#front")
+    expect(front.locator(".dot.best")).to_have_count(len(two.numbers))
+    expect(front.locator(".cross")).to_have_count(len(broken(two)))
+    expect(front.locator("[data-trial]")).to_have_count(TRIALS)
+    keep(page, f"front-{width}")
+    number = two.numbers[0]
+    front.locator(f'.dot.best[data-trial="{number}"]').hover()
+    told = page.locator("#tip")
+    expect(told).to_contain_text(f"trial {number} · complete")
+    expect(told).to_contain_text("on the front")
+    for name, value in zip(("accuracy", "cost"), two.trials[number].values, strict=True):
+        expect(told).to_contain_text(f"{name} {float(f'{value:.4g}'):g}")
+    for name in ("lr", "width"):
+        expect(told).to_contain_text(name)
+    keep(page, f"front-{width}-pointed-at")
+    out = broken(two)[0]
+    front.locator(f'.cross[data-trial="{out}"]').hover(force=True)
+    expect(told).to_contain_text(f"out of bounds: width {two.trials[out].params['width']}, not <= 100")
+    page.mouse.move(0, 0)
+    expect(page.locator("#volume path.best")).to_have_count(1)
+    page.emulate_media(color_scheme="dark")
+    keep(page, f"front-{width}-dark")
+    page.emulate_media(color_scheme="light")
+
+
+def test_each_metric_is_sorted_in_its_own_direction(page: Page, cli: Cli, two: Front) -> None:
+    page.set_viewport_size({"width": 1300, "height": 1000})
+    open_report(page, cli, two)
+    complete = [trial for trial in two.trials if trial.state == TrialState.COMPLETE]
+    for name, place, column in (("accuracy", 0, 3), ("cost", 1, 4)):
+        page.locator("#trials").get_by_role("button", name=name, exact=True).click()
+        shown = page.locator(f"#trials tbody tr td:nth-child({column})").all_inner_texts()
+        values = sorted((trial.values[place] for trial in complete), reverse=not place)
+        assert [float(text) for text in shown] == [float(f"{value:.4g}") for value in values]
+
+
+def test_of_three_metrics_two_are_chosen(page: Page, cli: Cli, three: Front) -> None:
+    open_report(page, cli, three)
+    before = page.locator("#front .path.best").get_attribute("d", timeout=PATIENCE)
+    page.locator("#up").select_option("energy")
+    expect(page.locator("#front text", has_text=re.compile("^energy"))).to_have_count(1)
+    assert page.locator("#front .path.best").get_attribute("d") != before
+    expect(page.locator("#front .dot.best")).to_have_count(len(three.numbers))
+    page.locator("#across").select_option("cost")
+    expect(page.locator("#front text", has_text=re.compile("^cost$"))).to_have_count(1)
+    keep(page, "front-three")
