@@ -149,9 +149,7 @@ def test_what_no_training_changes_is_known_after_an_epoch(ran: Ran) -> None:
     assert large.values == [0.5, 10.0]
     assert large.user_attrs[PRUNING]["epoch"] == 0
     assert large.constraints["parameters"] == 100.0
-    assert costly.intermediate_values.keys() == {0, 1, 2}, (
-        "what a loop reports may change: three are trained to the end"
-    )
+    assert costly.intermediate_values.keys() == {0, 1, 2}, "three are trained to the end"
     assert (good.state, good.values) == (TrialState.COMPLETE, [0.55, 9.0])
 
 
