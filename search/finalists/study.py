@@ -14,13 +14,13 @@ from search.finalists.companion import create
 from search.finalists.table import newest_set
 from search.sampling.seeds import derive_seed
 from search.spec.spec import FinalistsOf
-from search.study.ranking import first_value, in_bounds
+from search.study.ranking import first_value, in_bounds, rank_trials
 from search.study.steering import running_trials
 from search.study.study import StoredStudy, load_study
 from search.study.summary import summarise
 from storage.attributes import REMOVED, STOPPED
 from storage.database.locks import name_lock
-from storage.pareto import dominating, losses_of
+from storage.pareto import front, losses_of
 from storage.trials.finalist_sets import finalist_studies, refit_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
@@ -79,19 +79,20 @@ def best_configurations(
         removed: whether a trial counts whose model was removed: it could win, but not be tested or promoted.
         infeasible: whether one does that breaks a constraint.
     """
+    spec = study.spec
+    found = [
+        trial
+        for trial in study.best_trials(infeasible=infeasible)
+        if math.isfinite(first_value(trial) or 0.0) and (removed or REMOVED not in trial.user_attrs)
+    ]
+    if spec.several:
+        members = {found[place].number for place in front(losses_of([t.values for t in found], spec.maximized))}
+        found = [trial for trial in rank_trials(found, spec.maximized, infeasible=True) if trial.number in members]
     chosen: list[FrozenTrial] = []
-    for trial in study.best_trials(infeasible=infeasible):
-        if not math.isfinite(first_value(trial) or 0.0) or (REMOVED in trial.user_attrs and not removed):
-            continue
-        if study.spec.several and any(_dominates(study, other, trial) for other in chosen):
-            break  # the others are of later fronts
+    for trial in found:
         if len(chosen) < top and all(trial.params != other.params for other in chosen):
             chosen.append(trial)
     return chosen
-
-
-def _dominates(study: StoredStudy, one: FrozenTrial, other: FrozenTrial) -> bool:
-    return bool(dominating(losses_of([one.values, other.values], study.spec.maximized))[1])
 
 
 def passed_over(study: StoredStudy, top: int) -> list[int]:

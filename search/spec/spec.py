@@ -344,8 +344,9 @@ def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     lines = []
     for key in sorted(wanted):
         before, after = stored.get(key), wanted[key]
-        if isinstance(before, dict) and isinstance(after, dict) and before.get("name") == after.get("name"):
+        # Options of the same sampler or pruner.
+        if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
             lines += [f"{key}.{line}" for line in differences(before, after)]
-        elif before != after:
+        elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
             lines.append(f"{key}: {before!r} -> {after!r}")
     return lines

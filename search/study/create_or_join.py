@@ -161,16 +161,16 @@ def _create_or_join(
                 raise SearchError(
                     f"study {wanted.name!r} holds {of.what}: run them with {again}, or choose another --name"
                 )
+            if settings.get("directions") is not None:  # first: a stored pruner may know one metric alone
+                ways = {"directions": wanted.directions}
+                _require_same(wanted.name, differences({"directions": stored.get("directions")}, ways))
             spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
             # Parsed first: a setting that a later version has, with its default, is no difference.
-            if lines := differences(parse_spec(stored).model_dump(), spec.model_dump()):
-                grown = [key for key in BUDGETS if getattr(spec, key) not in (stored.get(key), None)]
-                option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
-                more = f"; its budget is changed by hpsearch extend {wanted.name} {' '.join(option)}" if grown else ""
-                raise SearchError(
-                    f"study {wanted.name!r} exists with another spec ({'; '.join(lines)}): "
-                    "leave these settings out to go on with it, or choose another --name" + more
-                )
+            lines = differences(parse_spec(stored).model_dump(), spec.model_dump())
+            grown = [key for key in BUDGETS if getattr(spec, key) not in (stored.get(key), None)]
+            option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
+            more = f"; its budget is changed by hpsearch extend {wanted.name} {' '.join(option)}" if grown else ""
+            _require_same(wanted.name, lines, more)
             return StoredStudy(spec, storage, study_id), False
         if storage.get_n_trials(study_id):
             raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
@@ -182,6 +182,15 @@ def _create_or_join(
         for key, value in _first_attrs(spec, objective).items():
             storage.set_study_user_attr(study_id, key, value)
         return _made(spec, storage, study_id), True
+
+
+def _require_same(name: str, lines: Sequence[str], more: str = "") -> None:
+    """Refuse to join a study whose spec differs."""
+    if lines:
+        raise SearchError(
+            f"study {name!r} exists with another spec ({'; '.join(lines)}): leave these settings out to go on with it, "
+            f"or choose another --name{more}"
+        )
 
 
 def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[FrozenTrial]) -> list[FrozenTrial]:

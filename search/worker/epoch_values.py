@@ -31,6 +31,10 @@ class EpochValues:
             raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
         return self._reported[epoch]
 
+    def __contains__(self, epoch: int) -> bool:
+        """Whether an epoch was added."""
+        return epoch in self._reported
+
     def of(self, epoch: int) -> dict[str, float]:
         """Return those of an epoch, by their names."""
         return self._reported[epoch]

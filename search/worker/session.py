@@ -159,13 +159,16 @@ class TrialSession(LocalSession):
 
     @property
     def last_value(self) -> float | list[float] | None:
-        """What the last epoch reported, which is the value of a pruned trial; None before the first."""
+        """What the last epoch reported, which is the value of a pruned trial; None before the first.
+
+        Of several metrics also where this attempt, which began anew, has not come so far again.
+        """
         if not self._values:
             return None
         last = max(self._values)
         if not self._context.spec.several:
             return self._values[last]
-        return self.epochs.vector(last) if math.isfinite(self._values[last]) else None
+        return self.epochs.vector(last) if last in self.epochs and math.isfinite(self._values[last]) else None
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""

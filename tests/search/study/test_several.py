@@ -1,0 +1,160 @@
+"""A study of several metrics: how it is made, joined, extended and deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.study import StudyDirection
+
+from objectives import LoopObjective
+from search.errors import SearchError
+from search.spec.check import check_settings
+from search.spec.spec_file import named, read_spec_file
+from search.study.create_or_join import create_or_join
+from search.study.enqueue import enqueue, read_rows
+from search.study.steering import extend_study
+from search.study.study import StoredStudy, load_study
+from storage.study_storage.opening import open_storage
+from storage.trials.claims import Claims
+from storage.trials.outcome import Outcome
+from tests.storage.trials.support import rows, take
+
+WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
+BOTH = [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
+
+
+class One(LoopObjective):
+    metric, direction = "distance", "minimize"
+
+    def suggest(self, trial):
+        return {"lr": trial.suggest_float("lr", 0.01, 1.0, log=True)}
+
+    def run(self, trial):
+        raise NotImplementedError
+
+
+class Both(One):
+    metric, direction = "accuracy", "maximize"
+    directions = WAYS
+    constraints = {"model_mb": "<= 10"}  # noqa: RUF012 as users write it
+
+
+def made(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> tuple[StoredStudy, bool]:
+    storage = open_storage(url, application_name="test")
+    given = named({"name": "s", **settings, "objective": "x.py"})
+    check_settings(given)
+    return create_or_join(storage, given, searched or Both(), rehearse=lambda *_: None)
+
+
+def refused(url: str, searched: LoopObjective | None = None, /, **settings: Any) -> str:
+    with pytest.raises(SearchError) as error:
+        made(url, searched, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_metrics_are_the_objectives_own_and_plain_optuna_has_them(database_url: str) -> None:
+    study, created = made(database_url)
+    assert created
+    assert (study.spec.ways, study.spec.metric, study.spec.constraints) == (WAYS, "accuracy", {"model_mb": "<= 10.0"})
+    assert study.spec.pruner.name == "asha"
+    plain = optuna.load_study(study_name="s", storage=database_url)
+    assert plain.directions == BOTH
+    assert plain.metric_names == ["accuracy", "latency_ms"]
+    assert load_study(study.storage, "s").spec == study.spec
+
+
+def test_they_are_given_as_a_flag_or_in_a_file(database_url: str, tmp_path: Path) -> None:
+    flag, _ = made(database_url, One(), directions="latency_ms=minimize,accuracy=maximize", constraints="model_mb<=5")
+    assert list(flag.spec.ways.items()) == [("latency_ms", "minimize"), ("accuracy", "maximize")]
+    assert optuna.load_study(study_name="s", storage=database_url).directions == BOTH[::-1]
+    path = tmp_path / "search.toml"
+    path.write_text(
+        'objective = "x.py"\nname = "filed"\n[directions]\naccuracy = "maximize"\nlatency_ms = "minimize"\n'
+        '[constraints]\nmodel_mb = "<= 5"\n'
+    )
+    filed, _ = made(database_url, One(), **read_spec_file(path))
+    assert (filed.spec.ways, filed.spec.constraints) == (WAYS, {"model_mb": "<= 5.0"})
+
+
+def test_one_metric_may_be_asked_of_an_objective_of_several(database_url: str) -> None:
+    study, _ = made(database_url, metric="accuracy", direction="maximize")
+    assert (study.spec.several, study.spec.metric, study.spec.pruner.name) == (False, "accuracy", "median")
+    assert optuna.load_study(study_name="s", storage=database_url).direction == StudyDirection.MAXIMIZE
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {},
+        {"directions": WAYS},
+        {"directions": "accuracy=maximize,latency_ms=minimize"},
+        {"metric": "accuracy"},
+        {"constraints": "model_mb <= 10"},
+        {"directions": WAYS, "metric": "accuracy", "direction": "maximize"},
+    ],
+)
+def test_it_is_joined_by_who_asks_for_the_same(database_url: str, same: dict[str, Any]) -> None:
+    first, _ = made(database_url)
+    again, created = made(database_url, **same)
+    assert not created
+    assert again.spec == first.spec
+    assert list(again.spec.ways) == list(first.spec.ways)
+
+
+THREE = {**WAYS, "parameters": "minimize"}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"directions": {"accuracy": "maximize", "latency_ms": "minimize"}}, ["directions: {", "'parameters'", "->"]),
+        ({"directions": "accuracy=maximize"}, ["directions: {", "-> None"]),
+        ({"directions": {**WAYS, "model_mb": "minimize"}}, ["directions: {", "'model_mb': 'minimize'"]),
+        ({"directions": {**THREE, "latency_ms": "maximize"}}, ["'latency_ms': 'maximize'"]),
+        ({"directions": dict(reversed(THREE.items()))}, ["-> {'parameters': 'minimize', 'latency_ms'"]),
+        (
+            {"directions": {"accuracy": "maximize", "parameters": "minimize", "latency_ms": "minimize"}},
+            ["directions: {", "'parameters': 'minimize', 'latency_ms': 'minimize'}"],
+        ),
+        ({"constraints": "accuracy>=0.5"}, ["constraints: {", "'accuracy': '>= 0.5'"]),
+        ({"metric": "latency_ms"}, ["--metric 'latency_ms'", "put it first in --directions"]),
+        ({"metric": "loss"}, ["--metric 'loss' is none of --directions accuracy, latency_ms, parameters"]),
+        ({"direction": "minimize"}, ["--direction minimize", "leave --direction out"]),
+    ],
+)
+def test_other_metrics_are_refused_by_a_line_that_names_them(
+    database_url: str, other: dict[str, Any], words: list[str]
+) -> None:
+    made(database_url, One(), directions=THREE, constraints="accuracy>=0.5,model_mb<=10")
+    said = refused(database_url, One(), **other)
+    assert all(word in said for word in words), said
+
+
+def test_several_are_not_asked_of_a_study_of_one(database_url: str) -> None:
+    made(database_url, One())
+    said = refused(database_url, One(), directions="distance=minimize,model_mb=minimize")
+    assert "directions: None -> {'distance': 'minimize', 'model_mb': 'minimize'}" in said
+
+
+def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
+    database_url: str, tmp_path: Path
+) -> None:
+    backwards = {"parameters": "minimize", "accuracy": "maximize", "mb": "minimize"}
+    study, _ = made(database_url, One(), directions=backwards, n_trials=2)
+    extend_study(study, "+3")
+    (tmp_path / "rows.csv").write_text("lr\n0.5\n")
+    enqueue(study, read_rows(tmp_path / "rows.csv", One()))
+    again = load_study(study.storage, "s")
+    assert (again.spec.n_trials, list(again.spec.ways.items())) == (5, list(backwards.items()))
+    assert [trial.system_attrs["fixed_params"] for trial in again.trials()] == [{"lr": 0.5}]
+    claims = Claims(study.engine, study.study_id, worker="w")
+    claim = take(claims)
+    claims.report(claim, 0, 9.0, metrics=[9.0, 0.5, 1.0])
+    claims.settle(claim, Outcome.COMPLETE, value=[9.0, 0.5, 1.0])
+    assert [trial.values for trial in again.front()] == [[9.0, 0.5, 1.0]]
+    study.storage.delete_study(study.study_id)
+    assert rows(study.engine, "SELECT * FROM hpsearch_epoch_values") == []
