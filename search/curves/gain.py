@@ -20,11 +20,12 @@ import torch
 from optuna.study import StudyDirection
 
 from search.curves.bounds import least_loss
+from search.curves.candidates import AROUND, DRAWN, TOPS
 from search.curves.earlier import EARLIER, Earlier
+from search.curves.fitting import FITTED, posterior_of, told_trials
 from search.curves.learning import Lesson, parameters
 from search.curves.points import Seen, losses
 from search.curves.process import Points, Posterior
-from search.curves.sampler import AROUND, DRAWN, FITTED, TOPS, posterior_of, told_trials
 from search.curves.space import Space
 
 FUNCTIONS = 500  # drawn from the process

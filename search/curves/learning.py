@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,7 @@ class Lesson:
         of_each: int = OF_EACH,
         always: Container[int] = (),
         earlier: Earlier | None = None,
+        curves: Sequence[Mapping[int, float]] | None = None,
     ) -> Lesson:
         """Of trials that are `known`.
 
@@ -98,11 +99,14 @@ class Lesson:
             random: chooses where there are too many points.
             of_each, always: see `seen`.
             earlier: trials of earlier studies.
+            curves: of each trial, the losses by epoch, from 1, that are learnt as they are; None for those that the
+                trials have reported, of which the best so far counts.
         """
         earlier = earlier or Earlier.none()
         space = Space(distributions, [t.params for t in trials], earlier.drawn)
-        curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials]
-        found = seen(curves, epochs, random, of_each=of_each, always=always)
+        so_far = curves is None
+        curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials] if curves is None else curves
+        found = seen(curves, epochs, random, of_each=of_each, always=always, so_far=so_far)
         points = Points(*map(torch.from_numpy, (space.features(space.rows)[found.trial], found.s, found.trial)))
         scores = torch.from_numpy(found.scores)
         others = Others.of(earlier, space, MOST - len(found.s))

@@ -55,6 +55,7 @@ def seen(
     *,
     of_each: int = OF_EACH,
     always: Container[int] = (),
+    so_far: bool = True,
 ) -> Seen:
     """The points that a process learns from.
 
@@ -64,11 +65,13 @@ def seen(
         random: chooses where there are too many.
         of_each: points of a trial, at most: of the last epochs on the grid.
         always: indices of trials whose points stay, however many there are.
+        so_far: whether a loss counts as the best one up to its epoch.
     """
     if not curves:
         return Seen(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
     grid = _grid(epochs)
-    found = [(trial, epoch, loss) for trial, curve in enumerate(curves) for epoch, loss in _last(curve, grid, of_each)]
+    paths = [_best_so_far(curve) if so_far else curve for curve in curves]
+    found = [(trial, epoch, loss) for trial, path in enumerate(paths) for epoch, loss in _last(path, grid, of_each)]
     if len(found) > MOST:
         stay = [i for i, (trial, _, _) in enumerate(found) if trial in always]
         others = [i for i, (trial, _, _) in enumerate(found) if trial not in always]
@@ -80,12 +83,16 @@ def seen(
     return Seen(trials, np.log(after) / math.log(max(epochs, 2)), losses.astype(np.float64))
 
 
-def _last(curve: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
-    """The best losses so far after a curve's last epochs on the grid, and after its very last one."""
+def _best_so_far(curve: Mapping[int, float]) -> dict[int, float]:
     best, path = math.inf, {}
     for epoch in sorted(curve):
         best = min(best, math.inf if math.isnan(curve[epoch]) else curve[epoch])
         path[epoch] = best
+    return path
+
+
+def _last(path: Mapping[int, float], grid: Sequence[int], most: int) -> list[tuple[int, float]]:
+    """The losses after the last epochs on the grid, and after the very last one."""
     kept = {*[epoch for epoch in grid if epoch in path][-most:], max(path)}
     return [(epoch, path[epoch]) for epoch in sorted(kept)[-most:]]
 

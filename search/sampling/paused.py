@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from search.sampling.several import Values, with_places, with_values
+from search.sampling.several import Values, View
 
 
 class SampledStudy(optuna.Study):
@@ -28,7 +28,7 @@ class SampledStudy(optuna.Study):
         self, study_name: str, storage: Any, *, values: Callable[[], Values] | None = None, **options: Any
     ) -> None:
         super().__init__(study_name, storage, **options)
-        self._values = values
+        self._view = View(self.directions, values)
 
     def _get_trials(
         self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False
@@ -39,10 +39,7 @@ class SampledStudy(optuna.Study):
         trials = super()._get_trials(deepcopy, [*named, TrialState.WAITING], use_cache)
         waiting_too = TrialState.WAITING in named
         shown = [_shown(t) for t in trials if t.state != TrialState.WAITING or t.intermediate_values or waiting_too]
-        if len(self.directions) == 1:
-            return shown
-        values = self._values() if self._values is not None else {}
-        return with_places([with_values(trial, values) for trial in shown], self.directions)
+        return shown if len(self.directions) == 1 else self._view.shown(shown)
 
 
 def as_sampled(study: optuna.Study, values: Callable[[], Values] | None = None) -> SampledStudy:

@@ -8,7 +8,7 @@ so little that whoever truly breaks one comes after them all. No other sampler o
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,37 +24,56 @@ Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the t
 _LEAST = 1e-300  # of a place: no constraint is broken by less
 
 
-def with_values(trial: FrozenTrial, values: Values) -> FrozenTrial:
-    """Return a trial with the values of all metrics, as far as they are known."""
-    known = values.get(trial._trial_id)
-    return trial if not known else _with(trial, VALUES, {str(step): list(found) for step, found in known.items()})
+class View:
+    """Shows trials; remembers the places of pruned ones until there are others.
 
-
-def with_places(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
-    """Return trials, of which the pruned ones that break no constraint have their place among each other.
-
-    Who came further is before the others; among those that came as far, the fronts and their spread decide.
+    Args:
+        directions: of the study.
+        values: gives those of all metrics; called at each reading.
     """
-    maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
-    at: dict[int, list[int]] = {}
-    for index, trial in enumerate(trials):
-        if trial.state == TrialState.PRUNED and not _breaks(trial):
-            at.setdefault(max(trial.intermediate_values, default=-1), []).append(index)
-    found = list(trials)
-    place = 0
-    for step in sorted(at, reverse=True):
-        worths = np.array([worth(trials[index], maximize) for index in at[step]])
-        for member in order(worths):
-            index, place = at[step][member], place + 1
-            found[index] = _with(trials[index], PLACE, place * _LEAST)
-    return found
+
+    def __init__(self, directions: Sequence[StudyDirection], values: Callable[[], Values] | None) -> None:
+        self._maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
+        self._values = values
+        self._placed: tuple[list[tuple[int, int]], list[int]] = ([], [])
+
+    def shown(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """Copies of trials: with all values that are known, and pruned ones that break no constraint with their place.
+
+        Who came further is before the others; among those that came as far, the fronts and their spread decide.
+        """
+        known = self._values() if self._values is not None else {}
+        found = [_with(trial, _values_of(trial, known)) for trial in trials]
+        pruned = [trial for trial in found if trial.state == TrialState.PRUNED and not _breaks(trial)]
+        for place, index in enumerate(self._order(pruned), 1):
+            pruned[index].system_attrs[PLACE] = place * _LEAST
+        return found
+
+    def _order(self, pruned: Sequence[FrozenTrial]) -> list[int]:
+        """Indices of trials, the best first."""
+        came = [(trial._trial_id, max(trial.intermediate_values, default=-1)) for trial in pruned]
+        if self._placed[0] != came:
+            at: dict[int, list[int]] = {}
+            for index, (_, step) in enumerate(came):
+                at.setdefault(step, []).append(index)
+            places: list[int] = []
+            for step in sorted(at, reverse=True):
+                worths = np.array([worth(pruned[index], self._maximize) for index in at[step]])
+                places += [at[step][member] for member in order(worths)]
+            self._placed = came, places
+        return self._placed[1]
+
+
+def _values_of(trial: FrozenTrial, known: Values) -> dict[str, Any]:
+    values = known.get(trial._trial_id)
+    return {VALUES: {str(step): list(found) for step, found in values.items()}} if values else {}
 
 
 def _breaks(trial: FrozenTrial) -> bool:
     return any(value > 0 for value in trial.constraints.values())
 
 
-def _with(trial: FrozenTrial, name: str, value: Any) -> FrozenTrial:
+def _with(trial: FrozenTrial, attrs: Mapping[str, Any]) -> FrozenTrial:
     shown = copy.copy(trial)
-    shown.system_attrs = {**trial.system_attrs, name: value}
+    shown.system_attrs = {**trial.system_attrs, **attrs}
     return shown

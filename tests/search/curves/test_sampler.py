@@ -12,9 +12,10 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from search.curves.fitting import FITTED, REFIT
 from search.curves.foreseen import CHOSEN, band, chosen_line
 from search.curves.points import Seen
-from search.curves.sampler import FITTED, REFIT, CurvesSampler
+from search.curves.sampler import CurvesSampler
 
 EPOCHS = 9
 LR = FloatDistribution(1e-4, 1.0, log=True)

@@ -1,0 +1,233 @@
+"""Configurations for several metrics: a process for each, and the hypervolume that is expected to be gained.
+
+Metrics are taken for independent of each other given what was seen. One that does not change from epoch to epoch, such
+as the number of parameters or a latency, is known for good once a trial has reported it. What is judged best is what
+dominates most, in expectation, of all that the front does not dominate yet: the expected hypervolume improvement
+(Emmerich et al. 2006) is the integral of the probability that a vector is dominated over the vectors that no trial
+dominates, and is taken here as a mean over some of them, which is smooth and goes for any number of metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from search.curves.candidates import TOPS, best_candidate
+from search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
+from search.curves.foreseen import CHOSEN, band, scale
+from search.curves.learning import Lesson
+from search.curves.points import losses
+from search.curves.process import Points, Posterior
+from search.curves.space import Space
+from search.curves.vectors import path, values_by_epoch, worth
+from storage.attributes import PLACE
+from storage.pareto import front, losses_of
+from storage.trials.front_order import order
+
+VECTORS = 256  # of which those count that no trial dominates
+WORST = 0.8  # quantile of all trials, up to which vectors count
+_BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end
+_HOPE = 2.0  # deviations by which a configuration may turn out better than is foreseen
+_STEADY = 0.1  # of a metric's deviation between trials, up to which that within one is noise
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is known of a metric.
+
+    Attributes:
+        lesson: what its process learns from.
+        rows: index of each trial among the lesson's; -1 for one of which it does not know this metric.
+        posterior: of the process.
+    """
+
+    lesson: Lesson
+    rows: np.ndarray
+    posterior: Posterior
+
+    def at_the_end(self, space: Space) -> np.ndarray:
+        """What is foreseen of the trials, in scores [trials]."""
+        mean, _ = self.posterior.at(Points.at_the_end(space.features(space.rows), self.rows))
+        return mean.numpy()
+
+
+class Several:
+    """Suggests configurations of a study of several metrics.
+
+    Args:
+        epochs: of a full trial.
+        random: draws them.
+    """
+
+    def __init__(self, epochs: int, random: np.random.Generator) -> None:
+        self._epochs, self._random = epochs, random
+
+    def suggested(
+        self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The configuration of a trial; why it was chosen is noted with it."""
+        told = told_trials(study, but=trial.number)
+        maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
+        metrics = self._metrics(study, told, distributions, maximize)
+        space = metrics[0].lesson.space
+        foreseen = np.column_stack([metric.at_the_end(space) for metric in metrics])
+        broken = np.array([violation(t) for t in told])
+        good = np.array([np.isfinite(worth(t, maximize)[0]) for t in told]) & ~(broken > 0)
+        best = foreseen[good][front(foreseen[good])]
+        silent = silent_rows(study, space, but=trial.number)
+        running = np.array([i for i, t in enumerate(told) if t.state == TrialState.RUNNING], dtype=np.int64)
+        beliefs = [believing(m.posterior, space, space.rows[running], m.rows[running], silent) for m in metrics]
+        feasible = self._feasibility(study, told, distributions, broken)
+        probes: list[np.ndarray] = []
+
+        def judged(rows: np.ndarray) -> np.ndarray:
+            at = Points.at_the_end(space.features(rows))
+            expected = [belief.at(at) for belief in beliefs]
+            if not probes:  # of those at random, which come first
+                hoped = [(mean - _HOPE * deviation).min().item() for mean, deviation in expected]
+                lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
+                probes.append(self._undominated(best, foreseen, lowest))
+            gain = log_improvement(expected, torch.from_numpy(probes[0]))
+            if feasible is not None:
+                mean, deviation = feasible[0].at(at)
+                gain = gain + torch.special.log_ndtr((feasible[1] - mean) / deviation)
+            return gain.numpy()
+
+        tops = self._tops(foreseen, good)
+        had = np.concatenate([space.rows, silent])
+        row, top = best_candidate(judged, space, self._random, around=space.rows[tops], had=had)
+        given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
+        if not given and all(np.isfinite(metric.lesson.seen.loss).any() for metric in metrics):
+            at = Points.at_the_end(space.features(row[None]))
+            bands = [
+                band(m.lesson.seen, *(found.item() for found in m.posterior.at(at)), maximize=higher)
+                for m, higher in zip(metrics, maximize, strict=True)
+            ]
+            near = None if top is None else told[tops[top]].number
+            note: Any = {"foreseen": [b[0] for b in bands], "band": [[*b[1:]] for b in bands], "near": near}
+            study._storage.set_trial_system_attr(trial._trial_id, CHOSEN, note)
+        return space.params(row)
+
+    def _metrics(
+        self,
+        study: optuna.Study,
+        told: Sequence[FrozenTrial],
+        distributions: dict[str, BaseDistribution],
+        maximize: Sequence[bool],
+    ) -> list[Metric]:
+        """Each with the hyperparameters that are kept by its own name."""
+        kept = study._storage.get_study_system_attrs(study._study_id)
+        first = [losses(t, maximize=maximize[0], epochs=self._epochs) for t in told]
+        others = others_by_epoch(told, maximize, self._epochs)
+        found = []
+        for index, curves in enumerate([first, *others]):
+            known = [i for i, curve in enumerate(curves) if curve]
+            shape: Any = {"maximize": maximize[index], "epochs": self._epochs, "random": self._random}
+            if index:
+                shape["curves"] = [curves[i] for i in known]
+            lesson = Lesson.of([told[i] for i in known], distributions, **shape)
+            rows = np.full(len(told), -1, dtype=np.int64)
+            rows[known] = np.arange(len(known))
+            name = f"{FITTED}:{index}" if index else FITTED
+            posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
+            found.append(Metric(lesson, rows, posterior))
+        return found
+
+    def _feasibility(
+        self,
+        study: optuna.Study,
+        told: Sequence[FrozenTrial],
+        distributions: dict[str, BaseDistribution],
+        broken: np.ndarray,
+    ) -> tuple[Posterior, float] | None:
+        """What is known of how much constraints are broken, and the score up to which none is; None where none was."""
+        known = [int(i) for i in np.flatnonzero(~np.isnan(broken))]
+        if not (broken > 0).any():
+            return None
+        kept = study._storage.get_study_system_attrs(study._study_id)
+        curves = [{self._epochs: float(broken[i])} for i in known]
+        shape: Any = {"maximize": False, "epochs": self._epochs, "random": self._random, "curves": curves}
+        lesson = Lesson.of([told[i] for i in known], distributions, **shape)
+        name = f"{FITTED}:feasible"
+        posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
+        scores, seen = scale(lesson.seen)
+        kept_to = scores[seen <= 0]
+        if not len(kept_to):
+            return posterior, float(scores[0]) - 1.0
+        return posterior, float((kept_to[-1] + scores[len(kept_to)]) / 2)
+
+    def _undominated(self, best: np.ndarray, foreseen: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+        """Vectors of scores [n, metrics] at random that the front does not dominate, none worse than counts."""
+        worst = np.quantile(foreseen, WORST, axis=0)
+        if len(best):
+            low, high = best.min(0), best.max(0)
+            worst = np.maximum(worst, high + _BEYOND * (high - low))
+        drawn = lowest + (worst - lowest) * self._random.random((VECTORS, len(lowest)))
+        dominated = (best[None] <= drawn[:, None]).all(2).any(1)
+        return drawn[~dominated] if not dominated.all() else best
+
+    def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
+        """Some of the trials in the front, whichever; where they are few the next best too."""
+        places = np.flatnonzero(good)
+        ordered = [int(places[place]) for place in order(foreseen[good])]
+        within = len(front(foreseen[good]))
+        if within <= TOPS:
+            return ordered[:TOPS]
+        return [ordered[int(place)] for place in self._random.permutation(within)[:TOPS]]
+
+
+def log_improvement(expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor) -> torch.Tensor:
+    """The logarithm of how many of some vectors are dominated, in expectation [n].
+
+    Args:
+        expected: means and deviations [n] of each metric, lower is better.
+        vectors: that are to be dominated [k, metrics].
+    """
+    found = torch.zeros(1, dtype=torch.float64)
+    for (mean, deviation), bound in zip(expected, vectors.T, strict=True):
+        found = found + torch.special.log_ndtr((bound - mean[:, None]) / deviation[:, None])
+    return found.logsumexp(1)
+
+
+def others_by_epoch(
+    trials: Sequence[FrozenTrial], maximize: Sequence[bool], epochs: int
+) -> list[list[dict[int, float]]]:
+    """Losses of each trial in each metric but the first, by epoch; none where it is not known.
+
+    They are those of the epoch that the first metric found best up to there. Of a metric that is steady they are one
+    number, known of the last epoch as soon as of the first.
+    """
+    every = [values_by_epoch(t, len(maximize)) for t in trials]
+    found = []
+    for index in range(1, len(maximize)):
+        flat = [losses_of(list(v.values()), maximize)[:, index] if v else np.empty(0) for v in every]
+        flat = [each[np.isfinite(each)] for each in flat]
+        if _is_steady(flat):
+            found.append([{epochs: float(np.median(each))} if len(each) else {} for each in flat])
+            continue
+        paths = [path(v, maximize) for v in every]
+        found.append([{e: float(x[index]) for e, x in each.items() if np.isfinite(x[index])} for each in paths])
+    return found
+
+
+def _is_steady(curves: Sequence[np.ndarray]) -> bool:
+    """Whether a metric hardly changes within a trial, beside how much it does from one to another."""
+    several = [each for each in curves if len(each) > 1]
+    if not several:
+        return True
+    within = float(np.median([each.std() for each in several]))
+    return within <= _STEADY * float(np.std([np.median(each) for each in curves if len(each)]))
+
+
+def violation(trial: FrozenTrial) -> float:
+    """By how much a trial breaks the constraint that it breaks most; NaN where it has none."""
+    name = PLACE.partition(":")[2]
+    return max((value for key, value in trial.constraints.items() if key != name), default=np.nan)
