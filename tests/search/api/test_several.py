@@ -7,7 +7,7 @@ import pytest
 
 from search import Study
 from storage.study_storage.opening import open_storage
-from tests.search.report.support import BOUNDS, TRIALS, study_of
+from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def study(database_url: str) -> Study:
 
 
 def test_the_front_and_the_best_by_the_first_metric(study: Study) -> None:
-    assert [trial.number for trial in study.front] == [0, 1]
-    assert [trial.values for trial in study.front] == [[0.9, 4.0], [0.7, 1.0]]
+    assert [each.number for each in study.front] == [0, 1]
+    assert [each.values for each in study.front] == [[0.9, 4.0], [0.7, 1.0]]
     assert study.best is not None
     assert study.best.number == 0
     assert "front: 2 trials" in study._repr_html_()
@@ -43,9 +43,7 @@ def test_a_list_of_studies_tells_how_many_are_on_the_front(study: Study, databas
 
 
 def test_of_one_metric_the_front_is_the_best(database_url: str) -> None:
-    trials = [trial for trial in TRIALS if trial.state.is_finished()][:2]
-    for trial in trials:
-        trial.values = trial.values[:1]
+    trials = [trial(0, (0.9,)), trial(1, (0.7,))]
     study_of(open_storage(database_url, application_name="test"), trials, ways={"accuracy": "maximize"})
     study = Study.open("s", storage_url=database_url)
     assert study.front == [study.best]

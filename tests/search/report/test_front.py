@@ -85,7 +85,7 @@ def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresSt
     made = study_of(storage, [trial(0, (0.8, 2.0))])
     assert volume(made, spent(made).order) is None
     page, _ = page_of(made, tmp_path)
-    assert "Shown once complete trials differ in every metric." in page
+    assert "Shown once complete trials within bounds differ in every metric." in page
     assert "The front in accuracy and latency_ms is trial 0 alone, out of 1 trial." in page
 
 
@@ -113,6 +113,8 @@ def test_where_all_break_a_bound_the_head_says_so(storage: PostgresStorage, tmp_
     made = study_of(storage, [trial(0, (0.8, 9.0), broken=["latency_ms 9, not <= 5"])], constraints=BOUNDS)
     page, _ = page_of(made, tmp_path)
     assert "No trial has run to its end within bounds: latency_ms &lt;= 5 and model_mb &lt;= 10." in page
+    assert 'id="front"' in page, "which shows how far they are"
+    assert 'id="on-front"' not in page
 
 
 def test_the_names_of_metrics_are_no_markup(storage: PostgresStorage, tmp_path: Path) -> None:
