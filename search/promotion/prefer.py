@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from search.errors import SearchError, nearest
@@ -68,11 +70,16 @@ def parse_preference(text: str, ways: Sequence[str]) -> Preference:
         if match is None:
             then.append(metric)
             continue
-        try:
-            conditions.append(Condition(metric, match["sign"], float(match["limit"])))
-        except ValueError:
-            raise SearchError(f"--prefer {text!r}: {match['limit']!r} is no number") from None
+        conditions.append(Condition(metric, match["sign"], _limit(text, match["limit"])))
     return Preference(tuple(conditions), tuple(then) or (ways[0],))
+
+
+def _limit(text: str, given: str) -> float:
+    with suppress(ValueError):
+        limit = float(given)
+        if not math.isnan(limit):
+            return limit
+    raise SearchError(f"--prefer {text!r}: {given!r} is no number")
 
 
 def preferred(study: StoredStudy, text: str) -> int:

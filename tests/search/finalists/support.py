@@ -9,8 +9,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
 from search.finalists import Finalists, read_finalists
+from search.spec.spec import parse_spec
 from search.study.study import StoredStudy, load_study
-from storage.attributes import FRESH, INFEASIBLE, REFIT, SPEC
+from storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claim, Claims, Nothing
 from storage.trials.outcome import Outcome
@@ -40,9 +41,31 @@ def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, bu
     return load_study(storage, name)
 
 
+WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
+
+
+def search_several(
+    storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, ways: dict[str, str] = WAYS, **settings: object
+) -> StoredStudy:
+    """A finished search of several metrics."""
+    study = optuna.create_study(study_name=name, directions=list(ways.values()), storage=storage)
+    base = {"name": name, "objective": "digits", "n_trials": len(trials), "epochs": 4}
+    spec = parse_spec({**base, "directions": ways, **settings})
+    storage.set_study_user_attr(study._study_id, SPEC, spec.model_dump())
+    storage.import_trials(study._study_id, trials)
+    return load_study(storage, name)
+
+
+def ended(number: int, *values: float, like: int | None = None, broken: str | None = None) -> FrozenTrial:
+    """A trial of several metrics: with the parameters of another where it is `like` that, and maybe out of bounds."""
+    given = params(number if like is None else like)
+    attrs = {} if broken is None else {BROKEN: [broken]}
+    return create_trial(values=values, params=given, distributions=SPACE, user_attrs=attrs)
+
+
 def train(
     chosen: StoredStudy,
-    value_of: Callable[[int, int], float | None],
+    value_of: Callable[[int, int], float | list[float] | None],
     *,
     trials: int | None = None,
     fresh: dict[str, object] | None = None,
@@ -65,7 +88,7 @@ def train(
         done += 1
 
 
-def train_runs(made: StoredStudy, losses: list[float | None]) -> None:
+def train_runs(made: StoredStudy, losses: list[float | None], *, value: float | list[float] = 1.0) -> None:
     """Run the next trials of a refit as a worker does, with training losses that are made up; None diverges."""
     claims = Claims(made.storage.engine, made.study_id, worker="host:1")
     for loss in losses:
@@ -74,7 +97,7 @@ def train_runs(made: StoredStudy, losses: list[float | None]) -> None:
         if loss is None:
             claims.settle(claim, Outcome.INFEASIBLE, attrs={INFEASIBLE: True})
         else:
-            claims.settle(claim, Outcome.COMPLETE, value=1.0, attrs={REFIT: {"train_loss": loss}})
+            claims.settle(claim, Outcome.COMPLETE, value=value, attrs={REFIT: {"train_loss": loss}})
 
 
 def table(study: StoredStudy) -> Finalists:

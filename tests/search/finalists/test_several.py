@@ -1,0 +1,265 @@
+"""Finalists of several metrics: the front is trained anew, and what of it no other dominates then."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from search.console import PlainConsole
+from search.errors import SearchError
+from search.finalists.refit import create_or_join_refit, read_refit
+from search.finalists.study import best_configurations, create_or_join
+from search.finalists.table import Finalists
+from search.finalists.text import confirmation_lines, finalist_table, ranked
+from search.promotion.evidence import why_unconfirmed
+from search.promotion.open_test import choose_candidate
+from search.promotion.prefer import parse_preference, preferred
+from search.publish.finalists import table_record
+from search.study.study import StoredStudy
+from storage.attributes import REMOVED
+from storage.records.test_openings import open_test_set, write_scores
+from storage.study_storage import PostgresStorage
+from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
+
+BOUND = {"constraints": {"latency_ms": "<= 10"}}
+OUT = "latency_ms 20, not <= 10"
+
+# 1, 2, 0 and 5 are the front. 5 has the parameters of 0, and 6 is dominated by it alone.
+TRIALS = [
+    ended(0, 0.90, 5.0),
+    ended(1, 0.95, 9.0),
+    ended(2, 0.80, 2.0),
+    ended(3, 0.85, 6.0),
+    ended(4, 0.99, 20.0, broken=OUT),
+    ended(5, 0.905, 5.2, like=0),
+    ended(6, 0.903, 5.4),
+]
+
+FRESH = {
+    0: ([0.90, 5.0], [0.92, 5.2]),
+    1: ([0.90, 9.0], [0.90, 9.2]),
+    2: ([0.80, 2.0], [0.81, 2.2]),
+}
+
+Fresh = dict[int, tuple[list[float] | None, ...]]
+
+
+@pytest.fixture
+def study(storage: PostgresStorage) -> StoredStudy:
+    return search_several(storage, "s", TRIALS, **BOUND)
+
+
+def confirm(study: StoredStudy, fresh: Fresh = FRESH, *, trials: int | None = None) -> Finalists:
+    """Train finalists on two seeds."""
+    chosen, _ = create_or_join(study, top=None, seeds=2)
+    of = chosen.spec.finalists_of
+    assert of is not None
+    told = {"error": 0.01, "divided": True, "sizes": [60, 20, 20], "epochs": [1, 2]}
+    train(chosen, lambda trial, seed: fresh[trial][of.seeds.index(seed)], trials=trials, fresh=told)
+    return table(study)
+
+
+def numbers(study: StoredStudy, top: int = 9, *, infeasible: bool = False, removed: bool = False) -> list[int]:
+    return [t.number for t in best_configurations(study, top, infeasible=infeasible, removed=removed)]
+
+
+def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy) -> None:
+    assert [trial.number for trial in study.front()] == [1, 5, 0, 2]
+    assert numbers(study) == [1, 2, 0], "the ends of the front have most room about them"
+    assert numbers(study, 2) == [1, 2]
+    assert set(numbers(study, infeasible=True)) == {0, 1, 2, 4}
+    chosen, created = create_or_join(study, top=None, seeds=1)
+    of = chosen.spec.finalists_of
+    assert of is not None
+    assert (created, of.trials, of.top, chosen.spec.n_trials) == (True, [1, 2, 0], 3, 3)
+    assert chosen.spec.ways == study.spec.ways
+    assert create_or_join(study, top=None, seeds=None)[1] is False
+
+
+def test_in_place_of_a_removed_one_comes_who_is_dominated_by_it_alone(storage: PostgresStorage) -> None:
+    def without(*gone: int) -> StoredStudy:
+        trials = copy.deepcopy(TRIALS)
+        for number in gone:
+            trials[number].user_attrs = {REMOVED: "gc"}
+        return search_several(storage, f"s-{len(gone)}", trials, **BOUND)
+
+    assert numbers(without(0)) == [1, 2, 5]
+    both = without(0, 5)
+    assert set(numbers(both)) == {1, 2, 6}
+    assert numbers(both, removed=True) == [1, 2, 0]
+
+
+def test_where_none_keeps_to_the_bounds_it_is_said(storage: PostgresStorage) -> None:
+    study = search_several(storage, "b", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
+    with pytest.raises(SearchError, match=r"no complete trial within its constraints: .*--infeasible$"):
+        create_or_join(study, top=None, seeds=1)
+    chosen, _ = create_or_join(study, top=None, seeds=1, infeasible=True)
+    assert chosen.spec.finalists_of is not None
+    assert chosen.spec.finalists_of.trials == [0]
+
+
+def test_the_front_is_that_of_the_means(study: StoredStudy, capsys: pytest.CaptureFixture[str]) -> None:
+    found = confirm(study, trials=5)
+    assert (found.front, found.winner, found.decided, found.pending) == ((), None, False, 1)
+    found = confirm(study)
+    assert (found.front, found.winner, found.tie, found.expected) == ((0, 2), None, (), None)
+    assert found.row(0).means == (pytest.approx(0.91), pytest.approx(5.1))
+    assert (found.row(0).searched, found.row(0).mean) == ((0.90, 5.0), pytest.approx(0.91))
+    assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["front", "dominated", "front"]
+    assert found.dominating(found.row(1), study.spec.maximized) == [0]
+    assert [found.stands(trial) for trial in (0, 1, 2)] == [True, False, True]
+    assert [row.trial for row in ranked(study, found)] == [0, 2, 1]
+    assert confirmation_lines(study) == [
+        "front on 2 fresh divisions: trials 0 and 2, which no other finalist dominates",
+        "dominated on fresh seeds: trial 1",
+    ]
+    PlainConsole().print(finalist_table(study, found))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["trial", "accuracy", "fresh", "mean", "latency_ms", "fresh", "mean"],
+        ["0", "0.9", "0.91", "5", "5.1", "front"],
+        ["2", "0.8", "0.805", "2", "2.1", "front"],
+        ["1", "0.95", "0.9", "9", "9.1", "dominated", "by", "0"],
+    ]
+    record = table_record(study, found)
+    assert (record["front"], record["directions"], record["winner"]) == ([0, 2], study.spec.directions, None)
+
+
+def test_who_dominates_all_others_wins(study: StoredStudy) -> None:
+    found = confirm(study, {**FRESH, 0: ([0.95, 1.0], [0.96, 1.0])})
+    assert (found.front, found.winner) == ((0,), 0)
+    assert [found.verdict(found.row(trial)) for trial in (0, 1, 2)] == ["winner", "dominated", "dominated"]
+    assert confirmation_lines(study)[0] == "winner: trial 0, which dominates all other finalists on 2 fresh divisions"
+    candidate = choose_candidate(study, trial=None, unconfirmed=False)
+    assert (candidate.trial.number, candidate.finalists) == (0, "s.finalists")
+
+
+def test_without_a_value_for_every_seed_none_is_on_the_front(study: StoredStudy) -> None:
+    found = confirm(study, {**FRESH, 2: ([0.99, 0.1], None)})
+    assert (found.front, found.winner) == ((0,), 0)
+    assert found.verdict(found.row(2)) == "incomplete"
+    assert [row.trial for row in ranked(study, found)] == [0, 1, 2]
+
+
+def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> None:
+    found = confirm(study, dict.fromkeys(FRESH, (None, None)))
+    assert (found.front, found.winner, found.decided) == ((), None, False)
+    assert confirmation_lines(study) == ["finalists: no winner, none has a value for each of 2 fresh seeds"]
+    assert why_unconfirmed(study, 0) == "the finalists have no winner: none has all seeds"
+
+
+def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: StoredStudy) -> None:
+    confirm(study)
+    with pytest.raises(SearchError, match="no other finalist of 's' dominates trials 0, 2: promote one of them, or"):
+        choose_candidate(study, trial=None, unconfirmed=False)
+    with pytest.raises(SearchError, match="dominates trials 0, 2"):
+        choose_candidate(study, trial=1, unconfirmed=False)
+    for trial in (0, 2):
+        candidate = choose_candidate(study, trial=trial, unconfirmed=False)
+        assert (candidate.trial.number, candidate.finalists) == (trial, "s.finalists")
+    unconfirmed = choose_candidate(study, trial=1, unconfirmed=True)
+    assert (unconfirmed.trial.number, unconfirmed.finalists) == (1, None)
+
+
+def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
+    assert why_unconfirmed(study, 0) == "no finalists were trained"
+    confirm(study, trials=2)
+    assert why_unconfirmed(study, 0) == "the finalists have no winner: 4 of their trials have not ended"
+    confirm(study)
+    assert why_unconfirmed(study, 1) == "the finalists chose trial 0 or 2"
+    assert why_unconfirmed(study, 0) == why_unconfirmed(study, 2) == "the test set was not opened for it"
+    opening = open_test_set(
+        study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
+    )
+    assert why_unconfirmed(study, 0) == "the test set was opened for trial 2"
+    assert why_unconfirmed(study, 2) == "the test set was opened and has no scores"
+    write_scores(study.engine, study.study_id, opening, {"accuracy": 0.8})
+    assert why_unconfirmed(study, 2) == ""
+
+
+def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
+    confirm(study)
+    with pytest.raises(SearchError, match="no other dominates trials 0, 2: choose one with --trial"):
+        create_or_join_refit(study, seeds=None)
+    with pytest.raises(SearchError, match="dominates trials 0, 2"):
+        create_or_join_refit(study, seeds=None, trial=1)
+    made, created = create_or_join_refit(study, seeds=3, trial=2)
+    of = made.spec.finalists_of
+    assert of is not None
+    assert (created, of.trials, of.refit) == (True, [2], 3)
+    train_runs(made, [0.3, 0.1, 0.2], value=[0.9, 1.0])
+    found = read_refit(study, 2)
+    assert found is not None
+    assert (found[1].taken, found[1].of) == (2, 2)
+    assert why_unconfirmed(made, 2) == "the test set was not opened for it yet"
+    assert read_refit(study, 0) is None
+
+
+PREFERENCES = [
+    ("latency_ms", 2),
+    ("accuracy", 1),
+    ("accuracy >= 0.9 then latency_ms", 0),
+    ("accuracy > 0.9 then latency_ms", 5),
+    ("latency_ms<6 and accuracy>=0.9", 5),
+    ("latency_ms <= 5.2, accuracy >= 0.7 then latency_ms", 2),
+    ("latency_ms <= 5 and latency_ms > 2", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "trial"), PREFERENCES)
+def test_a_sentence_prefers_a_trial_of_the_front(study: StoredStudy, text: str, trial: int) -> None:
+    assert preferred(study, text) == trial
+
+
+def test_where_there_are_finalists_their_means_decide(study: StoredStudy, say: Say) -> None:
+    assert preferred(study, "accuracy") == 1
+    confirm(study)
+    assert preferred(study, "accuracy") == 0, "the search's best is dominated on fresh seeds"
+    assert preferred(study, "accuracy >= 0.8 then latency_ms") == 2
+    with pytest.raises(SearchError) as error:
+        preferred(study, "accuracy >= 0.95")
+    assert str(error.value) == (
+        "--prefer 'accuracy >= 0.95': no trial of the front is so; the nearest: trial 0 (accuracy 0.91, latency_ms "
+        "5.1), trial 2 (accuracy 0.805, latency_ms 2.1)"
+    )
+    assert say("promote", "s", "--prefer", "latency_ms < 1", code=2).endswith(
+        "trial 0 (accuracy 0.91, latency_ms 5.1)\n"
+    )
+
+
+def test_another_metric_decides_between_equal_ones(storage: PostgresStorage) -> None:
+    ways = {"accuracy": "maximize", "latency_ms": "minimize", "model_mb": "minimize"}
+    trials = [ended(0, 0.9, 5.0, 3.0), ended(1, 0.8, 5.0, 1.0), ended(2, 0.8, 5.0, 1.0), ended(3, 0.7, 9.0, 0.5)]
+    study = search_several(storage, "three", trials, ways=ways)
+    assert preferred(study, "latency_ms then accuracy") == 0
+    assert preferred(study, "latency_ms then model_mb") == 1, "of equal ones the earliest"
+    assert preferred(study, "model_mb <= 2 then latency_ms then model_mb") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("latency", "'latency' is no metric of the study; did you mean 'latency_ms'"),
+        ("accuracy == 0.9", "'accuracy == 0.9' is no metric of the study"),
+        ("accuracy >= high", "'high' is no number"),
+        ("accuracy >= nan", "'nan' is no number"),
+        ("", "'' is no metric of the study"),
+        ("accuracy >= 0.9 then", "is no metric of the study"),
+    ],
+)
+def test_a_sentence_that_says_nothing_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(SearchError) as error:
+        parse_preference(text, ["accuracy", "latency_ms"])
+    said = str(error.value)
+    assert said.startswith(f"--prefer {text!r}: ")
+    assert words in said, said
+    assert "\n" not in said
+
+
+def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: PostgresStorage) -> None:
+    with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
+        preferred(search(storage, "one", [], budget=1), "accuracy")
+    nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
+    with pytest.raises(SearchError, match="has no trial on its front: none has run to its end within its bounds"):
+        preferred(nobody, "accuracy")

@@ -1,0 +1,147 @@
+"""Promotion where several metrics are optimised: nobody is chosen for you, and a trial out of bounds only when told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import optuna
+import pytest
+from optuna.trial import TrialState, create_trial
+
+from search.errors import SearchError
+from search.promotion.open_test import choose_candidate
+from search.promotion.promote import promote, refresh_evidence
+from search.publish.finalists import tell_confirmation
+from search.publish.note import study_note
+from search.publish.study import close_study
+from search.spec.spec import parse_spec
+from search.study.study import load_study
+from search.study.summary import summarise
+from storage.attributes import BROKEN, REASON, RUN_ID, SPEC
+from storage.mlflow.client import Tracking
+from storage.records.test_openings import open_test_set, write_scores
+from storage.study_storage.opening import open_storage
+from storage.trials.finalist_sets import finalist_studies
+from tests.search.promotion.support import Left, Tracked, unregister
+
+WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
+OUT = "latency_ms 20, not <= 10"
+
+# Trials 0 and 1 are the front; 2 is better than both in one, and out of bounds; 3 was pruned.
+VALUES = [[0.9, 5.0], [0.95, 9.0], [0.99, 20.0], None]
+
+
+@pytest.fixture
+def several(database_url: str, tracking: Tracking, _left: Left) -> Iterator[Tracked]:
+    """A finished search of two metrics: its runs and models are those of all tests."""
+    storage, name = open_storage(database_url, application_name="test"), "several-promoted"
+    study = optuna.create_study(study_name=name, directions=list(WAYS.values()), storage=storage)
+    base = {"name": name, "objective": "digits", "n_trials": len(VALUES), "epochs": 4}
+    spec = parse_spec({**base, "directions": WAYS, "constraints": {"latency_ms": "<= 10"}})
+    storage.set_study_user_attr(study._study_id, SPEC, spec.model_dump())
+    storage.set_study_user_attr(study._study_id, RUN_ID, _left.parent)
+    for values, run in zip(VALUES, _left.runs, strict=True):
+        attrs: dict[str, object] = {RUN_ID: run, REASON: "why"}
+        if values is not None and values[1] > 10:
+            attrs[BROKEN] = [OUT]
+        state = TrialState.PRUNED if values is None else TrialState.COMPLETE
+        study.add_trial(create_trial(state=state, values=values, user_attrs=attrs))
+    yield Tracked(load_study(storage, name), tracking, name)
+    unregister(tracking, _left)
+
+
+def confirm(several: Tracked, means: dict[int, list[float]]) -> None:
+    """Make the study of the finalists, trained on two seeds."""
+    stored, trials = several.stored, list(means)
+    of = {"study": several.name, "study_id": stored.study_id, "top": 2, "trials": trials, "seeds": [11, 12]}
+    name = f"{several.name}-f"
+    held = optuna.create_study(study_name=name, directions=list(WAYS.values()), storage=several.storage)
+    spec = {**stored.spec.model_dump(), "name": name, "n_trials": 2 * len(trials), "finalists_of": of}
+    several.storage.set_study_user_attr(held._study_id, SPEC, spec)
+    for _ in range(2):
+        for trial in trials:
+            held.add_trial(create_trial(values=means[trial]))
+
+
+def test_of_a_front_one_has_to_be_chosen(several: Tracked) -> None:
+    with pytest.raises(SearchError) as error:
+        promote(several.stored, several.tracking)
+    assert str(error.value) == (
+        f"study {several.name!r} has 2 trials that no other dominates (1, 0): choose one with --trial, or by what you "
+        "prefer, such as --prefer latency_ms"
+    )
+    assert several.told() == []
+    done = promote(several.stored, several.tracking, trial=0)
+    assert (done.trial, done.version, done.unconfirmed) == (0, 1, "no finalists were trained")
+    tags = several.version("champion").tags
+    assert (tags["hpsearch.metric"], tags["hpsearch.value"]) == ("val_accuracy", "0.9")
+
+
+def test_the_only_one_of_a_front_is_promoted_unasked(several: Tracked) -> None:
+    confirm(several, {0: [0.95, 4.0], 1: [0.9, 9.0]})
+    assert promote(several.stored, several.tracking).trial == 0
+
+
+def test_a_trial_out_of_bounds_is_promoted_only_when_told(several: Tracked) -> None:
+    with pytest.raises(SearchError) as error:
+        promote(several.stored, several.tracking, trial=2)
+    assert str(error.value) == (
+        f"--trial 2: it is out of bounds ({OUT}): promote another, or this one all the same with --infeasible"
+    )
+    assert several.told() == []
+    assert promote(several.stored, several.tracking, trial=2, infeasible=True).trial == 2
+
+
+def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracked) -> None:
+    stored, engine = several.stored, several.storage.engine
+    confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
+    with pytest.raises(SearchError, match="no other finalist of 'several-promoted' dominates trials 1, 0"):
+        choose_candidate(stored, trial=None, unconfirmed=False)
+    assert promote(stored, several.tracking, trial=0).unconfirmed == "the test set was not opened for it"
+    (finalists,) = finalist_studies(engine, stored.study_id)
+    candidate = choose_candidate(stored, trial=None, unconfirmed=False)
+    assert (candidate.trial.number, candidate.finalists) == (0, finalists)
+    other = choose_candidate(stored, trial=1, unconfirmed=False)
+    assert (other.trial.number, other.finalists) == (1, finalists), "who is named comes before who was promoted"
+    opening = open_test_set(
+        engine, stored.study_id, trial_number=0, model_sha256="0" * 64, opened_by="me", finalists=finalists
+    )
+    write_scores(engine, stored.study_id, opening, {"accuracy": 0.875})
+    refresh_evidence(stored, several.tracking)
+    found = several.version("champion")
+    assert (found.tags["hpsearch.confirmed"], found.tags["hpsearch.unconfirmed"]) == ("true", "")
+    assert json.loads(found.tags["hpsearch.finalists"])["front"] == [1, 0]
+    promote(stored, several.tracking, trial=1)
+    assert several.version("champion").tags["hpsearch.unconfirmed"] == "the test set was opened for trial 0"
+
+
+def test_a_promoted_trial_that_fresh_seeds_dominate_has_no_test_set(several: Tracked) -> None:
+    promote(several.stored, several.tracking, trial=2, infeasible=True)
+    confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
+    with pytest.raises(SearchError, match="dominates trials 1, 0: promote one of them"):
+        choose_candidate(several.stored, trial=None, unconfirmed=False)
+    refresh_evidence(several.stored, several.tracking)
+    assert several.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 1 or 0"
+
+
+def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None:
+    stored = several.stored
+    close_study(stored, summarise(stored), several.tracking)
+    tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
+    assert json.loads(tags["hpsearch.front"]) == {
+        "1": {"accuracy": 0.95, "latency_ms": 9.0},
+        "0": {"accuracy": 0.9, "latency_ms": 5.0},
+    }
+    assert (tags["hpsearch.best_trial"], tags["hpsearch.out_of_bounds"]) == ("1", "1")
+    note = study_note(stored, summarise(stored))
+    assert "maximize accuracy and minimize latency_ms" in note
+    assert "\n| trial | accuracy | latency_ms |\n|---|---|---|\n| trial 1 | 0.95 | 9 |\n| trial 0 | 0.9 | 5 |\n" in note
+    assert "1 complete trial out of bounds: `latency_ms <= 10` is broken." in note
+    confirm(several, {0: [0.96, 5.0], 1: [0.95, 4.0]})
+    for trial in load_study(several.storage, f"{several.name}-f").trials():
+        assert trial.datetime_complete is not None
+    tell_confirmation(stored, several.tracking)
+    tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
+    assert (tags["hpsearch.finalists_front"], tags["hpsearch.winner"]) == ("0, 1", "")
+    assert several.client.get_run(several.run_of(0)).data.tags["hpsearch.finalist"] == "front"
