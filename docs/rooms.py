@@ -21,6 +21,7 @@ ROOMS = (
     "storage.database",
     "storage.study_storage",
     "storage.checkpoints",
+    "storage.rungs",
     "storage.trials",
     "storage.mlflow",
     "storage.records",

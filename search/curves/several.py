@@ -30,7 +30,7 @@ from search.curves.space import Space
 from search.curves.vectors import path, values_by_epoch, worth
 from storage.attributes import PLACE
 from storage.pareto import front, losses_of
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 
 VECTORS = 256  # of which those count that no trial dominates
 WORST = 0.8  # quantile of all trials, up to which vectors count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from search.pruners.decision import Case, Decision, Grounds, Peers
 from storage.pareto import losses_of
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 
 
 @dataclass(frozen=True)

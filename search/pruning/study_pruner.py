@@ -14,9 +14,9 @@ from optuna.trial import FrozenTrial, TrialState
 from objectives.measured import MEASURED
 from search.pruners.decision import Case, Decision, Noted, Peers
 from search.spec.spec import StudySpec
+from storage.rungs.rungs import Rungs
 from storage.study_storage import PostgresStorage
 from storage.study_storage.rungs import read_rung, rung_key
-from storage.trials.rungs import Rungs
 
 
 def study_rungs(spec: StudySpec) -> Rungs | None:

@@ -31,7 +31,7 @@ from search.study.summary import Summary, format_seconds, format_value, study_pa
 from storage.attributes import REASON, RUN_URL, SMOKE
 from storage.records.promotions import Promotion
 from storage.records.test_openings import Opening, read_opening
-from storage.trials.rungs import read_rungs
+from storage.rungs.rungs import read_rungs
 
 _BECAME = {"promoted": "went on", "waiting": "waiting", "pruned": "pruned there"}  # of trials at a rung
 _FAILURES = 20  # listed with their reasons; the table of trials has them all

@@ -28,7 +28,6 @@ class Curves(SamplerSpec):
     """
 
     name: Literal["curves"] = "curves"
-    knows_several: ClassVar[bool] = False
     n_startup_trials: int = Field(default=10, ge=1)
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
 

@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search.curves.vectors import worth
 from storage.attributes import PLACE, VALUES
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the trial's id and step
 

@@ -10,8 +10,8 @@ from search.console import counted
 from search.pruning import study_rungs
 from search.study.study import StoredStudy
 from storage.attributes import RUNG
+from storage.rungs.rungs import read_rungs
 from storage.trials.attempts import seconds_of_attempts
-from storage.trials.rungs import read_rungs
 
 
 def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:

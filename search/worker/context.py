@@ -16,10 +16,10 @@ from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker
 from search.worker.leaving import Leaving
 from search.worker.pulse import Pulse
+from storage.rungs.rungs import Rungs
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claims
 from storage.trials.lease import LeaseKeeper
-from storage.trials.rungs import Rungs
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from search.worker.checkpoints import TrialCheckpoints
 from search.worker.context import WorkerContext
 from search.worker.epoch_values import EpochValues, violations
 from storage.files import sync_folder
+from storage.rungs.rungs import Standing
 from storage.trials.claims import Claim, Reported
-from storage.trials.rungs import Standing
 
 log = logging.getLogger(__name__)
 

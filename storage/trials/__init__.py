@@ -1,4 +1,4 @@
 """Trials: who runs which, by claims, leases and attempts, and how each ends.
 
-Imports: errors, attributes, pareto, database.
+Imports: errors, attributes, database, rungs.
 """

@@ -24,12 +24,7 @@ from storage.database.retry import PATIENCE
 from storage.database.statements import Database
 from storage.database.trial_rows import claim_lost, store
 from storage.errors import ClaimLostError, StorageError
-from storage.trials import claim_sql as sql
-from storage.trials import settling
-from storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
-from storage.trials.outcome import Outcome
-from storage.trials.process_identity import current_machine, current_process, has_ended
-from storage.trials.rungs import (
+from storage.rungs.rungs import (
     Retired,
     Rungs,
     Standing,
@@ -40,6 +35,11 @@ from storage.trials.rungs import (
     promote,
     standing,
 )
+from storage.trials import claim_sql as sql
+from storage.trials import settling
+from storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
+from storage.trials.outcome import Outcome
+from storage.trials.process_identity import current_machine, current_process, has_ended
 from storage.trials.spending import Spending, spending_in
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]

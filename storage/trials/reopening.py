@@ -10,8 +10,8 @@ import sqlalchemy as sa
 
 from storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
 from storage.database.locks import UNLESS_FROZEN
-from storage.trials import fronts
-from storage.trials.rungs import Rungs, count_places
+from storage.rungs import fronts
+from storage.rungs.rungs import Rungs, count_places
 
 _LOCKED = sa.text(f"""
     {UNLESS_FROZEN}

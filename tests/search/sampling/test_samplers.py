@@ -20,9 +20,9 @@ from objectives import ObjectiveError
 from objectives.search_space import every_configuration
 from search.samplers import SamplerSpec
 from search.sampling.paused import as_sampled
+from storage.rungs.rungs import Rungs
 from storage.trials.claims import Claim, Claims
 from storage.trials.outcome import Outcome
-from storage.trials.rungs import Rungs
 from tests.search.sampling.test_suggest import Small, Worker, branches, distinct, nine
 
 GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}

@@ -13,11 +13,11 @@ from optuna.trial import TrialState
 
 from storage.attributes import REASON
 from storage.errors import ClaimLostError
+from storage.rungs.rungs import Rungs
 from storage.trials.claims import Claims, Retired
 from storage.trials.epoch_values import read_epoch_values
 from storage.trials.outcome import Outcome
 from storage.trials.reopening import go_on_again, reopen_trial
-from storage.trials.rungs import Rungs
 from storage.trials.spending import open_spending
 from tests.storage.trials.support import budget, kill, rows, take
 

@@ -14,10 +14,10 @@ from optuna.trial import TrialState
 
 from search.spec.spec import MOST_TRIALS
 from storage.attributes import CUT, REASON, SPEC
+from storage.rungs.rungs import Rungs
 from storage.trials.claims import Claim, Claims, Nothing, Retired
 from storage.trials.outcome import Outcome
 from storage.trials.reopening import go_on_again, reopen_trial
-from storage.trials.rungs import Rungs
 from storage.trials.spending import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 

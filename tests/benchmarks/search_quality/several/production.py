@@ -18,7 +18,7 @@ from search.pruners import PrunerSpec
 from search.samplers import SamplerSpec
 from search.sampling.paused import as_sampled
 from search.sampling.seeds import make_sampler
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.simulation import Work

@@ -93,7 +93,7 @@ def digest(one: Search) -> str:
     """Names a search's file: another for other curves, another simulation or, of hpsearch's ways, other code."""
     sources = [HERE / name for name in ("problems.py", "simulation.py")] + [HERE.parent / "simulation.py"]
     if one.way in OURS:
-        sources += [HERE / "production.py", ROOT / "storage/trials/front_order.py", ROOT / "storage/pareto.py"]
+        sources += [HERE / "production.py", ROOT / "storage/rungs/front_order.py", ROOT / "storage/pareto.py"]
         rooms = ("curves", "samplers", "pruners", "sampling") if "random" not in one.way else ("pruners",)
         sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
     else:

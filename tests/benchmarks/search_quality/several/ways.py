@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 from optuna.samplers import NSGAIISampler, RandomSampler, TPESampler
 
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 from tests.benchmarks.search_quality.several.peers import Optuna, SyneTune, as_meant, as_shipped
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.several.production import Production

@@ -17,11 +17,11 @@ from optuna.trial import TrialState
 from storage.attributes import RUNG
 from storage.database.connect import make_engine
 from storage.pareto import dominating, losses_of
+from storage.rungs.front_order import order
+from storage.rungs.rungs import Rungs, Standing, note
 from storage.trials.claims import Claim, Claims, Nothing, Retired
-from storage.trials.front_order import order
 from storage.trials.outcome import Outcome
 from storage.trials.reopening import reopen_trial, wait_again
-from storage.trials.rungs import Rungs, Standing, note
 from tests.storage.trials.support import budget, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from storage.pareto import losses_of
-from storage.trials.front_order import order
+from storage.rungs.front_order import order
 
 # Behind all others, until the places are given.
 _NOTE = sa.text("""

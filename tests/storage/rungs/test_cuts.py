@@ -16,10 +16,10 @@ from optuna.trial import TrialState, create_trial
 from storage.attributes import SPEC
 from storage.database import migrations
 from storage.database.migrate import migrate
+from storage.rungs.cuts import count_anew
+from storage.rungs.rungs import Rungs, note
 from storage.trials.claims import Claim, Claims
-from storage.trials.cuts import count_anew
 from storage.trials.outcome import Outcome
-from storage.trials.rungs import Rungs, note
 from tests.storage.trials.support import budget, rows, take
 
 CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"

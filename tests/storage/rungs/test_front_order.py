@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.pareto import ranks
-from storage.trials.front_order import epsilon_net, order
+from storage.rungs.front_order import epsilon_net, order
 
 losses = st.integers(1, 3).flatmap(
     lambda metrics: st.lists(

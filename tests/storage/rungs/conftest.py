@@ -1,0 +1,5 @@
+"""The study of the trials' tests, with rungs."""
+
+from tests.storage.trials.conftest import engine, storage, study_id
+
+__all__ = ["engine", "storage", "study_id"]
