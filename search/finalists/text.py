@@ -75,9 +75,18 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
             "unknown" if row.spread is None else f"{row.spread:.4f}",
             "-" if over is None else f"{over:+.4f}",
             "  ".join(values),
-            SHOWN[found.verdict(row)] if not found.pending else "",
+            told_verdict(study, found, row),
         )
     return table
+
+
+def told_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
+    """Return what became of a finalist in words; nothing until all have ended."""
+    if found.pending:
+        return ""
+    verdict = found.verdict(row)
+    by = found.dominating(row, study.spec.maximized) if verdict == "dominated" else []
+    return f"{SHOWN[verdict]} by {', '.join(map(str, by))}" if by else SHOWN[verdict]
 
 
 def _front_table(study: StoredStudy, found: Finalists) -> Table:
@@ -89,10 +98,7 @@ def _front_table(study: StoredStudy, found: Finalists) -> Table:
     for row in ranked(study, found):
         means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
         pairs = zip((f"{value:.4g}" for value in row.searched), means, strict=True)
-        verdict = "" if found.pending else SHOWN[found.verdict(row)]
-        if verdict == "dominated":
-            verdict += f" by {', '.join(map(str, found.dominating(row, study.spec.maximized)))}"
-        table.add_row(str(row.trial), *(cell for pair in pairs for cell in pair), verdict)
+        table.add_row(str(row.trial), *(cell for pair in pairs for cell in pair), told_verdict(study, found, row))
     return table
 
 

@@ -68,6 +68,7 @@ def _tell_finalists(
         if row.trial not in runs:
             continue
         figures = {"finalist_mean": row.mean, "finalist_spread": row.spread}
+        figures |= {f"finalist_mean_{name}": mean for name, mean in zip(study.spec.ways, row.means, strict=False)}
         if row.trial == found.winner and found.expected is not None:
             figures |= {
                 "expected": found.expected.mean,

@@ -13,7 +13,7 @@ from search.console import counted
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.finalists.expected import LEVEL
 from search.finalists.table import Finalists, read_finalists
-from search.finalists.text import SHOWN, drawn, expected_words, finalist_lines, opening_line, optimism, ranked
+from search.finalists.text import drawn, expected_words, finalist_lines, opening_line, optimism, ranked, told_verdict
 from search.pruning import study_rungs
 from search.report.figures import figure_data, importances, named
 from search.report.foreseen import foreseen
@@ -227,8 +227,15 @@ def _finalists(study: StoredStudy, found: Finalists) -> dict[str, Any]:
                 "values": [
                     f"{v:.4f}" if v is not None else why for v, why in zip(row.values, row.reasons, strict=True)
                 ],
-                "verdict": "" if found.pending else SHOWN[found.verdict(row)],
+                "others": [f"{mean:.4g}" for mean in row.means[1:]],
+                "verdict": told_verdict(study, found, row),
             }
         )
     drawn_anew = "division" if found.divided else "seed"
-    return {"seeds": found.seeds, "rows": rows, "lines": finalist_lines(study, found), "anew": drawn_anew}
+    return {
+        "seeds": found.seeds,
+        "others": list(study.spec.ways)[1:],
+        "rows": rows,
+        "lines": finalist_lines(study, found),
+        "anew": drawn_anew,
+    }
