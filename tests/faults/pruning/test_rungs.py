@@ -11,15 +11,12 @@ from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, Worker, wait_for
 from tests.faults.invariants import assert_tracked, assert_whole, read_promotions, read_trials
 from tests.faults.orders import Order
+from tests.faults.pruning.killed import kills
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 
 ASHA = "--pruner asha --pruner-option reduction_factor=2"  # rungs after the first and second of four epochs
 N_TRIALS = 6
-
-# Where a worker is killed in the attempt that comes to the first rung, and in the one that was promoted from it.
-COMING = [("report", "before", 0), ("report", "after", 0), ("reach", "before", 0), ("put", "after", 0)]
-PROMOTED = [("claim", "after"), ("restore", "before"), ("restore", "after"), ("log params", "before")]
 
 Undisturbed = Callable[[int], list[list[float]]]
 
@@ -30,20 +27,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
     quiet.create(N_TRIALS, [], settings=ASHA)
     quiet.work(1)
     expected = assert_whole(quiet.storage_url, quiet.name, quiet.home, undisturbed(N_TRIALS), N_TRIALS)
-    orders, outcomes = [], []
-    for trial in expected:
-        point, when, epoch = COMING[trial.number % len(COMING)]
-        orders.append(Order(point, "kill", trial=trial.number, when=when, epoch=epoch))
-        story = ["lost", *trial.outcomes]
-        if trial.outcomes[0] == "paused":  # what is settled costs nothing
-            orders.append(Order("reach", "kill", trial=trial.number, attempt=2, when="after"))
-        if len(trial.outcomes) > 1:
-            point, when = PROMOTED[trial.number % len(PROMOTED)]
-            orders.append(Order(point, "kill", trial=trial.number, attempt=3, when=when))
-            story.insert(2, "lost")
-        elif trial.state == "PRUNED":
-            orders.append(Order("retired", "kill", trial=trial.number, attempt=2))
-        outcomes.append(story)
+    orders, outcomes = kills(quiet, expected)
     arena.create(N_TRIALS, orders, settings=ASHA, retries=5)
     arena.work(1)
     missed = [order for index, order in enumerate(orders) if not arena.obeyed(index)]

@@ -1,0 +1,110 @@
+"""From an objective of several metrics to a model that programs load by its name, by the command line alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import mlflow
+import pytest
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from tests.e2e.support import Cli
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
+
+OBJECTIVE = """
+from sklearn.datasets import load_wine
+from torch import nn
+
+from objectives import Objective
+from objectives.training import Splits, Standardize, TrainConfig
+
+
+class Small(Objective):
+    directions = {"accuracy": "maximize", "parameters": "minimize"}
+
+    def suggest(self, trial):
+        self.width = trial.suggest_categorical("width", [1, 32])
+        width = trial.suggest_categorical("width", [1, 32])
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True), model={"width": width})
+
+    def data(self, seed):
+        return Splits.make(*load_wine(return_X_y=True), seed=seed)
+
+    def model(self, config, train):
+        width = config.model["width"]
+        return nn.Sequential(Standardize.fit(train.x), nn.Linear(13, width), nn.ReLU(), nn.Linear(width, 3))
+"""
+
+NAME = "several"
+STEPS = {"loading the objective", "opening the study"}  # what a run says before it refuses
+ONE = 13 + 1 + 3 + 3  # parameters of width 1
+
+
+def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "small.py"
+    path.write_text(OBJECTIVE)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"width": 1, "lr": 0.05}\n{"width": 32, "lr": 0.05}\n')
+    budget = ("--trials", "8", "--epochs", "3", "--workers", "2", "--enqueue", str(rows))
+    said = cli("run", str(path), "--name", NAME, *budget)
+    study = cli.study(NAME)
+    assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
+    assert [trial.number for trial in study.trials] == list(range(8))
+    assert {trial.state for trial in study.trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    front = sorted(study.best_trials, key=lambda trial: (-trial.values[0], trial.number))
+    assert {trial.values[1] for trial in front} == {ONE, 13 * 32 + 32 + 32 * 3 + 3}, "one of each size is best"
+    for text in (said, cli("show", NAME)):
+        assert f"front: {len(front)} trials that no other dominates" in text
+        for trial in front:
+            assert re.search(rf"^ +{trial.number} +{trial.values[0]:.6g} +{trial.values[1]:.6g}$", text, re.MULTILINE)
+
+    told = cli("finalists", NAME, "--seeds", "1")
+    assert "fresh mean" in told
+    assert re.search("^(front on 1 fresh division|winner: trial)", told, re.MULTILINE), told
+    refused = cli("promote", NAME, code=2)
+    assert re.fullmatch(
+        rf"hpsearch: study '{NAME}' has \d trials that no other dominates \([\d, ]+\): choose one with --trial, or by "
+        r"what you prefer, such as --prefer parameters\n",
+        refused,
+    )
+    promoted = cli("promote", NAME, "--prefer", "accuracy >= 0.1 then parameters")
+    number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]
+    assert study.trials[number].values[1] == ONE, "the smallest"
+    assert "unconfirmed: the test set was not opened for it" in promoted
+    opened = cli("open-test", NAME, "--yes")
+    assert re.search(r"^test accuracy 0\.\d+$|^test accuracy 1$", opened, re.MULTILINE)
+    assert "unconfirmed" not in opened
+    assert f"opened for trial {number}" in cli("show", NAME) or "test set: accuracy" in cli("show", NAME)
+    client = mlflow.MlflowClient(cli.stack.tracking_uri)
+    version = client.get_model_version_by_alias(NAME, "champion")
+    assert version.tags["hpsearch.confirmed"] == "true"
+    assert number in json.loads(version.tags["hpsearch.finalists"])["front"]
+    served = cli("serve-check", f"{NAME}@champion")
+    assert "reproduced, in a process without this project's code" in served
+    values = dict(re.findall(r"^(recorded|as served) +val accuracy (\S+)$", served, re.MULTILINE))
+    assert abs(float(values["recorded"]) - study.trials[number].values[0]) < 1e-6
+
+    run = ("run", str(path), "--name")
+    for command, words in (
+        ((*run, "bad", "--directions", "accuracy"), "METRIC=maximize"),
+        ((*run, "bad", "--directions", "accuracy=maximize,parameters=maximize"), "use parameters=minimize"),
+        ((*run, "bad", "--directions", "accuracy=maximize,latency=minimize"), "--directions 'latency'"),
+        ((*run, "bad", "--constraints", "model_mb<10"), "is no bound"),
+        ((*run, "bad", "--pruner", "median"), "--pruner median knows one metric only"),
+        (
+            (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
+            "another spec (directions: ",
+        ),
+        (("promote", NAME, "--prefer", "speed"), "'speed' is no metric of the study"),
+        (("promote", NAME, "--prefer", "accuracy > 1"), "no trial of the front is so; the nearest: trial "),
+        (("promote", NAME, "--prefer", "accuracy", "--trial", "0"), "both name a trial"),
+    ):
+        *steps, line = cli(*command, code=2).splitlines()
+        assert line.startswith("hpsearch: "), line
+        assert words in line, line
+        assert set(steps) <= STEPS
+    assert "bad" not in cli("studies")

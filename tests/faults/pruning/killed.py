@@ -1,0 +1,39 @@
+"""A worker is killed in each attempt of each trial: where it comes to a rung, and where it was promoted from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.faults.harness import Arena
+from tests.faults.invariants import Trial
+from tests.faults.orders import Order
+
+# Where a worker is killed in the attempt that comes to the first rung, and in the one that was promoted from it.
+COMING = [("report", "before", 0), ("report", "after", 0), ("reach", "before", 0), ("put", "after", 0)]
+PROMOTED = [("claim", "after"), ("restore", "before"), ("restore", "after"), ("log params", "before")]
+
+
+def kills(quiet: Arena, expected: Sequence[Trial]) -> tuple[list[Order], list[list[str]]]:
+    """Return the orders for a study that nobody disturbed and that ended as `expected`, and how attempts end then.
+
+    Its rungs are after the first epoch, the second and so on: the last of the first attempt tells where it waited.
+    """
+    reported = [event for event in quiet.events("reported") if event["attempt"] == 1]
+    first = {event["trial"]: event["epoch"] for event in reported}
+    orders, outcomes = [], []
+    for trial in expected:
+        point, when, epoch = COMING[trial.number % len(COMING)]
+        orders.append(Order(point, "kill", trial=trial.number, when=when, epoch=epoch))
+        story = ["lost", *trial.outcomes]
+        if trial.outcomes[0] == "paused":  # what is settled costs nothing
+            orders.append(
+                Order("reach", "kill", trial=trial.number, attempt=2, when="after", nth=1 + first[trial.number])
+            )
+        if len(trial.outcomes) > 1:
+            point, when = PROMOTED[trial.number % len(PROMOTED)]
+            orders.append(Order(point, "kill", trial=trial.number, attempt=3, when=when))
+            story.insert(2, "lost")
+        elif trial.state == "PRUNED":
+            orders.append(Order("retired", "kill", trial=trial.number, attempt=2))
+        outcomes.append(story)
+    return orders, outcomes
