@@ -22,6 +22,7 @@ ROOMS = (
     "storage.study_storage",
     "storage.checkpoints",
     "storage.trials",
+    "storage.journals",
     "storage.mlflow",
     "storage.records",
     "storage.dashboard",

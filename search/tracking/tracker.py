@@ -15,11 +15,13 @@ from search.study.folders import outbox_folder
 from search.study.study import StoredStudy
 from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
-from storage.mlflow import journal_records
+from storage.journals import journal_records
+from storage.journals.journal import Journal
+from storage.journals.outbox import Outbox
+from storage.journals.reader import Reader
+from storage.journals.sender import Sender
 from storage.mlflow.client import Tracking
-from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
-from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper
 from storage.trials.claims import Lost, Retired
 from storage.trials.outcome import Outcome
@@ -61,11 +63,10 @@ class Tracker:
         self._tags = tags or {}
         self._parent: str | None = None
         self._making = threading.Lock()
-        self.outbox = Outbox(outbox_folder(home, study))
-        self._shipper = Shipper(
-            tracking, RunLinks(study.engine), parent=self.parent, delivered=checkpoints.forget_trial
-        )
-        self.sender = Sender(self.outbox, self._shipper, refused=refused)
+        links = RunLinks(study.engine)
+        readers: list[Reader] = [Shipper(tracking, links, parent=self.parent, delivered=checkpoints.forget_trial)]
+        self.outbox = Outbox(outbox_folder(home, study), [reader.name for reader in readers])
+        self.sender = Sender(self.outbox, readers, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None
 
     def parent(self) -> str:
