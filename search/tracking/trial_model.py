@@ -10,7 +10,8 @@ from typing import Any
 from objectives.training import EpochRecord
 from objectives.training.result import Exported
 from search.spec.spec import StudySpec
-from storage.mlflow import exported_model, journal_records
+from storage.journals import journal_records
+from storage.mlflow import exported_model
 from storage.mlflow.weights_model import WEIGHTS_ONLY, keep_weights
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """What a trial leaves in MLflow: its run, however many attempts it takes, and what its end publishes.
 
-All of it goes into the attempt's journal (:mod:`storage.mlflow.outbox`), and so costs the training thread a line on
+All of it goes into the attempt's journal (:mod:`storage.journals.outbox`), and so costs the training thread a line on
 disk.
 """
 
@@ -21,9 +21,9 @@ from search.study.study import StoredStudy
 from search.tracking.tracker import Tracker, pruning_tags
 from search.tracking.trial_model import model_record, run_params, told, write_model
 from storage.attributes import PENDING
-from storage.mlflow import journal_records
+from storage.journals import journal_records
+from storage.journals.journal import MLFLOW, Journal
 from storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
-from storage.mlflow.outbox import Journal
 from storage.trials.claims import Claim
 from storage.trials.outcome import Outcome
 
@@ -207,8 +207,8 @@ class TrialTracking:
 
     def pending(self) -> str:
         """Return what to note at the trial until all of it is in MLflow."""
-        if self.journal.position.refused:
-            return f"refused: {self.journal.position.refused}"
+        if refused := self.journal.places[MLFLOW].position.refused:
+            return f"refused: {refused}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
     def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:

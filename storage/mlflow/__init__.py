@@ -1,4 +1,4 @@
-"""MLflow: the outbox on disk, what sends it in the background, and the registry of models.
+"""MLflow: what brings journals there, what it is asked, and the registry of models.
 
-Imports: errors, files, attributes, database, trials.
+Imports: errors, attributes, database, trials, journals.
 """

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from storage.errors import AwayError, StorageError
+from storage.journals.reader import Failure
 
 _LONGEST = 200  # characters of an error in a line
 
@@ -122,3 +123,14 @@ def one_line(error: BaseException) -> str:
             error = cause
         return f"no answer: {getattr(error, 'strerror', None) or error}"
     return " ".join(str(getattr(error, "orig", None) or error).split())[:_LONGEST]
+
+
+def failure(error: Exception) -> Failure:
+    """Return what an error means that came of telling MLflow something."""
+    known = isinstance(error, StorageError | OSError)
+    return Failure(
+        one_line(error),
+        passes=is_away(error) or isinstance(error, StorageError),
+        everything=unreachable(error),
+        expected=known or type(error).__module__.startswith("mlflow"),
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from storage.attributes import MODEL
+from storage.journals.journal_records import Model
 from storage.mlflow import exported_model
 from storage.mlflow.client import MODEL_ID, Tracking, epoch_metrics
-from storage.mlflow.journal_records import Model
 from storage.mlflow.run_links import RunLinks
 
 

@@ -13,24 +13,17 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, PENDING, REASON, TRACKING
+from storage.attributes import PENDING, TRACKING
 from storage.database.locks import run_lock
-from storage.database.statements import Database
-from storage.trials.outcome import Ended, Outcome
-
-_PATIENCE = 10.0  # seconds to wait for the database
+from storage.journals.trial_ends import TrialEnds
 
 
 class TrialGoneError(Exception):
     """The trial is no longer in the database: its study was deleted."""
 
 
-class RunLinks:
+class RunLinks(TrialEnds):
     """The runs and models of trials, as the database of their study notes them."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
-        self._database = Database(engine, _PATIENCE)
 
     @contextmanager
     def locked(self, trial_id: int) -> Iterator[TrialLinks]:
@@ -45,17 +38,6 @@ class RunLinks:
             if connection.execute(_EXISTS, {"trial": trial_id}).scalar() is None:
                 raise TrialGoneError
             yield TrialLinks(connection, trial_id)
-
-    def superseded(self, trial_id: int, attempt: int) -> bool:
-        """Whether a later attempt has the trial, and with it the last word on its run."""
-        return bool(self._database.rows(_LATER, {"trial": trial_id, "attempt": attempt})[0].later)
-
-    def ended(self, trial_id: int) -> Ended | None:
-        """Return how a trial ended; None while it runs or waits, or when it is gone."""
-        arguments = {"trial": trial_id, "infeasible": INFEASIBLE, "reason": REASON}
-        for row in self._database.rows(_ENDED, arguments):
-            return Ended(Outcome.of_trial(row.state, infeasible=bool(row.infeasible)), row.reason or "")
-        return None
 
     def pending(self, study_id: int) -> set[int]:
         """Return the ids of a study's COMPLETE trials of which something is on its way now."""
@@ -111,9 +93,6 @@ class TrialLinks:
 
 
 _EXISTS = sa.text("SELECT 1 FROM trials WHERE trial_id = :trial")
-_LATER = sa.text("""
-    SELECT EXISTS (SELECT FROM hpsearch_attempts WHERE trial_id = :trial AND attempt > :attempt) AS later
-""")
 _PENDING = sa.text("""
     SELECT t.trial_id FROM trials t JOIN trial_user_attributes a USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND a.key = :tracking
@@ -135,11 +114,3 @@ _SET = """
 """
 _NOTE = sa.text(_SET.format(table="trial_user_attributes"))
 _NOTE_SYSTEM = sa.text(_SET.format(table="trial_system_attributes"))
-_ENDED = sa.text("""
-    SELECT t.state, reason.value_json::jsonb #>> '{}' AS reason, infeasible.value_json = 'true' AS infeasible
-      FROM trials t
-      LEFT JOIN trial_user_attributes reason ON reason.trial_id = t.trial_id AND reason.key = :reason
-      LEFT JOIN trial_user_attributes infeasible
-             ON infeasible.trial_id = t.trial_id AND infeasible.key = :infeasible
-     WHERE t.trial_id = :trial AND t.state NOT IN ('RUNNING', 'WAITING')
-""")

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
-from storage.mlflow import exported_model, journal_records
+from storage.journals import journal_records
+from storage.journals.journal import MLFLOW, Entry, Place
+from storage.journals.reader import Failure
+from storage.mlflow import exported_model
 from storage.mlflow.artifacts import artifact_attrs
-from storage.mlflow.client import Tracking, allowed_name, epoch_metrics
-from storage.mlflow.health import is_away, one_line
+from storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
+from storage.mlflow.health import failure, is_away, one_line
 from storage.mlflow.model_of_run import create_model, fill_model
-from storage.mlflow.outbox import Entry, Journal
 from storage.mlflow.run_links import RunLinks, TrialGoneError
 from storage.trials.outcome import Outcome
 
@@ -60,12 +62,8 @@ class _Batch:
         self.entries += more.entries
 
 
-class NotYetError(Exception):
-    """Whether anybody needs this journal is known when its trial has ended."""
-
-
 class Shipper:
-    """Ships journals of one study.
+    """Ships journals of one study: MLflow as one of its readers.
 
     Args:
         tracking: the tracking server.
@@ -73,6 +71,8 @@ class Shipper:
         parent: returns the study's parent run, made if need be.
         delivered: is told the number of a trial whose checkpoint was kept until all of it had arrived, once it has.
     """
+
+    name, title = MLFLOW, "MLflow"
 
     def __init__(
         self,
@@ -88,87 +88,83 @@ class Shipper:
         self._delivered = delivered
         self._known: dict[str, dict[int, float]] = {}  # of a journal with care: the epochs that its run has
 
-    def ship(self, journal: Journal) -> bool:
-        """Ship what is there; return whether the journal is over, and can be removed.
+    def ship(self, place: Place) -> bool:
+        """Ship what is there; return whether all of the journal has arrived.
 
         Raises:
-            NotYetError: it may never be needed; let go of it, and look again later.
+            NotYetError: it may never be needed; to be asked again later.
             Exception: something is away (see `storage.mlflow.health.is_away`, or the database), or the server will
                 never have the rest.
         """
-        entries = journal.unsent()
+        journal = place.journal
+        entries = place.unsent()
         try:
-            if not journal.live and self._outlived(journal):
+            if not journal.live and self._links.outlived(journal):
                 return True
-            over = self._ship(journal, entries)
+            over = self._ship(place, entries)
         except TrialGoneError:
             log.warning("%s: its study was deleted", journal.folder)
             return True
         finally:
-            journal.returned()
-        if not journal.live and (not over or self._superseded(journal)):
-            self._end_for(journal)  # its process died before it could say how it ended
+            place.returned()
+        if not journal.live and (not over or self._superseded(place)):
+            self._end_for(place)  # its process died before it could say how it ended
             over = True
         return over
 
-    def refused(self, journal: Journal) -> None:
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error of `ship` means."""
+        return failure(error) if not isinstance(error, RunDeletedError) else Failure(one_line(error), passes=False)
+
+    def refused(self, place: Place) -> None:
         """Note at a trial that has ended what MLflow will not have of it."""
-        if self._links.ended(journal.head.trial) is not None:
-            self._links.delivered(journal.head.trial, f"refused: {journal.position.refused}")
+        trial = place.journal.head.trial
+        if self._links.ended(trial) is not None:
+            self._links.delivered(trial, f"refused: {place.position.refused}")
 
-    def _superseded(self, journal: Journal) -> bool:
-        return self._links.superseded(journal.head.trial, journal.head.attempt)
+    def close(self) -> None:
+        """Nothing: a request ends by itself."""
 
-    def _outlived(self, journal: Journal) -> bool:
-        """Whether a later attempt has reported all of the trial again, so that this one's journal has nothing to add.
+    def _superseded(self, place: Place) -> bool:
+        return self._links.superseded(place.journal.head.trial, place.journal.head.attempt)
 
-        Raises:
-            NotYetError: a later attempt is at it, and may yet die before it does.
-        """
-        if not self._superseded(journal):
-            return False
-        ended = self._links.ended(journal.head.trial)
-        if ended is None:
-            raise NotYetError
-        return ended.outcome is not Outcome.FAILED
-
-    def _ship(self, journal: Journal, entries: list[Entry]) -> bool:
+    def _ship(self, place: Place, entries: list[Entry]) -> bool:
         batch = _Batch()
         for entry in entries:
             record = entry.record
-            more = self._batch_of(journal, entry, record) if isinstance(record, journal_records.Logged) else None
+            more = self._batch_of(place, entry, record) if isinstance(record, journal_records.Logged) else None
             if more is None or not batch.takes(more):
-                self._send(journal, batch)
+                self._send(place, batch)
                 batch = _Batch()
             if more is not None:
                 batch.add(more)
                 continue
-            self._deliver(journal, record)
-            journal.moved([entry])
+            self._deliver(place, record)
+            place.moved([entry])
             if isinstance(record, journal_records.End | journal_records.Leave):
                 return True
-        self._send(journal, batch)
+        self._send(place, batch)
         return False
 
-    def _deliver(self, journal: Journal, record: journal_records.Record) -> None:
+    def _deliver(self, place: Place, record: journal_records.Record) -> None:
         """Bring a record that stands alone to MLflow."""
         match record:
             case journal_records.Open():
-                self._open(journal)
+                self._open(place)
             case journal_records.Data():
-                self._log_data(journal, record)
+                self._log_data(place, record)
             case journal_records.Files():
-                self._upload_files(journal)
+                self._upload_files(place)
             case journal_records.Model():
-                self._make_model(journal, record)
+                self._make_model(place, record)
             case journal_records.Problem(text):
-                self._tracking.log(self._run(journal), tags={"hpsearch.tracking": text})
-                journal.position.problem = journal.position.problem or text
+                self._tracking.log(self._run(place), tags={"hpsearch.tracking": text})
+                place.position.problem = place.position.problem or text
             case journal_records.Published():
-                journal.position.published = True
+                place.position.published = True
             case journal_records.End():
-                if not self._superseded(journal):  # else it was given another go meanwhile
-                    self._conclude(journal, record)
+                if not self._superseded(place):  # else it was given another go meanwhile
+                    self._conclude(place, record)
             case journal_records.Leave():
                 pass
             case _:
@@ -176,26 +172,26 @@ class Shipper:
 
     # What is logged: it is gathered, and goes in few requests.
 
-    def _batch_of(self, journal: Journal, entry: Entry, record: journal_records.Logged) -> _Batch:
+    def _batch_of(self, place: Place, entry: Entry, record: journal_records.Logged) -> _Batch:
         match record:
             case journal_records.Params(values):
                 return _Batch(params=values, entries=[entry])
             case journal_records.Tags(values):
                 return _Batch(tags=values, entries=[entry])
-            case journal_records.Epoch() if self._has(journal, record):
+            case journal_records.Epoch() if self._has(place, record):
                 return _Batch(entries=[entry])
             case _:
                 return _Batch(epoch_metrics(record.step, record.at, record.values), entries=[entry])
 
-    def _send(self, journal: Journal, batch: _Batch) -> None:
+    def _send(self, place: Place, batch: _Batch) -> None:
         """Send what was gathered."""
         if batch.metrics or batch.params or batch.tags:
-            self._log(journal, batch)
+            self._log(place, batch)
         if batch.entries:
-            journal.moved(batch.entries)
+            place.moved(batch.entries)
 
-    def _log(self, journal: Journal, batch: _Batch) -> None:
-        run = self._run(journal)
+    def _log(self, place: Place, batch: _Batch) -> None:
+        run = self._run(place)
         try:
             self._tracking.log(run, metrics=batch.metrics, params=batch.params, tags=batch.tags)
         except Exception as error:  # MLflow refuses by several types; what is away is raised again
@@ -208,125 +204,125 @@ class Shipper:
                 try:
                     self._tracking.log(run, **part)
                 except Exception as refusal:  # as above
-                    self._note_refusal(journal, ", ".join(part), refusal)
+                    self._note_refusal(place, ", ".join(part), refusal)
 
-    def _note_refusal(self, journal: Journal, what: str, error: Exception) -> None:
+    def _note_refusal(self, place: Place, what: str, error: Exception) -> None:
         """Note what MLflow will not have, in the `except` of what tried; raise again where it may have it later."""
         if is_away(error):
             raise error
-        self._tracking.has_run(self._run(journal))  # if it was deleted, that is all there is to say
-        self._note(journal, f"MLflow refuses {what}: {one_line(error)}")
+        self._tracking.has_run(self._run(place))  # if it was deleted, that is all there is to say
+        self._note(place, f"MLflow refuses {what}: {one_line(error)}")
 
-    def _note(self, journal: Journal, problem: str) -> None:
-        log.warning("trial %d: %s", journal.head.number, problem)
-        journal.position.problem = journal.position.problem or problem
+    def _note(self, place: Place, problem: str) -> None:
+        log.warning("trial %d: %s", place.journal.head.number, problem)
+        place.position.problem = place.position.problem or problem
 
-    def _has(self, journal: Journal, record: journal_records.Epoch) -> bool:
+    def _has(self, place: Place, record: journal_records.Epoch) -> bool:
         """Whether the run has this epoch from an earlier attempt, or from one whose journal did not say how far it was.
 
         A repetition with the same time changes nothing; an epoch that was trained again has another time, and would
         stand there twice.
         """
-        key = journal.head.metric
-        if not journal.head.resumed and journal.live:
+        key = place.journal.head.metric
+        if not place.journal.head.resumed and place.journal.live:
             return False
-        if journal.name not in self._known:
-            history = self._tracking.client.get_metric_history(self._run(journal), allowed_name(key))
-            self._known[journal.name] = {point.step: point.value for point in history}
-        value = self._known[journal.name].get(record.step)
+        if place.journal.name not in self._known:
+            history = self._tracking.client.get_metric_history(self._run(place), allowed_name(key))
+            self._known[place.journal.name] = {point.step: point.value for point in history}
+        value = self._known[place.journal.name].get(record.step)
         return value is not None and value == record.values.get(key)
 
     # The run.
 
-    def _run(self, journal: Journal) -> str:
+    def _run(self, place: Place) -> str:
         """Return the run, which is found or made when it is first needed.
 
         Raises:
             RunDeletedError: somebody deleted it.
         """
-        if journal.position.run is None:
-            journal.position.run = self._find_or_make(journal)
-            journal.moved([])
-        return journal.position.run
+        if place.position.run is None:
+            place.position.run = self._find_or_make(place)
+            place.moved([])
+        return place.position.run
 
-    def _find_or_make(self, journal: Journal) -> str:
-        head, parent = journal.head, self._parent()
+    def _find_or_make(self, place: Place) -> str:
+        head, parent = place.journal.head, self._parent()
         with self._links.locked(head.trial) as noted:
             run = noted.read(RUN_ID)
             if run is not None and not self._tracking.has_run(run):
                 run = None
-            if run is None and (head.resumed or not journal.live or journal.position.creating):
+            if run is None and (head.resumed or not place.journal.live or place.position.creating):
                 run = self._tracking.find_trial_run(head.study, head.number, parent=parent)
             if run is not None:
                 self._tracking.reopen(run)
             else:
-                self._creating(journal, "run")
+                self._creating(place, "run")
                 run = self._tracking.create_trial_run(
                     head.study, head.number, parent=parent, tags=head.tags, began=head.began
                 )
             noted.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
-        self._creating(journal, None)  # it is noted for good: until then the next try looks for it first
+        self._creating(place, None)  # it is noted for good: until then the next try looks for it first
         return run
 
-    def _creating(self, journal: Journal, what: str | None) -> None:
-        if journal.position.creating != what:
-            journal.position.creating = what
-            journal.moved([])
+    def _creating(self, place: Place, what: str | None) -> None:
+        if place.position.creating != what:
+            place.position.creating = what
+            place.moved([])
 
     # What stands alone in a journal.
 
-    def _open(self, journal: Journal) -> None:
-        known = journal.position.run is not None
-        run = self._run(journal)
-        if known or journal.head.resumed:
-            self._tracking.log(run, tags=journal.head.tags)  # a new run was made with them
+    def _open(self, place: Place) -> None:
+        known = place.position.run is not None
+        run = self._run(place)
+        if known or place.journal.head.resumed:
+            self._tracking.log(run, tags=place.journal.head.tags)  # a new run was made with them
 
-    def _log_data(self, journal: Journal, record: journal_records.Data) -> None:
-        run = self._run(journal)
+    def _log_data(self, place: Place, record: journal_records.Data) -> None:
+        run = self._run(place)
         try:
             self._tracking.log_data(
                 run, name=record.name, digest=record.digest, source=record.source, profile=record.profile
             )
         except Exception as error:  # what MLflow refuses of it must not keep the files from it
-            self._note_refusal(journal, "data", error)
+            self._note_refusal(place, "data", error)
 
-    def _upload_files(self, journal: Journal) -> None:
-        if not journal.files.is_dir():
+    def _upload_files(self, place: Place) -> None:
+        if not place.journal.files.is_dir():
             return
-        run = self._run(journal)
-        self._tracking.client.log_artifacts(run, str(journal.files))
-        with self._links.locked(journal.head.trial) as noted:
-            noted.note_system(artifact_attrs(run, sorted(path.name for path in journal.files.iterdir())))
+        run = self._run(place)
+        self._tracking.client.log_artifacts(run, str(place.journal.files))
+        with self._links.locked(place.journal.head.trial) as noted:
+            noted.note_system(artifact_attrs(run, sorted(path.name for path in place.journal.files.iterdir())))
 
-    def _make_model(self, journal: Journal, record: journal_records.Model) -> None:
-        client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(journal)
-        with self._links.locked(journal.head.trial) as noted:
+    def _make_model(self, place: Place, record: journal_records.Model) -> None:
+        client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(place)
+        with self._links.locked(place.journal.head.trial) as noted:
             model = noted.read(MODEL)
-            if model is None and (journal.head.resumed or not journal.live or journal.position.creating):
+            if model is None and (place.journal.head.resumed or not place.journal.live or place.position.creating):
                 model = exported_model.find_model(client, experiment, run)
             if model is None:
-                self._creating(journal, "model")
+                self._creating(place, "model")
                 model = create_model(self._tracking, run, record)
             exported_model.link_model(client, model, run, step=record.step)
             noted.note({MODEL: model})
-        self._creating(journal, None)
-        fill_model(self._tracking, model, run, record, journal.model)
+        self._creating(place, None)
+        fill_model(self._tracking, model, run, record, place.journal.model)
 
-    def _conclude(self, journal: Journal, end: journal_records.End) -> None:
-        self._tracking.end_trial_run(self._run(journal), end.outcome, end.reason, at=end.at)
-        problem = journal.position.problem
-        if journal.lost:
-            problem = problem or f"incomplete: {journal.lost} records found no room on the disk"
-        self._links.delivered(journal.head.trial, problem)
+    def _conclude(self, place: Place, end: journal_records.End) -> None:
+        self._tracking.end_trial_run(self._run(place), end.outcome, end.reason, at=end.at)
+        problem = place.position.problem
+        if place.journal.lost:
+            problem = problem or f"incomplete: {place.journal.lost} records found no room on the disk"
+        self._links.delivered(place.journal.head.trial, problem)
         if end.kept and not (problem or "").startswith(PENDING):
-            self._delivered(journal.head.number)
+            self._delivered(place.journal.head.number)
 
-    def _end_for(self, journal: Journal) -> None:
+    def _end_for(self, place: Place) -> None:
         """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
-        if (ended := self._links.ended(journal.head.trial)) is not None:
-            at = int(journal.path.stat().st_mtime * 1000)
-            if ended.outcome is Outcome.COMPLETE and not journal.position.published:
+        if (ended := self._links.ended(place.journal.head.trial)) is not None:
+            at = int(place.journal.path.stat().st_mtime * 1000)
+            if ended.outcome is Outcome.COMPLETE and not place.position.published:
                 # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
-                journal.position.problem = f"{PENDING}: the process that sent it died before all was written down"
+                place.position.problem = f"{PENDING}: the process that sent it died before all was written down"
             kept = ended.outcome is not Outcome.FAILED  # the checkpoints of a failed trial stay: it may be tried again
-            self._conclude(journal, journal_records.End(ended.outcome, ended.reason, at, kept))
+            self._conclude(place, journal_records.End(ended.outcome, ended.reason, at, kept))

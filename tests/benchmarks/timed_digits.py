@@ -17,8 +17,8 @@ from search.study.checkpoints import StudyCheckpoints
 from search.tracking.trial_run import TrialTracking
 from search.worker.checkpoints import TrialCheckpoints
 from search.worker.session import TrialSession
+from storage.journals.sender import Sender
 from storage.mlflow import exported_model
-from storage.mlflow.sender_thread import Sender
 from storage.study_storage import PostgresStorage
 from storage.trials.claims import Claims
 

@@ -23,7 +23,7 @@ POINTS = {
     "give up": ("search.study.rest", "give_up"),
     "in claim": ("storage.trials.claims", "Claims._take"),
     "claim": ("storage.trials.claims", "Claims.claim"),
-    "append": ("storage.mlflow.outbox", "Journal.append"),
+    "append": ("storage.journals.journal", "Journal.append"),
     "open run": ("search.tracking.trial_run", "TrialTracking.open"),
     "log params": ("search.tracking.trial_run", "TrialTracking.log_params"),
     "restore": ("search.worker.checkpoints", "TrialCheckpoints.restore"),
@@ -53,12 +53,14 @@ SENDING = {
     "create run": ("storage.mlflow.client", "Tracking.create_trial_run"),
     "note run": ("storage.mlflow.run_links", "TrialLinks.note"),
     "send": ("storage.mlflow.shipper", "Shipper._log"),
-    "shipped": ("storage.mlflow.outbox", "Journal.moved"),
+    "shipped": ("storage.journals.journal", "Place.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
     "create model": ("storage.mlflow.shipper", "create_model"),
     "upload model": ("storage.mlflow.exported_model", "upload_model"),
     "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
     "delivered": ("storage.mlflow.run_links", "RunLinks.delivered"),
+    "write events": ("storage.tensorboard.event_files", "EventFiles.flush"),
+    "tell a run": ("storage.wandb_runs.reader", "WandbRuns._ask"),
 }
 
 
@@ -70,6 +72,7 @@ def main(arguments: list[str]) -> int:
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
     wrap("search.worker.ranks", "_next", follow_jobs)
     wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
+    wrap("storage.journals.follower", "Follower.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("storage.trials.claims", "Claims.report", follow_reports)
@@ -131,10 +134,11 @@ def follow_jobs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow_sender(original: Callable[..., Any]) -> Callable[..., Any]:
-    def ship(self: Any, journal: Any) -> Any:
-        orders.Sending.trial, orders.Sending.attempt = journal.head.number, journal.head.attempt
+    def ship(self: Any, place: Any) -> Any:
+        head = place.journal.head
+        orders.Sending.trial, orders.Sending.attempt = head.number, head.attempt
         try:
-            return original(self, journal)
+            return original(self, place)
         finally:
             orders.Sending.trial = None
 

@@ -26,12 +26,13 @@ from storage.embedded.ports import LOOPBACK
 from storage.embedded.stack import StackInfo
 from storage.embedded.state import load
 from storage.errors import StorageError
+from storage.journals.journal import Journal, Place
+from storage.journals.journal_records import Data, End, Epoch, Files, Leave, Model, Open, Params, Published, Tags
+from storage.journals.outbox import Outbox
+from storage.journals.sender import Sender
 from storage.mlflow import exported_model
 from storage.mlflow.client import Tracking
-from storage.mlflow.journal_records import Data, End, Epoch, Files, Leave, Model, Open, Params, Published, Tags
-from storage.mlflow.outbox import Journal, Outbox
 from storage.mlflow.run_links import RunLinks
-from storage.mlflow.sender_thread import Sender
 from storage.mlflow.shipper import Shipper
 from storage.study_storage import PostgresStorage
 from storage.study_storage.opening import open_storage
@@ -70,6 +71,9 @@ class Post:
             f"0000-{attempt}", Open(self.name, self.trial_id, 0, attempt, resumed, metric="val_loss", tags=tags)
         )
 
+    def ship(self, journal: Journal) -> bool:
+        return self.shipper.ship(journal.places["mlflow"])
+
     def attrs(self) -> dict[str, str]:
         return self.storage.get_trial_user_attrs(self.trial_id)
 
@@ -107,7 +111,7 @@ def sending(post: Post) -> Iterator[Callable[[], int]]:
     senders = []
 
     def send(*, refused: bool = False) -> int:
-        senders.append(Sender(post.box, post.shipper, refused=refused))
+        senders.append(Sender(post.box, [post.shipper], refused=refused))
         senders[-1].start()
         left = senders[-1].flush(60.0)
         senders[-1].close()
@@ -121,7 +125,7 @@ def sending(post: Post) -> Iterator[Callable[[], int]]:
 def test_what_is_no_number_arrives_as_what_mlflow_has_for_it(post: Post) -> None:
     journal = post.open()
     journal.append(Epoch(0, 1.5, {"val_loss": math.nan, "up": math.inf, "down": -math.inf}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     [(_, value)] = post.points("val_loss")
     assert math.isnan(value)
     assert post.points("up") == [(0, 1.7976931348623157e308)], "MLflow's tables have no infinity"
@@ -133,7 +137,7 @@ def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) ->
     journal.append(Params({"very long": "x" * 10_000, "a@b": 1}))
     journal.append(Epoch(0, 1.0, {"f1@0.5": 0.5, "val_loss": 1.0}))
     journal.append(Tags({"reason": "y" * 10_000}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     run = post.tracking.client.get_run(post.run_id)
     assert (len(run.data.params["very long"]), run.data.params["a_b"]) == (6000, "1")
     assert run.data.metrics == {"f1_0.5": 0.5, "val_loss": 1.0}
@@ -143,14 +147,14 @@ def test_names_and_texts_that_mlflow_refuses_are_changed_not_lost(post: Post) ->
 def test_one_thing_that_is_refused_does_not_take_the_others_with_it(post: Post) -> None:
     journal = post.open()
     journal.append(Params({"lr": 1}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     journal.append(Params({"lr": 2}))  # MLflow lets no parameter change
     journal.append(Epoch(0, 1.0, {"val_loss": 1.0}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     assert post.points("val_loss") == [(0, 1.0)]
-    assert "refuses params" in str(journal.position.problem)
+    assert "refuses params" in str(journal.places["mlflow"].position.problem)
     journal.append(End(Outcome.COMPLETE, "r", at=2000, kept=False))
-    assert post.shipper.ship(journal)
+    assert post.ship(journal)
     assert "refuses params" in post.storage.get_trial(post.trial_id).user_attrs[TRACKING]
 
 
@@ -179,7 +183,7 @@ def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
     """MLflow looks for a dataset before it writes it, and calls a request bad that another was faster than."""
     data = Data("split", secrets.token_hex(16), source="{}", profile="{}")
     journal = post.open()
-    post.shipper.ship(journal)
+    post.ship(journal)
     (tmp_path / "config.yaml").write_text("lr: 1")
     assert journal.keep(tmp_path / "config.yaml")
     journal.append(data)
@@ -191,14 +195,14 @@ def test_the_same_data_logged_by_two_at_once_costs_neither_its_files(
             " VALUES (%s, %s, %s, %s, 'code', '{}')",
             row,
         )
-        slower = threading.Thread(target=post.shipper.ship, args=(journal,))
+        slower = threading.Thread(target=post.ship, args=(journal,))
         slower.start()
         wait_for_a_waiter(mlflow_database)
     slower.join()
     run = post.tracking.client.get_run(post.run_id)
     assert [used.dataset.digest for used in run.inputs.dataset_inputs] == [data.digest]
     assert [file.path for file in post.tracking.client.list_artifacts(post.run_id)] == ["config.yaml"]
-    assert journal.position.problem is None
+    assert journal.places["mlflow"].position.problem is None
 
 
 def test_data_that_mlflow_refuses_do_not_take_the_files_with_them(post: Post, tmp_path: Path) -> None:
@@ -207,9 +211,9 @@ def test_data_that_mlflow_refuses_do_not_take_the_files_with_them(post: Post, tm
     assert journal.keep(tmp_path / "config.yaml")
     journal.append(Data("split", "x" * 1000, source="{}", profile="{}"))
     journal.append(Files())
-    post.shipper.ship(journal)
+    post.ship(journal)
     assert [file.path for file in post.tracking.client.list_artifacts(post.run_id)] == ["config.yaml"]
-    assert str(journal.position.problem).startswith("MLflow refuses data: ")
+    assert str(journal.places["mlflow"].position.problem).startswith("MLflow refuses data: ")
 
 
 def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +228,7 @@ def test_many_epochs_go_in_few_requests(post: Post, monkeypatch: pytest.MonkeyPa
     journal = post.open()
     for epoch in range(130):
         journal.append(Epoch(epoch, float(epoch), {f"m{n}": 1.0 for n in range(9)} | {"val_loss": 1.0}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     assert sizes == [1000, 300]
     assert len(post.points("m3")) == 130
 
@@ -234,12 +238,12 @@ def test_a_trial_that_is_resumed_sends_only_what_its_run_lacks(post: Post) -> No
     journal = post.open()
     for epoch in range(3):
         journal.append(Epoch(epoch, float(epoch), {"val_loss": epoch / 10, "epoch_seconds": 1.0}))
-    post.shipper.ship(journal)
+    post.ship(journal)
     again = post.open(resumed=True, attempt=2)
     for epoch in range(5):
         at = float(epoch) if epoch < 2 else 100.0 + epoch
         again.append(Epoch(epoch, at, {"val_loss": epoch / 10, "epoch_seconds": 2.0}))
-    post.shipper.ship(again)
+    post.ship(again)
     assert post.points("val_loss") == [(epoch, epoch / 10) for epoch in range(5)]
     assert post.points("epoch_seconds") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
@@ -248,7 +252,7 @@ def test_a_run_that_was_deleted_is_left_deleted_and_told(
     post: Post, sending: Callable[..., int], caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = post.open()
-    post.shipper.ship(journal)
+    post.ship(journal)
     run_id = post.run_id
     post.tracking.client.delete_run(run_id)
     journal.append(Epoch(0, 1.0, {"val_loss": 1.0}))
@@ -277,7 +281,7 @@ def test_a_deleted_experiment_is_one_clear_line(stack: StackInfo) -> None:
 def test_journals_of_a_deleted_study_are_let_go(post: Post) -> None:
     journal = post.open()
     post.storage.delete_study(post.storage.get_study_id_from_name(post.name))
-    assert post.shipper.ship(journal)
+    assert post.ship(journal)
 
 
 @pytest.mark.parametrize(("state", "delivered"), [("COMPLETE", [0]), ("PRUNED", [0]), ("FAIL", [])])
@@ -345,8 +349,8 @@ def test_a_model_whose_making_was_cut_off_is_made_once(
     journal.append(Epoch(0, 1.0, {"val_loss": 0.5}))
     journal.append(Model("m", step=0, at=1.0, metrics={"val_loss": 0.5}, params={}, tags={}))
     with pytest.raises(ConnectionError):
-        post.shipper.ship(journal)
-    post.shipper.ship(journal)
+        post.ship(journal)
+    post.ship(journal)
     found = post.tracking.client.search_logged_models([post.tracking.experiment_id], f"source_run_id = '{post.run_id}'")
     assert [model.status for model in found] == ["READY"]
 
@@ -357,10 +361,10 @@ def test_a_journal_that_the_server_chokes_on_does_not_hold_up_the_others(
 ) -> None:  # fmt: skip
     ship = post.shipper.ship
 
-    def choke(journal: Journal) -> bool:
-        if journal.name == "0000-1":
+    def choke(place: Place) -> bool:
+        if place.journal.name == "0000-1":
             raise MlflowException("Internal server error")  # as for a full artifact store
-        return ship(journal)
+        return ship(place)
 
     monkeypatch.setattr(post.shipper, "ship", choke)
     for attempt in (1, 2):
@@ -383,7 +387,7 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
     other = post.box.open("0001-1", Open(post.name, trial_id, 1, 1, resumed=False, metric="val_loss", tags={}))
     other.append(Leave())
     other.close()
-    sender = Sender(post.box, post.shipper)
+    sender = Sender(post.box, [post.shipper])
     with RunLinks(post.storage.engine).locked(post.trial_id):
         sender.start()
         deadline = time.monotonic() + 600

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.mlflow import outbox
-from storage.mlflow.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
-from storage.mlflow.outbox import Journal, Outbox
+from storage.journals import journal as journals
+from storage.journals.journal import JOURNAL, MLFLOW, Journal, Place
+from storage.journals.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
+from storage.journals.outbox import Outbox
 from storage.trials.outcome import Outcome
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
@@ -32,8 +33,12 @@ def box(tmp_path: Path) -> Outbox:
     return Outbox(tmp_path / "study")
 
 
+def place(journal: Journal) -> Place:
+    return journal.places[MLFLOW]
+
+
 def values(journal: Journal) -> list[object]:
-    return [entry.record.values for entry in journal.unsent() if isinstance(entry.record, Params | Epoch)]
+    return [entry.record.values for entry in place(journal).unsent() if isinstance(entry.record, Params | Epoch)]
 
 
 @contextmanager
@@ -50,8 +55,8 @@ def full_disk(journal: Journal) -> Iterator[None]:
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from storage.mlflow.outbox import Outbox
-from storage.mlflow.journal_records import Epoch, Open
+from storage.journals.outbox import Outbox
+from storage.journals.journal_records import Epoch, Open
 journal = Outbox(Path(sys.argv[1])).open("0007-1", Open("s", 1, 7, 1, False, "val_loss", {}))
 for epoch in range(50):
     journal.append(Epoch(epoch, 0.0, {"loss": 1 / 3}))
@@ -63,7 +68,7 @@ def test_a_killed_process_loses_nothing_of_what_it_appended(box: Outbox) -> None
     done = subprocess.run([sys.executable, "-c", _WRITER, str(box.folder)], cwd=Path.cwd(), check=False)
     assert done.returncode == -signal.SIGKILL
     [journal] = box.left()
-    records = [entry.record for entry in journal.unsent()]
+    records = [entry.record for entry in place(journal).unsent()]
     assert records == [HEAD, *(Epoch(epoch, 0.0, {"loss": 1 / 3}) for epoch in range(50))]
     assert journal.head == HEAD
     assert not journal.live
@@ -91,7 +96,7 @@ def test_a_torn_last_line_is_dropped(box: Outbox) -> None:
 
 def test_a_journal_that_was_never_begun_is_swept_away(box: Outbox) -> None:
     (box.folder / "0001-1").mkdir(parents=True)
-    (box.folder / "0001-1" / outbox.JOURNAL).write_bytes(b'{"kind":"open","numb')
+    (box.folder / "0001-1" / JOURNAL).write_bytes(b'{"kind":"open","numb')
     assert list(box.left()) == []
     assert box.waiting() == 0
 
@@ -133,13 +138,13 @@ def test_what_another_version_wrote_is_read_as_far_as_it_is_known() -> None:
 def test_what_arrived_is_not_read_again_by_the_next_process(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     journal.append(Params({"lr": 0.1}))
-    journal.position.run = "r"
-    journal.moved(journal.unsent())
+    place(journal).position.run = "r"
+    place(journal).moved(place(journal).unsent())
     journal.append(Params({"epochs": 3}))
     journal.close()
     [left] = box.left()
     assert values(left) == [{"epochs": 3}]
-    assert left.position.run == "r"
+    assert place(left).position.run == "r"
 
 
 def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
@@ -153,7 +158,7 @@ def test_a_full_disk_is_told_once_and_what_waits_is_written_when_there_is_room(
             "no torn line stands in the file"
         )
         assert values(journal) == [{"epoch": epoch} for epoch in range(3)], "they can be sent all the same"
-        journal.returned()
+        place(journal).returned()
     assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
         f"{journal.path} cannot be written (File too large): the trial goes on, its records wait in memory"
     ]
@@ -167,10 +172,10 @@ def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         journal.append(Epoch(0, 0.0, {"epoch": 0}))
-        entries = journal.unsent()
+        entries = place(journal).unsent()
         journal.append(Epoch(0, 0.0, {"epoch": 1}))  # while the sender has the first
-        journal.moved(entries)
-        journal.returned()
+        place(journal).moved(entries)
+        place(journal).returned()
     journal.append(Epoch(0, 0.0, {"epoch": 2}))
     journal.close()
     [left] = box.left()
@@ -180,7 +185,7 @@ def test_what_was_sent_from_memory_is_not_written_later(box: Outbox) -> None:
 def test_memory_is_bounded_and_what_is_lost_is_told(
     box: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_MEMORY", 1000)
+    monkeypatch.setattr(journals, "_MEMORY", 1000)
     journal = box.open("0007-1", HEAD)
     with full_disk(journal):
         for epoch in range(100):
