@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from optuna.trial import FrozenTrial, create_trial
 
-from search.study.ranking import best_first, is_among_best
+from search.study.ranking import best_first, front_of, is_among_best, is_on_front, rank_trials
+from storage.attributes import BROKEN
 
 
 @pytest.mark.parametrize("maximize", [True, False])
@@ -33,3 +35,32 @@ def test_a_tie_is_the_earlier_trials(number: int, value: float, among: bool) -> 
 def test_who_is_asked_about_is_not_counted_twice() -> None:
     """A trial whose model is made again, long after its end, is among those that have ended."""
     assert is_among_best(1, 0.8, {1: 0.8, 2: 0.9}, top=2, maximize=True)
+
+
+def several(*vectors: list[float], broken: tuple[int, ...] = ()) -> list[FrozenTrial]:
+    """COMPLETE trials of two metrics, of which some break a constraint."""
+    trials = []
+    for number, values in enumerate(vectors):
+        attrs = {BROKEN: ["it is"]} if number in broken else {}
+        trial = create_trial(values=values, user_attrs=attrs)
+        trial.number = number
+        trials.append(trial)
+    return trials
+
+
+def test_of_several_metrics_fronts_come_in_their_order() -> None:
+    trials = several([0.5, 5.0], [0.9, 9.0], [0.4, 6.0], [0.99, 0.1], [0.3, 1.0], [0.6, 5.0], broken=(3,))
+    assert [trial.number for trial in front_of(trials, (True, False))] == [1, 5, 4]
+    assert [trial.number for trial in rank_trials(trials, (True, False))] == [1, 4, 5, 0, 2]
+    whoever = [trial.number for trial in rank_trials(trials, (True, False), infeasible=True)]
+    assert (whoever[0], len(whoever)) == (3, 6)
+    assert front_of([], (True, False)) == rank_trials([], (True, False)) == []
+
+
+def test_who_leaves_a_model_was_on_the_front_at_its_end() -> None:
+    others = [[0.5, 5.0], [0.9, 9.0]]
+    maximize = (True, False)
+    assert is_on_front([0.6, 4.0], others, maximize)
+    assert is_on_front([0.5, 5.0], others, maximize), "nobody dominates an equal one"
+    assert not is_on_front([0.4, 5.0], others, maximize)
+    assert is_on_front([0.1, 99.0], [], maximize)

@@ -1,0 +1,133 @@
+"""Pruning where several metrics are optimised, or have bounds: by fronts, by a bound on one, and out of bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+
+from search.pruning import Decision, StudyPruner
+from search.pruning.study_pruner import study_rungs
+from search.spec.spec import StudySpec
+from storage.pareto import losses_of
+from storage.study_storage.opening import open_storage
+from storage.trials.front_order import order
+from tests.search.spec.test_several import refused, spec
+
+WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
+HALVING = {"name": "successive_halving", "reduction_factor": 2}
+
+
+class Search:
+    """A study on Postgres whose trials report both metrics."""
+
+    def __init__(self, url: str, made: StudySpec) -> None:
+        self.spec = made
+        self.storage = open_storage(url, application_name="test")
+        self.study = optuna.create_study(study_name=made.name, directions=[*made.ways.values()], storage=self.storage)
+        self.judge = StudyPruner(made, self.storage, self.study._study_id)
+
+    def ask(self) -> int:
+        """A new trial; returns its number."""
+        return int(self.study.ask().number)
+
+    def report(self, number: int, step: int, vector: list[float], **measured: float) -> Decision:
+        trial_id = self.storage.get_trial_id_from_study_id_trial_number(self.study._study_id, number)
+        self.storage.set_trial_intermediate_value(trial_id, step, vector[0])
+        reported = {**dict(zip(self.spec.ways, vector, strict=True)), **measured}
+        return self.judge(self.storage.get_trial(trial_id), reported=reported, vector=vector)
+
+
+def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> None:
+    search = Search(database_url, spec(directions=WAYS, pruner=HALVING))
+    vectors = [[0.5, 5.0], [0.4, 6.0], [0.9, 9.0], [0.6, 5.5], [0.3, 1.0], [0.2, 7.0]]
+    for number, vector in enumerate(vectors):
+        decision = search.report(search.ask(), 1, vector)
+        reached = number + 1
+        rank = order(losses_of(vectors[:reached], (True, False))).index(number) + 1
+        best = max(1, reached // 2)
+        assert decision.prune == (rank > best), vector
+        assert (decision.rung, decision.peers, decision.value) == (0, number, vector[0])
+        if decision.prune:
+            assert decision.reason == (
+                f"successive_halving pruner at epoch 2 of 9: rank {rank} of {reached} by fronts at rung 0, where the "
+                f"best {best} go on"
+            )
+    assert not search.report(2, 2, [0.9, 9.0]).prune, "the first of the next rung"
+
+
+def test_of_equal_ones_the_earlier_goes_on_and_a_verdict_is_the_same_when_it_is_asked_for_again(
+    database_url: str,
+) -> None:
+    search = Search(database_url, spec(directions=WAYS, pruner=HALVING))
+    assert not search.report(search.ask(), 1, [0.5, 5.0]).prune
+    late = search.ask()
+    first = search.report(late, 1, [0.5, 5.0])
+    assert first.prune
+    assert search.judge(search.storage.get_all_trials(1)[late], vector=[0.5, 5.0]) == first
+
+
+def test_a_rung_that_is_still_to_fill_promotes_nobody(database_url: str) -> None:
+    search = Search(database_url, spec(directions=WAYS, pruner={**HALVING, "bootstrap_count": 2}))
+    assert search.report(search.ask(), 1, [0.9, 1.0]).reason.endswith("which promotes none of the first 2")
+    assert search.report(search.ask(), 1, [0.8, 0.5]).prune
+    assert not search.report(search.ask(), 1, [0.95, 0.4]).prune
+
+
+@pytest.mark.parametrize(
+    ("metric", "vector", "model_mb", "said"),
+    [
+        ("latency_ms", [0.9, 5.5], 1.0, "latency_ms 5.5 is above the threshold 5"),
+        ("latency_ms", [0.1, 5.0], 9.0, ""),
+        ("model_mb", [0.9, 1.0], 5.25, "model_mb 5.25 is above the threshold 5"),
+        (None, [5.5, 1.0], 1.0, "accuracy 5.5 is above the threshold 5"),
+        (None, [0.5, 9.0], 9.0, ""),
+    ],
+)
+def test_a_threshold_is_on_the_metric_that_it_names(
+    database_url: str, metric: str | None, vector: list[float], model_mb: float, said: str
+) -> None:
+    named = {} if metric is None else {"metric": metric}
+    pruner = {"name": "threshold", "upper": 5, **named}
+    search = Search(database_url, spec(directions=WAYS, constraints="model_mb<=10", pruner=pruner))
+    decision = search.report(search.ask(), 0, vector, model_mb=model_mb)
+    assert decision.prune == bool(said)
+    assert decision.reason == (f"threshold pruner at epoch 1 of 9: {said}" if said else "")
+
+
+def test_a_threshold_names_a_metric_that_is_reported() -> None:
+    pruner = {"name": "threshold", "upper": 5, "metric": "latency_ms"}
+    assert "pruner.metric 'latency_ms' is none of the study's (accuracy)" in refused(
+        metric="accuracy", direction="maximize", pruner=pruner
+    )
+    made = spec(metric="accuracy", direction="maximize", constraints="latency_ms<=9", pruner=pruner)
+    assert made.pruner.names_metric() == "latency_ms"
+
+
+ONE = {"metric": "accuracy", "direction": "maximize"}
+OUT = "out of bounds: parameters 200, not <= 100, which no more training changes"
+
+
+@pytest.mark.parametrize("metrics", [{"directions": WAYS}, ONE], ids=["several", "one"])
+@pytest.mark.parametrize("pruner", ["asha", "successive_halving", "none"])
+def test_what_no_training_changes_is_pruned_after_one_epoch_but_by_none(
+    database_url: str, metrics: dict[str, Any], pruner: str
+) -> None:
+    bounds = "parameters<=100,accuracy>=0.9,peak_memory_mb<=5"
+    search = Search(database_url, spec(**metrics, constraints=bounds, pruner={"name": pruner}))
+    vector = [0.5, 5.0][: len(search.spec.ways)]
+    within = search.report(search.ask(), 0, vector, parameters=100.0, peak_memory_mb=9.0)
+    assert not within.prune, "accuracy may rise, and memory is not settled after an epoch"
+    decision = search.report(search.ask(), 0, vector, parameters=200.0, peak_memory_mb=1.0)
+    assert decision.prune == (pruner != "none")
+    assert decision.reason == ("" if pruner == "none" else f"{pruner} pruner at epoch 1 of 9: {OUT}")
+
+
+def test_rungs_know_which_way_each_metric_is_better() -> None:
+    rungs = study_rungs(spec(directions=WAYS, pruner={"name": "asha", "min_complete": 2}))
+    assert rungs is not None
+    assert (rungs.several, rungs.epochs, rungs.complete) == ((True, False), (1, 3), 2)
+    one = study_rungs(spec(**ONE, pruner={"name": "asha"}))
+    assert one is not None
+    assert one.several == ()
