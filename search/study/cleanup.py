@@ -106,7 +106,9 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
     if study.spec.finalists_of is not None or RUN_ID not in study.attrs:
         return []  # what was trained to confirm a choice stays with it
     storage, registry = RunStorage(tracking), Registry(tracking.client)
-    surplus = [trial for trial in study.best_trials()[keep_top:] if RUN_ID in trial.user_attrs]
+    stay = _best(study, keep_top)
+    ended = study.best_trials(infeasible=True)
+    surplus = [trial for trial in ended if RUN_ID in trial.user_attrs and trial.number not in stay]
     runs = storage.untouched(str(study.attrs[RUN_ID])) if surplus else {}
     needed = _needed_trials(study)
     candidates = {
@@ -142,8 +144,19 @@ def _models(study: StoredStudy, tracking: Tracking, keep_top: int) -> list[Garba
 
     size = sum(there.model_bytes + there.checkpoint_bytes for there in kept.values())
     numbers = tuple(sorted(candidates[run_id].number for run_id in kept))
-    what = f"models and best checkpoints beyond the best {keep_top}"
+    front = "the front and " if study.spec.several else ""
+    what = f"models and best checkpoints beyond {front}the best {keep_top}"
     return [Garbage(study.spec.name, what, numbers, size, "MLflow", remove)]
+
+
+def _best(study: StoredStudy, keep_top: int) -> set[int]:
+    """Return the trials whose models stay for what they scored: of several metrics all of the front are among them.
+
+    Those that break a constraint are, where no trial keeps to it.
+    """
+    best = study.best_trials() or study.best_trials(infeasible=True)
+    front = study.front() if study.spec.several else []
+    return {trial.number for trial in [*best[:keep_top], *front]}
 
 
 def _needed_trials(study: StoredStudy) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import optuna
 import pytest
@@ -16,6 +17,7 @@ from search.publish.finalists import tell_confirmation
 from search.publish.note import study_note
 from search.publish.study import close_study
 from search.spec.spec import parse_spec
+from search.study.cleanup import find_garbage
 from search.study.study import load_study
 from search.study.summary import summarise
 from storage.attributes import BROKEN, REASON, RUN_ID, SPEC
@@ -145,3 +147,11 @@ def test_the_front_is_told_to_mlflow_and_the_dashboard(several: Tracked) -> None
     tags = several.client.get_run(stored.attrs[RUN_ID]).data.tags
     assert (tags["hpsearch.finalists_front"], tags["hpsearch.winner"]) == ("0, 1", "")
     assert several.client.get_run(several.run_of(0)).data.tags["hpsearch.finalist"] == "front"
+
+
+def test_what_is_tidied_away_is_not_of_the_front(several: Tracked, tmp_path: Path) -> None:
+    found, problems = find_garbage(several.stored, home=tmp_path, tracking=several.tracking, keep_top=1)
+    assert problems == []
+    assert [(garbage.what, garbage.trials) for garbage in found] == [
+        ("models and best checkpoints beyond the front and the best 1", (2,))
+    ]
