@@ -24,6 +24,8 @@ ROOMS = (
     "storage.trials",
     "storage.journals",
     "storage.mlflow",
+    "storage.tensorboard",
+    "storage.wandb_runs",
     "storage.records",
     "storage.dashboard",
     "storage.embedded",

@@ -143,7 +143,7 @@ def _no_settings_of_the_user() -> Iterator[None]:
     """Keep the tests away from the services, the studies and the data of whoever runs them."""
     with pytest.MonkeyPatch.context() as patch, guarded_home() as home:
         for name in list(os.environ):
-            if name.startswith(("HPSEARCH_", "MLFLOW_", "PG")):
+            if name.startswith(("HPSEARCH_", "MLFLOW_", "PG", "WANDB_")):
                 patch.delenv(name)
         patch.setenv("HPSEARCH_HOME", str(home))
         yield

@@ -120,8 +120,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     providers = importlib.metadata.packages_distributions()
     missing = set()
     for path in sources():
-        # An adapter, or an objective, is for those who have its library, in an extra of its name.
-        declared = needed | extras.get(path.stem, set())
+        # An adapter, an objective or a reader of journals is for those who have its library, in an extra of its name.
+        declared = needed | extras.get(path.stem, set()) | extras.get(path.parent.name.removesuffix("_runs"), set())
         for _, name in imported((ROOT / path).read_text(), path):
             top = name.split(".")[0]
             if top in sys.stdlib_module_names or top in PACKAGES:

@@ -16,6 +16,7 @@ from search.services import Services
 from search.study.checkpoints import note_checkpoints
 from search.study.study import StoredStudy
 from search.study.tracking import with_tracking
+from search.tracking.readers import check_readers
 from search.worker.options import WorkerOptions
 from storage.attributes import STOPPED, TRACKING_URI
 from storage.checkpoints.store import Checkpoints
@@ -44,6 +45,7 @@ def open_beside(
         Checkpoints(options.checkpoint_url).check()
     if (of := search.spec.finalists_of) is not None:
         raise SearchError(f"study {search.spec.name!r} holds {of.what}: {search.go_on}")
+    check_readers(search.spec)
     services = with_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)

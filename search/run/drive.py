@@ -132,7 +132,7 @@ def tell_failed(console: Console, fleet: Fleet | None) -> tuple[str, ...]:
 
 
 def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
-    """Send MLflow what of the study waits on this machine, and print what is left."""
+    """Send MLflow and other readers what of the study waits on this machine, and print what is left."""
     checkpoints = open_checkpoints(study, services.home, None)
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
 
@@ -146,5 +146,6 @@ def tell_outbox(console: Console, services: Services, study: StoredStudy, *, int
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
         again = command("sync", study.spec.name)
         console.print(
-            f"MLflow has not been told all of {left} trials{why}; send the rest with: {again}", style="yellow"
+            f"{tracker.sender.behind} not been told all of {left} trials{why}; send the rest with: {again}",
+            style="yellow",
         )

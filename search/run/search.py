@@ -20,8 +20,10 @@ from search.report import write_report
 from search.report.summary import summary_lines
 from search.run.drive import drive, open_run, tell_failed, tell_outbox
 from search.services import Services, find_services
+from search.spec.spec import parse_spec, with_room
 from search.steps import steps
 from search.study.checkpoints import note_checkpoints
+from search.study.create_or_join import complete_settings
 from search.study.enqueue import read_rows, waits_in_vain
 from search.study.folders import report_path
 from search.study.prepare import load_for_search, prepare_study, start_clock
@@ -29,6 +31,7 @@ from search.study.smoke import smoke_test
 from search.study.study import StoredStudy
 from search.study.summary import Summary, summarise
 from search.study.tracking import with_tracking
+from search.tracking.readers import check_readers
 from search.worker.options import WorkerOptions
 from storage.attributes import RUN_ID, STOPPED
 from storage.checkpoints.store import Checkpoints
@@ -74,6 +77,7 @@ def begin_search(
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []
+        check_readers(parse_spec(complete_settings(with_room(settings), objective)))
         services = find_services(
             options.storage_url,
             options.tracking_uri,
@@ -84,6 +88,7 @@ def begin_search(
         )
         tell("opening the study")
         study, created = prepare_study(services, settings, objective, enqueued)
+        check_readers(study.spec)
         if options.checkpoint_url is not None:
             note_checkpoints(study, options.checkpoint_url)
     return services, study, created

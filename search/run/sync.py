@@ -1,4 +1,4 @@
-"""``hpsearch sync``: what waits on this machine for MLflow is sent; a model that a lost machine had is made again."""
+"""``hpsearch sync``: what waits on this machine is sent; a model that a lost machine had is made again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from search.steps import steps
 from search.study.checkpoints import open_checkpoints
 from search.study.folders import outbox_folder
 from search.study.study import StoredStudy, load_study
-from search.study.tracking import tracking_of
+from search.study.tracking import tracking_of, tracking_uri_of
+from search.tracking.readers import readers_of
 from search.tracking.rebuild import resend
 from search.tracking.tracker import Tracker
+from storage.mlflow.health import TrackingAwayError
 from storage.study_storage import PostgresStorage
 
 
 @dataclass(frozen=True)
 class Synced:
-    """What sending came to: how many trials MLflow was told of, how many are left, and what could not be made again."""
+    """What sending came to: how many trials were told of, how many are left, and what could not be made again."""
 
     sent: int
     left: int
@@ -31,12 +33,12 @@ class Synced:
 
     @property
     def whole(self) -> bool:
-        """Whether MLflow has all there is."""
+        """Whether MLflow, and all other readers, have all there is."""
         return not self.left and not self.problems
 
 
 def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
-    """Return the studies of this database that have something on this machine for MLflow."""
+    """Return the studies of this database that have something on this machine to be told of."""
     found = []
     for summary in storage.get_all_studies():
         try:
@@ -49,18 +51,26 @@ def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
 
 
 def sync_study(services: Services, study: StoredStudy, checkpoint_url: str | None, console: Console) -> Synced:
-    """Send what waits for MLflow of a study on this machine, and make again what a lost machine had; say so.
+    """Send what waits of a study on this machine, and make again what a lost machine had; say so.
 
     Raises:
         SearchError: the study names no tracking server and none was given.
         StorageError: a service cannot be used.
     """
-    name, tracking = study.spec.name, tracking_of(services, study)
+    name, away = study.spec.name, None
+    try:
+        tracking = tracking_of(services, study)
+    except TrackingAwayError as error:
+        if not readers_of(study, services.home):
+            raise
+        tracking, away = services.open_tracking(tracking_uri_of(services, study)), error  # others are told all the same
     checkpoints = open_checkpoints(study, services.home, checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
     problems: list[str] = []
     with steps(console) as tell:
         left = tracker.deliver(tell, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=tell)))
+    if away is not None and not left:
+        raise away  # what a lost machine had may be missing there
     sent = tracker.sender.sent
     said = f"{name}: {counted(sent, 'trial')} sent"
     for problem in problems:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -43,6 +45,26 @@ def _study_names(given: Any) -> Any:
         if name in names[:place]:
             raise ValueError(f"--warm-start: {name} is named twice: leave one out")
     return names
+
+
+def _folder(given: Any) -> Any:
+    """A folder as an absolute path: workers begin elsewhere."""
+    if not isinstance(given, str):
+        return given
+    if not given or "://" in given:
+        what = "object stores take no event files, which grow" if given else "it is empty"
+        raise ValueError(f"--tensorboard {given!r}: give a folder that this machine sees ({what})")
+    try:
+        return os.path.normpath(Path(given).expanduser().absolute())
+    except RuntimeError as error:  # ~somebody, whom this machine does not know
+        raise ValueError(f"--tensorboard {given!r}: give a folder that this machine sees ({error})") from None
+
+
+def _project(given: Any) -> Any:
+    """A project of Weights & Biases, with its entity or without."""
+    if isinstance(given, str) and not re.fullmatch(r"([A-Za-z0-9_-]+/)?[^/\\#?%:\s]{1,128}", given):
+        raise ValueError(f"--wandb {given!r}: give a project of Weights & Biases, or entity/project, such as me/wine")
+    return given
 
 
 def searched_by(name: str) -> str | None:
@@ -156,6 +178,14 @@ class StudySpec(Options):
         ge=1,
         le=MOST_TRIALS,
         description="With --models top: a trial leaves one if it is among so many of the best when it ends",
+    )
+    tensorboard: Annotated[str | None, BeforeValidator(_folder)] = Field(
+        default=None,
+        description="Folder for TensorBoard's event files, which all trials are written to as well as to MLflow",
+    )
+    wandb: Annotated[str | None, BeforeValidator(_project)] = Field(
+        default=None,
+        description="Project of Weights & Biases, or entity/project, which all trials are told as well as MLflow",
     )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 

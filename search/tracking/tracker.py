@@ -1,4 +1,4 @@
-"""One process's way to MLflow for one study: its outbox, what ships it, and the run that all trials hang under."""
+"""One process's way to all that is told of one study: its outbox, what reads it, the run that all trials hang under."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from search.console import counted
 from search.study.checkpoints import StudyCheckpoints
 from search.study.folders import outbox_folder
 from search.study.study import StoredStudy
+from search.tracking.readers import readers_of
 from search.tracking.study_run import open_parent_run
 from search.tracking.system_metrics import SystemMetrics
 from storage.journals import journal_records
@@ -35,7 +36,7 @@ def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
 
 
 class Tracker:
-    """Logs the trials of one study, whether or not the tracking server answers.
+    """Logs the trials of one study, whether or not the tracking server answers, and other readers are there.
 
     Args:
         study: the study.
@@ -44,7 +45,7 @@ class Tracker:
         home: where the outbox is.
         tags: for the run of every trial that this process trains.
         system_metrics: whether runs get the machine's load too.
-        refused: whether to try again what MLflow refused before.
+        refused: whether to try again what a reader refused before.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Tracker:
         self._parent: str | None = None
         self._making = threading.Lock()
         links = RunLinks(study.engine)
-        readers: list[Reader] = [Shipper(tracking, links, parent=self.parent, delivered=checkpoints.forget_trial)]
+        mlflow = Shipper(tracking, links, parent=self.parent, delivered=checkpoints.forget_trial)
+        readers: list[Reader] = [mlflow, *readers_of(study, home)]
         self.outbox = Outbox(outbox_folder(home, study), [reader.name for reader in readers])
         self.sender = Sender(self.outbox, readers, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None
@@ -139,7 +141,7 @@ class Tracker:
 
         def told(sent: int, left: int) -> None:
             if sent or left:
-                tell(f"telling MLflow of {counted(sent + left, 'trial')}: {sent} done")
+                tell(f"telling {self.sender.titles} of {counted(sent + left, 'trial')}: {sent} done")
 
         self.sender.start()
         try:

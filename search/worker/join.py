@@ -23,6 +23,7 @@ from search.study.release import check_release
 from search.study.study import StoredStudy, load_study
 from search.study.tracking import with_tracking
 from search.tracking.provenance import run_tags
+from search.tracking.readers import check_readers
 from search.tracking.rebuild import needed, resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
@@ -147,6 +148,7 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
     storage = open_storage(services.storage_url, application_name=f"hpsearch {worker_name()}")
     study = load_study(storage, name)
     check_release(study)
+    check_readers(study.spec)
     services = with_tracking(services, study, required=options.tracking_required)
     if away := services.tracking_away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
@@ -173,7 +175,7 @@ def _send_rest(joined: _Joined, leaving: Leaving, *, over: bool, alone: bool) ->
     patience = _PATIENCE if over and not leaving.begun else min(_GRACE, max(leaving.left(), 1.0))
     if left := tracker.sender.flush(patience):
         rest = f"hpsearch sync {study.spec.name}"
-        log.warning("MLflow has not been told all of %d trials: send the rest with: %s", left, rest)
+        log.warning("%s not been told all of %d trials: send the rest with: %s", tracker.sender.behind, left, rest)
     checkpoints.tidy(runs_folder(joined.runs, study))
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     if over and (alone or study.spec.finalists_of is not None):

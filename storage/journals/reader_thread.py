@@ -31,7 +31,8 @@ class ReaderThread:
         changed: notified when a round is done; held for a moment only.
         folder: where what is not told yet waits, for messages.
         begin: called before each round; it may add journals.
-        left: called with a journal that this thread is done with, for now or for good.
+        left: called, with `changed`, with a journal that this thread is done with, for now or for good; returns what is
+            to be done after that.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ReaderThread:
         folder: object,
         *,
         begin: Callable[[], None],
-        left: Callable[[Journal], None],
+        left: Callable[[Journal], Callable[[], None]],
     ) -> None:
         self.reader = reader
         self.places: list[Place] = []
@@ -67,11 +68,13 @@ class ReaderThread:
         """Tell of a journal from now on; with `changed`."""
         self.places.append(place)
 
-    def wake(self, *, at_once: bool) -> None:
-        """Say that something was written; with `changed`, which is to be notified."""
+    def wake(self, *, at_once: bool) -> bool:
+        """Say that something was written; return whether `changed`, which the caller has, is to be notified."""
         due = time.monotonic() + (0.0 if at_once else INTERVAL)
-        if due < self._due and not self._failures:
-            self._due = due
+        if due >= self._due or self._failures:
+            return False
+        self._due = due
+        return True
 
     def hurry(self) -> None:
         """Begin a round now, even where the reader was away; with `changed`, which is to be notified."""
@@ -156,8 +159,8 @@ class ReaderThread:
     def _drop(self, place: Place) -> None:
         with self._changed:
             self.places.remove(place)
-            self._changed.notify_all()
-        self._left(place.journal)
+            after = self._left(place.journal)
+        after()
 
     def _refuse(self, place: Place, failure: Failure, error: Exception) -> None:
         """Put a journal aside that the reader will not have: it stays on disk until a person asks for another try."""

@@ -36,7 +36,8 @@ class Sender:
         self._threads = [
             ReaderThread(reader, self._changed, outbox.folder, begin=self._adopt, left=self._left) for reader in readers
         ]
-        self.sent = 0  # journals that arrived whole
+        self._removing = 0  # journals that every reader has
+        self.sent = 0  # those that are gone
 
     @property
     def away(self) -> str | None:
@@ -48,11 +49,16 @@ class Sender:
 
     @property
     def behind(self) -> str:
-        """The readers that have not been told all, for a person: ``MLflow and TensorBoard``."""
+        """The readers that have not been told all, for a person: ``MLflow has``, ``MLflow and TensorBoard have``."""
         with self._changed:
             titles = [thread.reader.title for thread in self._threads if thread.places]
         titles = titles or [thread.reader.title for thread in self._threads][:1]
-        return " and ".join(filter(None, (", ".join(titles[:-1]), titles[-1])))
+        return f"{_joined(titles)} {'has' if len(titles) == 1 else 'have'}"
+
+    @property
+    def titles(self) -> str:
+        """All readers, for a person."""
+        return _joined([thread.reader.title for thread in self._threads])
 
     def start(self) -> None:
         """Begin to send."""
@@ -70,9 +76,10 @@ class Sender:
     def wake(self, *, at_once: bool = False) -> None:
         """Say that something was written; it goes out `at_once`, or within a second together with what follows."""
         with self._changed:
-            for thread in self._threads:
-                thread.wake(at_once=at_once)
-            self._changed.notify_all()
+            # Woken for nothing, by every epoch, a thread would get in the way of the one that trains.
+            woken = [thread.wake(at_once=at_once) for thread in self._threads]
+            if any(woken):
+                self._changed.notify_all()
 
     def flush(
         self,
@@ -100,7 +107,8 @@ class Sender:
             self._changed.notify_all()
             while time.monotonic() < deadline:
                 in_vain = time.monotonic() > began + starting
-                if all(t.idle(rounds, in_vain=in_vain) for t, rounds in zip(self._threads, seen, strict=True)):
+                idle = [t.idle(rounds, in_vain=in_vain) for t, rounds in zip(self._threads, seen, strict=True)]
+                if all(idle) and not self._removing:
                     break
                 self._changed.wait(min(deadline - time.monotonic(), 1.0))
                 tell(self.sent - before, self._waiting())
@@ -151,21 +159,31 @@ class Sender:
                     continue
                 place.position.refused = None
                 thread.add(place)
-        self._left(journal)
-
-    def _left(self, journal: Journal) -> None:
-        """Remove a journal that every reader has; let a dead one go that none can have now."""
-        with self._changed:
-            if journal not in self._held or any(journal.places[t.reader.name] in t.places for t in self._threads):
-                gone = closed = False
-            else:
-                gone, closed = journal.over, not journal.live
-            if gone or closed:
-                self._held.remove(journal)
-        if gone:
-            journal.remove()
-        elif closed:
-            journal.close()
-        with self._changed:
-            self.sent += gone
+                thread.wake(at_once=True)  # it may be between two looks of its own
             self._changed.notify_all()
+            after = self._left(journal)
+        after()
+
+    def _left(self, journal: Journal) -> Callable[[], None]:
+        """Return how to remove a journal that every reader has, or to let a dead one go; with `changed`."""
+        if journal not in self._held or any(journal.places[t.reader.name] in t.places for t in self._threads):
+            return lambda: None
+        if not journal.over:
+            if journal.live:
+                return lambda: None
+            self._held.remove(journal)
+            return journal.close
+        self._held.remove(journal)
+        self._removing += 1
+        return lambda: self._remove(journal)
+
+    def _remove(self, journal: Journal) -> None:
+        journal.remove()
+        with self._changed:
+            self._removing -= 1
+            self.sent += 1
+            self._changed.notify_all()
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

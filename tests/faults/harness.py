@@ -193,6 +193,7 @@ class Arena:
 
     Attributes:
         models: trials whose models are exported, which costs a trial most; None for all.
+        settings: environment of every command.
     """
 
     zygote: Zygote
@@ -201,6 +202,7 @@ class Arena:
     storage_url: str
     tracking_uri: str
     models: list[int] | None = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
 
     @property
@@ -237,7 +239,7 @@ class Arena:
         # An epoch is ended, however slow the machine is, unless a test is about what happens where it is not.
         times = {"HPSEARCH_LEASE": str(LEASE), "HPSEARCH_GRACE": str(PATIENCE)}
         times["HPSEARCH_COLLECTIVE_TIMEOUT"] = str(PATIENCE)
-        return {**urls, **models, **where, **times, **more}
+        return {**urls, **models, **where, **times, **self.settings, **more}
 
     def start(self, *arguments: str, **environment: str) -> Worker:
         """Start a worker, or another command."""

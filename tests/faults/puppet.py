@@ -59,6 +59,8 @@ SENDING = {
     "upload model": ("storage.mlflow.exported_model", "upload_model"),
     "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
     "delivered": ("storage.mlflow.run_links", "RunLinks.delivered"),
+    "write events": ("storage.tensorboard.event_files", "EventFiles.flush"),
+    "tell a run": ("storage.wandb_runs.reader", "WandbRuns._ask"),
 }
 
 
@@ -70,6 +72,7 @@ def main(arguments: list[str]) -> int:
     wrap("storage.trials.claims", "Claims.claim", follow_claims)
     wrap("search.worker.ranks", "_next", follow_jobs)
     wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
+    wrap("storage.journals.follower", "Follower.ship", follow_sender)
     wrap("objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("storage.trials.claims", "Claims.report", follow_reports)

@@ -1,4 +1,4 @@
-"""``hpsearch sync``: what waits on this machine for MLflow is sent."""
+"""``hpsearch sync``: what waits on this machine is sent."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def sync(
     checkpoint_url: o.CheckpointUrl = None,
     home: o.Home = None,
 ) -> int:
-    """Send MLflow what was logged while it was away, and models that a lost machine still had; safe to repeat."""
+    """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
     from search.api.study import Study
 
     studies = Study.waiting(
         study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
     )
     if not studies:
-        typer.echo("nothing waits for MLflow on this machine")
+        typer.echo("nothing waits on this machine")
     synced = [each.sync() for each in studies]
     return 0 if all(each.whole for each in synced) else 1

@@ -1,0 +1,4 @@
+"""TensorBoard: event files of a whole search, a folder a trial.
+
+Imports: errors, database, trials, journals.
+"""

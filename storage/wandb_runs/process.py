@@ -1,0 +1,146 @@
+"""The process that speaks to Weights & Biases: told of runs in lines of JSON, and answering each in one.
+
+It ends with the process that started it, whose end closes its input: runs that are open are finished first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from storage.wandb_runs.offline_files import records, steps_of
+
+_LAST_WORDS = 20.0  # seconds to finish runs when whoever started this is gone
+_WRITING = 30.0  # seconds to write a file to its end
+_INIT = 30.0  # seconds for a server to know a run
+
+
+class Runs:
+    """The runs that are open, by their ids."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Any] = {}
+        self._known: dict[str, set[int]] = {}
+        self._locks: dict[str, int] = {}
+
+    def open(self, *, run_id: str, folder: str, **settings: Any) -> dict[str, Any]:
+        """Begin a run or go on with it; the steps that it has are not logged again."""
+        import wandb
+
+        lock = os.open(Path(folder) / f".{run_id}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return {"busy": True}
+        except OSError:
+            pass  # a file system without locks
+        self._locks[run_id] = lock
+        quiet = wandb.Settings(
+            console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
+            x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT,
+            x_transaction_log_flush_interval=1.0,
+        )  # fmt: skip
+        known = steps_of(Path(folder) / "wandb", run_id)
+        run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", settings=quiet, **settings)
+        self._runs[run_id] = run
+        self._known[run_id] = known | set(range(run.step))  # a run that the server has begins there
+        return {}
+
+    def tell(
+        self,
+        *,
+        run_id: str,
+        config: dict[str, Any],
+        rows: list[tuple[int, dict[str, Any]]],
+        summary: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Log rows at their steps, each once, and set what a run has one of."""
+        run, known = self._runs[run_id], self._known[run_id]
+        if config:
+            run.config.update(config, allow_val_change=True)
+        for step, values in rows:
+            if step not in known:
+                known.add(step)
+                run.log(values, step=step, commit=True)
+        if summary:
+            run.summary.update(summary)
+        return {}
+
+    def finish(self, *, run_id: str, exit_code: int, left: bool) -> dict[str, Any]:
+        """Finish a run; return when all of it has arrived, or is on disk.
+
+        Args:
+            run_id: of the run.
+            exit_code: 0 if it ended well.
+            left: whether it was left, to be gone on with.
+        """
+        run = self._runs.pop(run_id)
+        if left:
+            run.mark_preempting()
+        file = Path(run.settings.sync_file) if run.offline else None
+        run.finish(exit_code=exit_code)
+        if file is not None:
+            _await_end(file)
+        del self._known[run_id]
+        os.close(self._locks.pop(run_id))
+        return {}
+
+    def finish_all(self) -> None:
+        """Finish what is open: whoever would go on with it is gone."""
+        for run in list(self._runs):
+            self.finish(run_id=run, exit_code=1, left=True)
+
+
+def _await_end(file: Path) -> None:
+    """Wait until all of a run that has finished is in its file: the package answers before it is."""
+    deadline, size = time.monotonic() + _WRITING, -1
+    while time.monotonic() < deadline:
+        if file.exists() and (now := file.stat().st_size) != size:
+            size = now
+            if any(record.WhichOneof("record_type") == "exit" for record in records(file)):
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"{file} does not get to its end")
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # those that stop a worker: it has yet to say what it logged
+        signal.signal(number, signal.SIG_IGN)
+    requests = os.fdopen(os.dup(0), "r")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the package prints is no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    runs = Runs()
+    known: dict[str, Callable[..., dict[str, Any]]] = {"open": runs.open, "tell": runs.tell, "finish": runs.finish}
+    for line in requests:
+        request = json.loads(line)
+        try:
+            answer = known[request.pop("do")](**request)
+        except Exception as error:  # whatever the package raises is for the process that asked
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    end = threading.Timer(_LAST_WORDS, os._exit, (1,))
+    end.daemon = True
+    end.start()
+    try:
+        runs.finish_all()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""From journals to Weights & Biases: one run a trial, however many attempts it takes, each epoch once.
+
+A journal counts as told when its run is finished: until then all of it is on disk here, and whoever takes it up after a
+death tells it from its beginning, but for the epochs that the run has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from storage.database.locks import LockHeldError
+from storage.errors import AwayError, StorageError
+from storage.journals import journal_records
+from storage.journals.follower import Follower
+from storage.journals.journal import Entry, Place
+from storage.journals.reader import Failure
+from storage.journals.trial_ends import TrialEnds
+from storage.trials.outcome import Outcome
+from storage.wandb_runs.account import check_reachable, is_online
+from storage.wandb_runs.connection import Connection, WandbAwayError
+
+_OPEN, _TELL, _FINISH = 60.0, 30.0, 60.0  # seconds in which the process has to answer
+_SYSTEM = "system/"  # how the machine's load is named, whose steps are seconds
+
+
+class RunRefusedError(StorageError):
+    """Weights & Biases will not have a run, however often it is told."""
+
+
+def is_installed() -> bool:
+    """Whether the package `wandb` is installed here."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+@dataclass
+class _Run:
+    """A run that is open in the process of a generation."""
+
+    id: str
+    generation: int
+    load: dict[str, float] = field(default_factory=dict)  # of the machine, to go with the next epoch
+
+
+class WandbRuns(Follower):
+    """Tells Weights & Biases of the trials of one study.
+
+    Args:
+        project: of Weights & Biases, or entity/project.
+        study: the study's name.
+        owner: which no other study has, not even a later one of the same name.
+        folder: what is kept on this machine.
+        ends: what the study's database says of trials.
+    """
+
+    name, title = "wandb", "Weights & Biases"
+
+    def __init__(self, project: str, study: str, owner: str, folder: Path, ends: TrialEnds) -> None:
+        super().__init__(ends)
+        self._entity, _, self._project = project.rpartition("/")
+        self._study, self._owner, self._folder = study, owner, folder
+        self._process = Connection(folder)
+        self._runs: dict[Place, _Run] = {}
+
+    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
+        """Tell the trial's run of these; its journal has arrived when its end has."""
+        if not entries:
+            return False
+        if self._known(place) is None:  # of this process: what an earlier one was told may not have arrived
+            place.returned()
+            place.rewind()
+            entries = place.unsent()
+        told, over = self._open(place), False
+        config: dict[str, Any] = {}
+        rows: list[tuple[int, dict[str, float]]] = []
+        summary: dict[str, Any] = {}
+        for entry in entries:
+            match entry.record:
+                case journal_records.Params(values) | journal_records.Tags(values):
+                    config |= values
+                case journal_records.Epoch(step, at, values):
+                    rows.append((step, {**told.load, **values, "_timestamp": at}))
+                    told.load = {}
+                case journal_records.Metrics(_, _, values) if all(key.startswith(_SYSTEM) for key in values):
+                    told.load |= values
+                case journal_records.Metrics(_, _, values):
+                    summary |= values
+                case journal_records.End() | journal_records.Leave():
+                    over = True
+        self._ask(_TELL, "tell", run_id=told.id, config=config, rows=rows, summary=summary)
+        if not over:
+            place.taken([entry for entry in entries if entry.end is not None])
+            return False
+        last = entries[-1].record
+        self._finish(place, last if isinstance(last, journal_records.End) and not self.superseded(place) else None)
+        place.moved(entries)
+        return True
+
+    def end(self, place: Place, end: journal_records.End) -> None:
+        """Tell how a trial ended whose process could not say so."""
+        self._open(place)
+        self._finish(place, end)
+
+    def leave(self, place: Place) -> None:
+        """Finish the run here, which another attempt may go on with."""
+        if self._known(place) is not None:
+            self._finish(place, None)
+            place.settle()
+
+    def refused(self, place: Place) -> None:
+        """Nobody else need know."""
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._process.close()
+
+    def failure(self, error: Exception) -> Failure:
+        """Return what an error means."""
+        known = isinstance(error, OSError | StorageError)
+        passes = known and not isinstance(error, RunRefusedError)
+        return Failure(str(error), passes=passes, everything=isinstance(error, OSError | AwayError), expected=known)
+
+    def _known(self, place: Place) -> _Run | None:
+        run = self._runs.get(place)
+        return run if run is not None and run.generation == self._process.generation else None
+
+    def _open(self, place: Place) -> _Run:
+        """Return the run of a place, opened if need be."""
+        if (run := self._known(place)) is not None:
+            return run
+        if is_online():
+            check_reachable()
+        head = place.journal.head
+        made = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{head.number:04d}")
+        more = {"entity": self._entity} if self._entity else {}
+        answer = self._ask(
+            _OPEN, "open", run_id=made, folder=str(self._folder), project=self._project, group=self._study,
+            name=f"{self._study}-{head.number:04d}", job_type="trial", config=dict(head.tags), **more,
+        )  # fmt: skip
+        if answer.get("busy"):
+            raise LockHeldError(f"{made}: another process tells of it")
+        self._runs[place] = _Run(made, self._process.generation)
+        return self._runs[place]
+
+    def _finish(self, place: Place, end: journal_records.End | None) -> None:
+        run = self._runs[place]
+        if end is not None:
+            summary = {"state": end.outcome.run_state, "reason": end.reason}
+            self._ask(_TELL, "tell", run_id=run.id, config={}, rows=[], summary=summary)
+        well = end is not None and end.outcome in {Outcome.COMPLETE, Outcome.PRUNED}
+        self._ask(_FINISH, "finish", run_id=run.id, exit_code=int(not well), left=end is None)
+        del self._runs[place]
+
+    def _ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
+        answer = self._process.ask(timeout, do, **request)
+        if (error := answer.get("error")) is None:
+            return answer
+        told = " ".join(str(error).split())[:200]
+        if "deleted" in told:  # a person's wish: no run is made in its place
+            raise RunRefusedError(told)
+        raise WandbAwayError(told)

@@ -1,0 +1,153 @@
+"""TensorBoard and Weights & Biases beside MLflow, under workers that are killed and an MLflow that goes away."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.embedded import stack as embedded
+from tests.faults.harness import Arena, wait_for, wire
+from tests.faults.invariants import assert_tracked, assert_whole
+from tests.faults.orders import Order
+from tests.faults.scripted import EPOCHS
+from tests.faults.trackers.told import assert_told, event_points, wandb_rows
+
+pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+pytest.importorskip("wandb", reason="the package wandb is not installed")
+
+pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
+
+Undisturbed = Callable[[int], list[list[float]]]
+
+
+@pytest.fixture
+def events(arena: Arena) -> Path:
+    """The folder of the study's event files; its runs of Weights & Biases are kept in files."""
+    arena.settings = {"WANDB_MODE": "offline", "HOME": str(arena.folder)}
+    return arena.folder / "events" / arena.name
+
+
+def settings(events: Path) -> str:
+    return f"--tensorboard {events.parent} --wandb me/faults"
+
+
+def test_a_trial_killed_three_times_has_one_run_and_one_history_in_each_tracker(
+    arena: Arena, events: Path, undisturbed: Undisturbed
+) -> None:
+    """In training, and at the one moment when a reader has the events and its note of them is not written."""
+    orders = [
+        Order("training", "kill", trial=0, attempt=1, epoch=1),
+        Order("write events", "kill", trial=0, attempt=2, when="after", nth=2),
+        Order("training", "kill", trial=0, attempt=3, epoch=3),
+    ]
+    arena.create(1, orders, retries=3, settings=settings(events))
+    arena.work(1, PACE="0.5")
+    arena.run("sync", arena.name)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert trials[0].outcomes[-1] == "complete"
+    assert [arena.obeyed(index) for index in range(3)] == [True] * 3
+    assert_tracked(arena.tracking_uri, arena.name, trials)
+    assert_told(trials, events, arena.home)
+    assert not list((arena.home / "outbox").glob("*/*")), "all of it has arrived everywhere"
+
+
+def test_mlflow_is_cut_off_and_the_other_readers_do_not_notice(
+    arena: Arena, events: Path, undisturbed: Undisturbed
+) -> None:
+    with wire(arena.tracking_uri) as (line, uri):
+        arena.tracking_uri, direct = uri, arena.tracking_uri
+        arena.create(3, [], settings=settings(events))
+        worker = arena.start()
+        wait_for(lambda: arena.reap() or arena.events("reported"), "an epoch")
+        line.cut()
+        wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+        assert worker.exit_code == 0, worker.log.read_text()
+        told = worker.log.read_text()
+        assert "MLflow has not been told all of" in told
+        for number in range(3):
+            assert len(event_points(events, number)) == EPOCHS, "while MLflow is away"
+            assert len(wandb_rows(arena.home, number)) == EPOCHS
+        line.mend()
+        assert "nothing is left" in arena.run("sync", arena.name)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(3), 3)
+    assert_tracked(direct, arena.name, trials)
+    assert_told(trials, events, arena.home)
+
+
+@pytest.mark.soak  # as above, by a server that is killed
+def test_mlflow_is_killed_for_the_middle_half_of_a_search(
+    own_stack: embedded.StackInfo, arena: Arena, events: Path, undisturbed: Undisturbed
+) -> None:
+    arena.tracking_uri = own_stack.tracking_uri
+    arena.create(8, [], settings=settings(events))
+    phase, seen = "before", set[int]()
+
+    def trained() -> int:
+        return sum(event["epoch"] == EPOCHS - 1 for event in arena.events("reported"))
+
+    def meanwhile(_: object) -> None:
+        nonlocal phase
+        if phase == "before" and trained() >= 2:
+            [service] = [one for one in embedded.status(own_stack.home) if one.name == "MLflow"]
+            process = psutil.Process(service.pid)
+            for victim in [process, *process.children(recursive=True)]:
+                victim.send_signal(signal.SIGKILL)
+            psutil.wait_procs([process])
+            phase = "away"
+        elif phase == "away":
+            seen.update(n for n in range(2, 8) if len(event_points(events, n)) == EPOCHS)
+            if trained() >= 6 and len(seen) >= 2:
+                assert embedded.up(own_stack.home).tracking_uri == own_stack.tracking_uri
+                phase = "back"
+
+    arena.work(2, meanwhile=meanwhile, PACE="0.3")
+    assert phase == "back"
+    arena.run("sync", arena.name)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(8), 8)
+    assert_tracked(own_stack.tracking_uri, arena.name, trials)
+    assert_told(trials, events, arena.home)
+
+
+def test_weights_and_biases_does_not_answer_and_is_told_later(
+    arena: Arena, events: Path, undisturbed: Undisturbed
+) -> None:
+    """Nothing listens on port 9 of this machine."""
+    arena.create(1, [], settings=settings(events))
+    arena.settings |= {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    worker = arena.start()
+    wait_for(lambda: arena.reap() or worker.ended, "the worker to leave")
+    assert worker.exit_code == 0, worker.log.read_text()
+    told = worker.log.read_text()
+    assert "Weights & Biases is told later (http://127.0.0.1:9: no answer" in told
+    assert "Weights & Biases has not been told all of 1 trials" in told
+    assert len(event_points(events, 0)) == EPOCHS
+    arena.settings["WANDB_MODE"] = "offline"
+    assert "1 trial sent, nothing is left" in arena.run("sync", arena.name)
+    trials = assert_whole(arena.storage_url, arena.name, arena.home, undisturbed(1), 1)
+    assert_tracked(arena.tracking_uri, arena.name, trials)
+    assert_told(trials, events, arena.home)
+
+
+def test_a_study_is_neither_made_nor_joined_where_a_reader_cannot_be_told(arena: Arena, events: Path) -> None:
+    """One line for each: it names the setting, its value and what would do."""
+    arena.settings |= {"WANDB_MODE": "online", "NETRC": str(arena.folder / "netrc")}
+    with pytest.raises(
+        AssertionError, match=r"hpsearch: --wandb me/faults: no key of Weights & Biases: set WANDB_API_"
+    ):
+        arena.create(1, [], settings=settings(events))
+    arena.settings["WANDB_MODE"] = "offline"
+    arena.create(1, [], settings=settings(events))
+    events.parent.rmdir()
+    events.parent.write_text("in its way")
+    assert f"--tensorboard {events.parent}: cannot be written (File exists): give a folder of this user's" in arena.run(
+        "worker", "--study", arena.name, code=2
+    )
+    events.parent.unlink()
+    arena.settings["WANDB_MODE"] = "online"
+    said = arena.run("worker", "--study", arena.name, code=2)
+    assert "hpsearch: --wandb me/faults: no key of Weights & Biases" in said
+    assert "Traceback" not in said

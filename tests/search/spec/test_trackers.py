@@ -1,0 +1,73 @@
+"""The settings that have other trackers told: what they may be, and what is told where they cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search.errors import SearchError
+from search.finalists import companion
+from search.spec.spec import FinalistsOf, parse_spec
+from search.tracking.readers import check_readers
+
+BASE: dict[str, Any] = {
+    "name": "s", "objective": "digits", "metric": "accuracy", "direction": "maximize", "n_trials": 3, "epochs": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tensorboard": ""}, "--tensorboard '': give a folder that this machine sees (it is empty)"),
+        (
+            {"tensorboard": "s3://bucket/runs"},
+            "--tensorboard 's3://bucket/runs': give a folder that this machine sees (object stores take no event "
+            "files, which grow)",
+        ),
+        ({"tensorboard": 5}, "--tensorboard is 5: it must be a valid string"),
+        ({"wandb": "a/b/c"}, "--wandb 'a/b/c': give a project of Weights & Biases, or entity/project, such as me/wine"),
+        ({"wandb": ""}, "--wandb '': give a project of Weights & Biases, or entity/project, such as me/wine"),
+        ({"wandb": "a b"}, "--wandb 'a b': give a project of Weights & Biases, or entity/project, such as me/wine"),
+    ],
+)
+def test_what_is_wrong_is_one_line(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(SearchError) as error:
+        parse_spec({**BASE, **change})
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert parse_spec({**BASE, "tensorboard": "a/../runs"}).tensorboard == str(tmp_path / "runs")
+    assert parse_spec({**BASE, "tensorboard": "~/runs"}).tensorboard == str(tmp_path / "me" / "runs")
+    stored = parse_spec({**BASE, "tensorboard": "runs"}).model_dump()
+    monkeypatch.chdir("/")
+    assert parse_spec(stored).model_dump() == stored
+
+
+@pytest.mark.parametrize("refit", [None, 3])
+def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | None) -> None:
+    searched = parse_spec({**BASE, "tensorboard": "/runs", "wandb": "me/wine"})
+    of = FinalistsOf(study="s", study_id=1, top=1, trials=[0], seeds=[5], refit=refit)
+    made = companion._spec(searched, of, 1)
+    assert (made.tensorboard, made.wandb) == ("/runs", "me/wine")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("tensorboard", "/runs"), ("wandb", "me/wine")])
+def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, setting: str, value: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SearchError) as error:
+        check_readers(parse_spec({**BASE, setting: value}))
+    assert str(error.value) == (
+        f"--{setting} {value}: the package {setting} is not installed: ./hpsearch add {setting} "
+        f"(or: pip install 'hpsearch[{setting}]') on all machines"
+    )
+
+
+def test_without_these_settings_nothing_is_asked_for() -> None:
+    check_readers(parse_spec(BASE))

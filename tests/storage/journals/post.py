@@ -1,0 +1,69 @@
+"""A study with one trial in a real database, and the journals of its attempts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import optuna
+import sqlalchemy as sa
+
+from storage.journals.journal import Journal, Place
+from storage.journals.journal_records import End, Epoch, Leave, Open, Params
+from storage.journals.outbox import Outbox
+from storage.journals.reader import Reader
+from storage.journals.trial_ends import TrialEnds
+from storage.study_storage import PostgresStorage
+from storage.study_storage.opening import open_storage
+from storage.trials.outcome import Outcome
+
+
+class Post:
+    """One trial, number 0, and the outbox of its study, which one reader has."""
+
+    def __init__(self, url: str, folder: Path, reader: str) -> None:
+        self.storage: PostgresStorage = open_storage(url, application_name="test")
+        self.study = f"post-{secrets.token_hex(4)}"
+        study_id = self.storage.create_new_study([optuna.study.StudyDirection.MINIMIZE], self.study)
+        self.trial_id = self.storage.create_new_trial(study_id)
+        self.ends = TrialEnds(self.storage.engine)
+        self.box, self.reader = Outbox(folder, [reader]), reader
+
+    def open(self, *, attempt: int = 1) -> Journal:
+        """Begin the journal of an attempt, the second one of which is resumed."""
+        if attempt > 1:
+            self.begin_attempt(attempt)
+        tags = {"hpsearch.attempt": str(attempt)}
+        head = Open(self.study, self.trial_id, 0, attempt, attempt > 1, "val_loss", tags, began=1000)
+        journal = self.box.open(f"0000-{attempt}", head)
+        journal.append(Params({"lr": 0.1, "model": "mlp", "deep": True}))
+        return journal
+
+    def left(self) -> list[Place]:
+        """The journals whose process is gone, taken over."""
+        return [journal.places[self.reader] for journal in self.box.left()]
+
+    def ship(self, reader: Reader, journal: Journal) -> bool:
+        return reader.ship(journal.places[self.reader])
+
+    def begin_attempt(self, attempt: int) -> None:
+        query = """
+            INSERT INTO hpsearch_attempts (trial_id, attempt, claim_id, worker, process, expires_at, ended_at, outcome)
+            VALUES (:trial, :attempt, gen_random_uuid(), 'w', 'p', now(), now(), 'lost')
+        """
+        with self.storage.engine.begin() as connection:
+            connection.execute(sa.text(query), {"trial": self.trial_id, "attempt": attempt})
+
+    def settle(self, state: str = "COMPLETE") -> None:
+        self.storage.set_trial_state_values(self.trial_id, optuna.trial.TrialState[state])
+
+
+def log(journal: Journal, epochs: Sequence[int], *, at: float = 0.0, end: Outcome | None = None) -> None:
+    """Log epochs, which took until seconds after `at`, and how the trial ended."""
+    for epoch in epochs:
+        journal.append(Epoch(epoch, at + epoch, {"val_loss": epoch / 10, "train_loss": epoch / 5}))
+    if end is Outcome.RELEASED:
+        journal.append(Leave())
+    elif end is not None:
+        journal.append(End(end, "as it goes", at=5000, kept=False))

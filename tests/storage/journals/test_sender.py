@@ -1,0 +1,266 @@
+"""Several readers of one journal: each at its own pace, and the journal stays until all have it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from storage.database.locks import LockHeldError
+from storage.errors import AwayError
+from storage.journals.journal import MLFLOW, Journal, Place, position_file
+from storage.journals.journal_records import Epoch, Leave, Open, Record
+from storage.journals.outbox import Outbox
+from storage.journals.reader import Failure, NotYetError
+from storage.journals.sender import Sender
+
+HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
+READERS = (MLFLOW, "second")
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Listener:
+    """A reader that keeps what it is told, unless it is told to raise."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.title = name
+        self.heard: list[Record] = []
+        self.error: Exception | None = None
+        self.asked = 0
+        self.hangs = threading.Event()
+        self.hangs.set()
+
+    def ship(self, place: Place) -> bool:
+        self.asked += 1
+        self.hangs.wait()
+        if self.error is not None:
+            raise self.error
+        entries = place.unsent()
+        self.heard += [entry.record for entry in entries]
+        place.moved(entries)
+        place.returned()
+        return not place.journal.live or any(isinstance(entry.record, Leave) for entry in entries)
+
+    def failure(self, error: Exception) -> Failure:
+        return Failure(str(error), passes=isinstance(error, AwayError), everything=True)
+
+    def refused(self, place: Place) -> None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def steps(self) -> list[int]:
+        return [record.step for record in self.heard if isinstance(record, Epoch)]
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "study", READERS)
+
+
+@pytest.fixture
+def listeners() -> Iterator[tuple[Listener, Listener]]:
+    made = Listener(READERS[0]), Listener(READERS[1])
+    yield made
+    for one in made:
+        one.hangs.set()
+
+
+@pytest.fixture
+def begin(box: Outbox, listeners: tuple[Listener, Listener]) -> Iterator[Callable[..., Sender]]:
+    senders = []
+
+    def made(*, refused: bool = False) -> Sender:
+        senders.append(Sender(box, listeners, refused=refused))
+        senders[-1].start()
+        return senders[-1]
+
+    yield made
+    for listener in listeners:
+        listener.hangs.set()
+    for sender in senders:
+        sender.close()
+
+
+def write(journal: Journal, epochs: int, *, end: bool = True) -> None:
+    for epoch in range(epochs):
+        journal.append(Epoch(epoch, float(epoch), {"val_loss": 1.0}))
+    if end:
+        journal.append(Leave())
+
+
+def test_each_reader_has_all_of_a_journal_before_it_goes(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
+) -> None:
+    sender = begin()
+    journal = box.open("0007-1", HEAD)
+    sender.add(journal)
+    write(journal, 3)
+    assert sender.flush(60.0) == 0
+    assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
+    assert (box.waiting(), sender.sent) == (0, 1)
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], away: int
+) -> None:
+    there, gone = listeners[1 - away], listeners[away]
+    gone.error = AwayError("no answer")
+    sender = begin()
+    first, second = box.open("0007-1", HEAD), box.open("0008-1", HEAD)
+    sender.add(first)
+    write(first, 3)
+    wait_for(lambda: there.steps == [0, 1, 2] and gone.asked)
+    assert sender.flush(60.0) == 1
+    assert sender.behind == f"{gone.title} has"
+    assert sender.away == f"{gone.title}: no answer"
+    gone.hangs.clear()
+    asked = gone.asked
+    wait_for(lambda: gone.asked > asked)
+    sender.add(second)
+    write(second, 2)
+    wait_for(lambda: there.steps == [0, 1, 2, 0, 1])
+    assert box.waiting() == 2, "the other has yet to be told"
+    gone.error = None
+    gone.hangs.set()
+    assert sender.flush(60.0) == 0
+    assert gone.steps == [0, 1, 2, 0, 1]
+    assert box.waiting() == 0
+
+
+def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
+) -> None:
+    listeners[1].error = AwayError("no answer")
+    sender = begin()
+    journal = box.open("0007-1", HEAD)
+    sender.add(journal)
+    write(journal, 3)
+    sent = journal.folder / position_file(MLFLOW)
+    wait_for(lambda: sent.exists() and json.loads(sent.read_text())["over"])
+    sender.close()
+    listeners[1].error = None
+    assert begin().flush(60.0) == 0
+    assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
+    assert box.waiting() == 0
+
+
+def test_a_journal_of_a_version_that_knew_one_reader_goes_to_all(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
+) -> None:
+    old = Outbox(box.folder).open("0007-1", HEAD)
+    write(old, 3)
+    entries = old.places[MLFLOW].unsent()
+    old.places[MLFLOW].moved(entries[:3])
+    text = (old.folder / "sent.json").read_text()
+    (old.folder / "sent.json").write_text(json.dumps({k: v for k, v in json.loads(text).items() if k != "over"}))
+    old.close()
+    assert begin().flush(60.0) == 0
+    assert [listener.steps for listener in listeners] == [[2], [0, 1, 2]]
+    assert box.waiting() == 0
+
+
+def test_what_one_reader_refuses_stays_for_it_alone_until_it_is_asked_for(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
+) -> None:
+    listeners[0].error = ValueError("not this")
+    sender = begin()
+    journal = box.open("0007-1", HEAD)
+    sender.add(journal)
+    write(journal, 3)
+    assert sender.flush(60.0) == 0
+    sender.close()
+    assert listeners[1].steps == [0, 1, 2]
+    assert box.waiting() == 1
+    listeners[0].error = None
+    again = begin()
+    assert again.flush(60.0) == 0
+    assert listeners[0].steps == [], "it is not tried again unasked"
+    again.close()
+    assert begin(refused=True).flush(60.0) == 0
+    assert [listener.steps for listener in listeners] == [[0, 1, 2]] * 2
+    assert box.waiting() == 0
+
+
+@pytest.mark.parametrize("error", [NotYetError(), LockHeldError("held")])
+def test_what_is_too_early_for_one_reader_is_offered_again_while_another_has_it(
+    box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], error: Exception
+) -> None:
+    journal = box.open("0007-1", HEAD)
+    write(journal, 3)
+    journal.close()
+    listeners[0].error, listeners[1].error = error, AwayError("no answer")
+    sender = begin()
+    wait_for(lambda: listeners[0].asked and listeners[1].asked)
+    listeners[0].error = None
+    sender.flush(60.0)
+    wait_for(lambda: listeners[0].steps == [0, 1, 2])
+    assert box.waiting() == 1
+
+
+@contextmanager
+def full_disk(journal: Journal) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 10, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def heard(place: Place) -> list[int]:
+    """What a reader takes, for good."""
+    entries = place.unsent()
+    place.moved(entries)
+    place.returned()
+    return [entry.record.step for entry in entries if isinstance(entry.record, Epoch)]
+
+
+def test_of_a_full_disk_each_reader_has_every_record_once(box: Outbox) -> None:
+    """One takes them from memory, the other from the disk when there is room; what both have is never written."""
+    journal = box.open("0007-1", HEAD)
+    first, second = (journal.places[name] for name in READERS)
+    with full_disk(journal):
+        write(journal, 2, end=False)
+        assert heard(first) == [0, 1]
+        assert heard(second) == [0, 1]
+        journal.append(Epoch(2, 2.0, {}))
+        assert heard(first) == [2]
+    journal.append(Epoch(3, 3.0, {}))
+    assert heard(first) == [3]
+    assert heard(second) == [2, 3]
+    assert heard(second) == []
+    journal.close()
+    [left] = box.left()
+    assert [heard(left.places[name]) for name in READERS] == [[], []]
+
+
+def test_what_was_taken_is_read_again_when_it_did_not_arrive(box: Outbox) -> None:
+    journal = box.open("0007-1", HEAD)
+    write(journal, 2, end=False)
+    place = journal.places["second"]
+    entries = place.unsent()
+    place.taken(entries)
+    place.returned()
+    assert place.unsent() == []
+    place.rewind()
+    assert place.unsent() == entries
+    place.taken(entries)
+    place.settle()
+    journal.close()
+    [left] = box.left()
+    assert left.places["second"].unsent() == []
+    assert len(left.places[MLFLOW].unsent()) == 3

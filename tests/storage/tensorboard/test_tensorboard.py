@@ -1,0 +1,247 @@
+"""From a journal to event files, read back with TensorBoard's own reader and its HParams plugin."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
+
+from storage.database.locks import LockHeldError
+from storage.errors import StorageError
+from storage.journals.journal_records import Epoch, Metrics, Tags
+from storage.tensorboard.event_files import EventFiles
+from storage.tensorboard.reader import TensorBoard, check_folder
+from storage.trials.outcome import Outcome
+from tests.storage.journals.post import Post, log
+
+
+@pytest.fixture
+def post(database_url: str, tmp_path: Path) -> Post:
+    return Post(database_url, tmp_path / "box", "tensorboard")
+
+
+def reader_of(post: Post, root: Path, owner: str = "owner") -> TensorBoard:
+    return TensorBoard(root, post.study, owner, post.ends)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def points(folder: Path, tag: str = "loss/val") -> list[tuple[int, float, float]]:
+    """Step, time and value of the points that TensorBoard shows of a run, all of them."""
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return [(each.step, each.wall_time, round(each.value, 6)) for each in found.Scalars(tag)]
+
+
+def rows(root: Path) -> list[Any]:
+    """The rows of the HParams tab."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(root)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(root))
+    context = Context(TBContext(data_provider=provider))
+    statuses = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
+    request = api_pb2.ListSessionGroupsRequest(allowed_statuses=statuses, start_index=0, slice_size=100)
+    listed = context.hparams_metadata(RequestContext(), "")
+    experiment = context.experiment_from_metadata(RequestContext(), "", True, listed, [])
+    for info in experiment.metric_infos:
+        request.col_params.add(metric=info.name)
+    handler = Handler(RequestContext(), context, "", request)
+    return list(handler.run().session_groups)
+
+
+def status_of(group: Any) -> str:
+    return str(api_pb2.Status.Name(group.sessions[0].status))
+
+
+def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hparams_tab(post: Post, root: Path) -> None:
+    reader, journal = reader_of(post, root), post.open()
+    log(journal, range(3), at=100.0)
+    assert not post.ship(reader, journal)
+    [row] = rows(root)
+    assert status_of(row) == "STATUS_UNKNOWN", "it runs"
+    log(journal, [3], at=100.0)
+    journal.append(Metrics(3, 103.0, {"best_val_loss": 0.0}))
+    journal.append(Tags({"hpsearch.pruning": "{}"}))
+    log(journal, [], end=Outcome.COMPLETE)
+    assert post.ship(reader, journal)
+    folder = root / post.study / "0000"
+    assert points(folder) == [(epoch, 100.0 + epoch, epoch / 10) for epoch in range(4)]
+    assert [value for _, _, value in points(folder, "loss/train")] == [0.0, 0.2, 0.4, 0.6]
+    [row] = rows(root)
+    assert {key: value.WhichOneof("kind") for key, value in row.hparams.items()} == {
+        "lr": "number_value", "model": "string_value", "deep": "bool_value",
+    }  # fmt: skip
+    assert (row.name, row.hparams["lr"].number_value) == (f"{post.study}/0000", 0.1)
+    assert {value.name.tag: value.value for value in row.metric_values}["best_val_loss"] == 0.0
+    session = row.sessions[0]
+    assert (status_of(row), session.start_time_secs, session.end_time_secs) == ("STATUS_SUCCESS", 1.0, 5.0)
+    texts = EventAccumulator(str(folder)).Reload().Tags()["tensors"]
+    assert {"outcome", "about", "hpsearch.pruning"} <= set(texts)
+
+
+def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: Path) -> None:
+    """It tells its epochs from before the checkpoint again, with their times, and one that it trained anew."""
+    first = post.open()
+    log(first, range(3))
+    post.ship(reader_of(post, root), first)
+    again = post.open(attempt=2)
+    log(again, range(2))
+    log(again, range(2, 5), at=100.0)
+    log(again, [], end=Outcome.PRUNED)
+    assert post.ship(reader_of(post, root), again)
+    folder = root / post.study / "0000"
+    assert [(step, at) for step, at, _ in points(folder)] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104)]
+    assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
+    assert len(list(folder.glob("events*"))) == 3
+
+
+_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from storage.tensorboard.event_files import EventFiles
+from storage.tensorboard.events import scalars
+files = EventFiles(Path(sys.argv[1]))
+for step in range(3):
+    with files.alone():
+        files.add(scalars({"loss/val": step / 10}, step=step, at=float(step)), ("loss/val", step))
+        files.flush()
+with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
+    file.write(b"torn in the midst of an eve")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_wrote_is_there_once_and_its_torn_event_hides_nothing(post: Post, root: Path) -> None:
+    """It died between the events and its note of them: the journal's next reader begins at the first of them."""
+    folder = root / post.study / "0000"
+    folder.parent.mkdir(parents=True)
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(folder)], cwd=Path.cwd(), check=False)
+    assert done.returncode == -signal.SIGKILL
+    journal = post.open()
+    log(journal, range(5))
+    journal.close()
+    post.settle()
+    [place] = post.left()
+    assert reader_of(post, root).ship(place)
+    assert [(step, value) for step, _, value in points(folder)] == [(epoch, epoch / 10) for epoch in range(5)]
+    assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
+
+
+def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
+    post: Post, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, journal = reader_of(post, root), post.open()
+    log(journal, range(2))
+    post.ship(reader, journal)
+    write = os.write
+
+    def torn(descriptor: int, data: bytes) -> int:
+        if len(data) < 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:50] if descriptor != journal.descriptor else data)
+
+    log(journal, [2])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", torn)
+        with pytest.raises(OSError, match="No space left") as failed:
+            post.ship(reader, journal)
+    failure = reader.failure(failed.value)
+    assert (failure.passes, failure.text) == (True, f"{root}: No space left on device")
+    post.ship(reader, journal)
+    assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1, 2]
+
+
+def test_a_failed_trial_that_is_tried_again_ends_as_it_then_does(post: Post, root: Path) -> None:
+    first = post.open()
+    log(first, [0], end=Outcome.FAILED)
+    assert post.ship(reader_of(post, root), first)
+    assert [status_of(row) for row in rows(root)] == ["STATUS_FAILURE"]
+    again = post.open(attempt=2)
+    log(again, [0, 1])
+    post.ship(reader := reader_of(post, root), again)
+    assert [status_of(row) for row in rows(root)] == ["STATUS_UNKNOWN"], "it runs"
+    log(again, [], end=Outcome.COMPLETE)
+    assert post.ship(reader, again)
+    assert [status_of(row) for row in rows(root)] == ["STATUS_SUCCESS"]
+    assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1]
+
+
+def test_the_end_of_an_attempt_that_another_has_followed_is_not_the_trials(post: Post, root: Path) -> None:
+    journal = post.open()
+    log(journal, [0], end=Outcome.FAILED)
+    post.begin_attempt(2)
+    assert post.ship(reader_of(post, root), journal)
+    assert [status_of(row) for row in rows(root)] == ["STATUS_UNKNOWN"], "it runs"
+
+
+def test_a_study_that_was_made_again_under_its_name_has_a_folder_of_its_own(post: Post, root: Path) -> None:
+    for owner in ("first", "second", "first"):
+        journal = post.open()
+        log(journal, range(2))
+        post.ship(reader_of(post, root, owner), journal)
+    assert sorted(path.name for path in root.iterdir()) == sorted([post.study, "second"])
+    for name in (post.study, "second"):
+        assert [step for step, _, _ in points(root / name / "0000")] == [0, 1]
+
+
+def test_a_trial_whose_files_a_frozen_process_holds_is_left_to_it(post: Post, root: Path) -> None:
+    journal = post.open()
+    log(journal, [0])
+    folder = root / post.study / "0000"
+    files = EventFiles(folder)
+    with files.alone(), pytest.raises(LockHeldError):
+        post.ship(reader_of(post, root), journal)
+    assert not post.ship(reader_of(post, root), journal)
+    assert [step for step, _, _ in points(folder)] == [0]
+
+
+def test_a_file_system_without_locks_or_links_costs_nothing(
+    post: Post, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = post.open()
+    log(journal, [0])
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(os, "link", refused)
+    assert not post.ship(reader_of(post, root), journal)
+    assert [step for step, _, _ in points(root / post.study / "0000")] == [0]
+
+
+def test_a_repeated_epoch_of_one_journal_is_there_once(post: Post, root: Path) -> None:
+    journal = post.open()
+    log(journal, [0, 1])
+    journal.append(Epoch(1, 50.0, {"val_loss": 0.7}))
+    post.ship(reader_of(post, root), journal)
+    assert [(step, value) for step, _, value in points(root / post.study / "0000")] == [(0, 0.0), (1, 0.1)]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError) as told:
+        check_folder(tmp_path / "file" / "runs")
+    assert str(told.value) == (
+        f"--tensorboard {tmp_path}/file/runs: cannot be written (Not a directory): give a folder of this user's"
+    )

@@ -1,0 +1,119 @@
+"""What the offline mode cannot show: a run goes on where its server has it, and is told once that is back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("wandb", reason="the package wandb is not installed")
+
+from storage.database.locks import LockHeldError
+from storage.journals.journal import Journal
+from storage.trials.outcome import Outcome
+from storage.wandb_runs import reader as wandb_reader
+from storage.wandb_runs.connection import WandbAwayError
+from storage.wandb_runs.reader import WandbRuns
+from tests.storage.journals.post import Post, log
+from tests.storage.wandb_runs.fake_server import FakeServer, fake_server
+
+KEY = "a" * 40
+
+
+@pytest.fixture
+def post(database_url: str, tmp_path: Path) -> Post:
+    return Post(database_url, tmp_path / "box", "wandb")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeServer]:
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with fake_server() as found:
+        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+        yield found
+
+
+@pytest.fixture
+def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Callable[[], WandbRuns]]:
+    """Makes a reader as another process would have it."""
+    made: list[WandbRuns] = []
+
+    def new() -> WandbRuns:
+        made.append(WandbRuns("me/demo", post.study, "owner", tmp_path / "wandb", post.ends))
+        return made[-1]
+
+    yield new
+    for reader in made:
+        reader.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
+    """Tell all of a journal, as often as it takes."""
+
+    def shipped() -> bool:
+        with suppress(WandbAwayError, LockHeldError):
+            return post.ship(reader, journal)
+        return False
+
+    wait_for(shipped)
+
+
+def test_a_trial_that_is_taken_up_goes_on_in_its_run(
+    post: Post, server: FakeServer, new_reader: Callable[[], WandbRuns]
+) -> None:
+    """All processes of the first attempt are killed when the server has its epochs; the second tells them again."""
+    first = post.open()
+    log(first, range(3))
+    assert not post.ship(new_reader(), first)
+    [run] = server.runs.values()
+    wait_for(lambda: run.steps == [0, 1, 2])
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "wandb" in " ".join(process.cmdline()):
+                process.kill()
+    again = post.open(attempt=2)
+    log(again, range(2))
+    log(again, range(2, 5), at=100.0, end=Outcome.COMPLETE)
+    ship_at_last(post, new_reader(), again)
+    assert list(server.runs) == ["owner-0000"]
+    assert run.steps == [0, 1, 2, 3, 4]
+    assert (run.summary["state"], run.exit_codes[-1]) == ("complete", 0)
+    assert (run.told["groupName"], run.told["displayName"]) == (post.study, f"{post.study}-0000")
+
+
+def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
+    post: Post, server: FakeServer, new_reader: Callable[[], WandbRuns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, journal = new_reader(), post.open()
+    log(journal, range(2))
+    assert not post.ship(reader, journal)
+    [run] = server.runs.values()
+    wait_for(lambda: run.steps == [0, 1])
+    server.away = True
+    log(journal, range(2, 4), end=Outcome.PRUNED)
+    with monkeypatch.context() as patch:
+        patch.setattr(wandb_reader, "_FINISH", 3.0)
+        with pytest.raises(WandbAwayError) as told:
+            post.ship(reader, journal)
+    assert reader.failure(told.value).passes
+    assert journal.places["wandb"].position.offset == 0, "none of it counts as told"
+    server.away = False
+    ship_at_last(post, reader, journal)
+    assert run.steps == [0, 1, 2, 3]
+    assert (run.summary["state"], run.exit_codes[-1]) == ("pruned", 0)

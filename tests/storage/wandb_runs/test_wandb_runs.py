@@ -1,0 +1,295 @@
+"""From a journal to Weights & Biases, in its offline mode: the files that it keeps are read back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("wandb", reason="the package wandb is not installed")
+
+from storage.database.locks import LockHeldError
+from storage.errors import StorageError
+from storage.journals.journal import Journal
+from storage.journals.journal_records import Metrics, Tags
+from storage.journals.sender import Sender
+from storage.trials.outcome import Outcome
+from storage.wandb_runs.account import check_account
+from storage.wandb_runs.connection import Connection, WandbAwayError
+from storage.wandb_runs.offline_files import records, rows
+from storage.wandb_runs.reader import WandbRuns
+from tests.storage.journals.post import Post, log
+
+KEY = "a" * 40
+
+
+@pytest.fixture
+def post(database_url: str, tmp_path: Path) -> Post:
+    return Post(database_url, tmp_path / "box", "wandb")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+class Readers(list[WandbRuns]):
+    def __init__(self, post: Post, folder: Path) -> None:
+        super().__init__()
+        self.post, self.folder = post, folder
+
+    def new(self) -> WandbRuns:
+        """One as another process would have it."""
+        owner = f"{self.post.study}-0f0f"
+        self.append(WandbRuns("me/demo", self.post.study, owner, self.folder, self.post.ends))
+        return self[-1]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.folder.glob("wandb/offline-run-*/*.wandb"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for path in self.files for row in rows(path)]
+
+    def steps(self) -> list[int]:
+        return [row["_step"] for row in self.rows()]
+
+
+@pytest.fixture
+def readers(post: Post, tmp_path: Path) -> Iterator[Readers]:
+    made = Readers(post, tmp_path / "wandb")
+    yield made
+    for reader in made:
+        reader.close()
+
+
+def found(path: Path, kind: str) -> list[Any]:
+    return [getattr(each, kind) for each in records(path) if each.WhichOneof("record_type") == kind]
+
+
+def values(path: Path, kind: str) -> dict[str, str]:
+    """What the records of a kind set, the last one first."""
+    return {item.key: item.value_json for record in found(path, kind) for item in record.update if item.key}
+
+
+def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, readers: Readers) -> None:
+    reader, journal = readers.new(), post.open()
+    log(journal, range(2), at=100.0)
+    assert not post.ship(reader, journal)
+    journal.append(Metrics(60, 101.5, {"system/cpu_utilization_percentage": 50.0}))
+    log(journal, [2], at=100.0)
+    journal.append(Metrics(2, 102.0, {"best_val_loss": 0.0}))
+    journal.append(Tags({"hpsearch.pruning": "{}"}))
+    log(journal, [], end=Outcome.COMPLETE)
+    assert post.ship(reader, journal)
+    [path] = readers.files
+    [run] = found(path, "run")
+    told = (run.run_id, run.entity, run.project, run.run_group, run.display_name)
+    assert told == (f"{post.study}-0f0f-0000", "me", "demo", post.study, f"{post.study}-0000")
+    assert [(row["_step"], row["_timestamp"], row["val_loss"]) for row in rows(path)] == [
+        (epoch, 100.0 + epoch, epoch / 10) for epoch in range(3)
+    ]
+    load = [row.get("system/cpu_utilization_percentage") for row in rows(path)]
+    assert load == [None, None, 50.0], "with the next epoch, for its steps are seconds"
+    config, summary = values(path, "config"), values(path, "summary")
+    assert (config["lr"], config["model"], config["hpsearch.pruning"]) == ("0.1", '"mlp"', '"{}"')
+    assert (summary["best_val_loss"], summary["state"], summary["reason"]) == ("0.0", '"complete"', '"as it goes"')
+    assert [end.exit_code for end in found(path, "exit")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [(Outcome.PRUNED, 0), (Outcome.FAILED, 1), (Outcome.LOST, 1), (Outcome.CANCELLED, 1)]
+)
+def test_how_a_trial_ended(post: Post, readers: Readers, outcome: Outcome, code: int) -> None:
+    journal = post.open()
+    log(journal, [0], end=outcome)
+    assert post.ship(readers.new(), journal)
+    [path] = readers.files
+    assert [end.exit_code for end in found(path, "exit")] == [code]
+    assert values(path, "summary")["state"] == f'"{outcome.run_state}"'
+
+
+def test_an_attempt_goes_on_in_the_run_of_the_one_before(post: Post, readers: Readers) -> None:
+    first = post.open()
+    log(first, range(3), end=Outcome.RELEASED)
+    assert post.ship(readers.new(), first)
+    again = post.open(attempt=2)
+    log(again, range(2))
+    log(again, range(2, 5), at=100.0, end=Outcome.COMPLETE)
+    assert post.ship(readers.new(), again)
+    assert readers.steps() == [0, 1, 2, 3, 4]
+    assert len({run.run_id for path in readers.files for run in found(path, "run")}) == 1
+    assert [len(found(path, "preempting")) for path in readers.files] == [1, 0]
+
+
+def children() -> dict[int, str]:
+    """The processes that this one has started, and those that they have, with their command lines."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
+def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
+    """Tell all of a journal, as often as it takes."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        with suppress(WandbAwayError, LockHeldError):
+            assert post.ship(reader, journal)
+            return
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+@pytest.mark.parametrize("victim", ["process", "service"])
+def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers: Readers, victim: str) -> None:
+    """What the package starts beside it may be killed too: the run is told anew, but for what its files have."""
+    before = children()
+    reader, journal = readers.new(), post.open()
+    log(journal, range(3))
+    assert not post.ship(reader, journal)
+    named = {"process": "storage.wandb_runs.process", "service": "wandb-core"}[victim]
+    [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
+    os.kill(found_one, signal.SIGKILL)
+    log(journal, [3], end=Outcome.COMPLETE)
+    ship_at_last(post, reader, journal)
+    assert sorted(readers.steps()) == [0, 1, 2, 3]
+    assert len({run.run_id for path in readers.files for run in found(path, "run")}) == 1
+
+
+_PUPPET = """
+import os, signal, sys
+from pathlib import Path
+from storage.wandb_runs.connection import Connection
+line = Connection(Path(sys.argv[1]))
+assert line.ask(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
+line.ask(120, "tell", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_of_a_worker_that_is_killed_what_it_told_is_written_down_and_its_run_is_let_go(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    done = subprocess.run([sys.executable, "-c", _PUPPET, str(folder)], cwd=Path.cwd(), check=False)
+    assert done.returncode == -signal.SIGKILL
+    line, deadline = Connection(folder), time.monotonic() + 300
+    while line.ask(120, "open", run_id="x", folder=str(folder), project="p", config={}).get("busy"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    line.ask(120, "tell", run_id="x", config={}, rows=[[1, {"a": 2}], [2, {"a": 3}]], summary={})
+    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.close()
+    found = [row["_step"] for path in folder.glob("wandb/offline-run-*/*.wandb") for row in rows(path)]
+    assert sorted(found) == [0, 1, 2]
+
+
+def test_what_a_dead_process_left_is_told_and_ended_as_the_trial_was(post: Post, readers: Readers) -> None:
+    journal = post.open()
+    log(journal, range(3))
+    journal.close()
+    post.settle("PRUNED")
+    [place] = post.left()
+    assert readers.new().ship(place)
+    assert readers.steps() == [0, 1, 2]
+    [path] = readers.files
+    assert values(path, "summary")["state"] == '"pruned"'
+
+
+def test_a_run_that_another_process_tells_of_is_left_to_it(post: Post, readers: Readers) -> None:
+    first, again = readers.new(), readers.new()
+    journal = post.open()
+    log(journal, [0])
+    assert not post.ship(first, journal)
+    later = post.open(attempt=2)
+    log(later, [0, 1], end=Outcome.COMPLETE)
+    with pytest.raises(LockHeldError):
+        post.ship(again, later)
+    first.close()
+    ship_at_last(post, again, later)
+    assert readers.steps() == [0, 1]
+
+
+def test_a_server_that_does_not_answer_is_waited_for(
+    post: Post, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens on port 9 of this machine."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    journal = post.open()
+    log(journal, range(3), end=Outcome.COMPLETE)
+    sender = Sender(post.box, [readers.new()])
+    sender.start()
+    sender.add(journal)
+    assert sender.flush(300.0) == 1
+    assert sender.away == "http://127.0.0.1:9: no answer ([Errno 111] Connection refused)"
+    sender.close()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    again = Sender(post.box, [readers.new()])
+    again.start()
+    assert again.flush(300.0) == 0
+    again.close()
+    assert readers.steps() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "netrc", "known"),
+    [
+        ({}, "", False),
+        ({"WANDB_API_KEY": KEY}, "", True),
+        ({}, f"machine api.wandb.ai login user password {KEY}", True),
+        ({}, f"machine example.org login user password {KEY}", False),
+        ({}, f"default login user password {KEY}", False),
+        ({"WANDB_BASE_URL": "https://own.example.org"}, f"machine api.wandb.ai login user password {KEY}", False),
+        ({"WANDB_BASE_URL": "https://own.example.org"}, f"machine own.example.org login u password {KEY}", True),
+        ({"WANDB_MODE": "offline"}, "", True),
+    ],
+)
+def test_a_key_that_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], netrc: str, known: bool
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if known:
+        check_account("me/demo")
+        return
+    with pytest.raises(StorageError) as told:
+        check_account("me/demo")
+    assert str(told.value) == (
+        "--wandb me/demo: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb login; "
+        "or set WANDB_MODE=offline and send later with wandb sync"
+    )
+
+
+def test_records_of_many_blocks_are_read_whole(tmp_path: Path) -> None:
+    line = Connection(tmp_path)
+    assert line.ask(120, "open", run_id="x", folder=str(tmp_path), project="p", config={}) == {}
+    many = [[step, {"long": "x" * 20_000, "step": step}] for step in range(20)]
+    line.ask(120, "tell", run_id="x", config={}, rows=many, summary={})
+    line.ask(120, "finish", run_id="x", exit_code=0, left=False)
+    line.close()
+    [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [(row["_step"], len(row["long"])) for row in rows(path)] == [(step, 20_000) for step in range(20)]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    torn = [row["_step"] for row in rows(path)]
+    assert torn == list(range(len(torn)))
+    assert 5 < len(torn) < 20
