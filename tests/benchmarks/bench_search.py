@@ -160,7 +160,11 @@ class Bench:
 
 def own_environment() -> dict[str, str]:
     """The environment without settings of the user's that would send a search elsewhere."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("HPSEARCH_", "MLFLOW_", "PG"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HPSEARCH_", "MLFLOW_", "PG", "WANDB_"))
+    }
 
 
 def run(commands: list[list[str]], environment: dict[str, str], log: Path) -> None:

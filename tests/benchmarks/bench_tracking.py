@@ -10,6 +10,8 @@ Each worker process runs trials of 10 epochs of digits, one after the other, in 
 - `careful`: the same with the model's requirements given, which spares MLflow loading the model in a process of its
   own to find out;
 - `none`: no tracking.
+- `tensorboard`, `wandb`, where they are asked for by --kinds: `ours`, with that one told as well as MLflow (Weights &
+  Biases in its offline mode).
 
 All else is the same: the claim of the trial, the training, the files of its run directory. "Tracking time" is what the
 training thread spends in calls of the tracker. The cost of a trial is what it takes more than one without tracking:
@@ -60,6 +62,7 @@ from storage.trials.outcome import Outcome
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})
 KINDS = ("ours", "fluent", "careful", "none")
+SECOND = {"tensorboard": "{home}/events", "wandb": "bench"}  # the setting that adds a reader beside MLflow
 
 
 class Way(Protocol):
@@ -92,7 +95,7 @@ class Ours:
 
     def drain(self) -> None:
         left = self.tracker.sender.flush(600.0)
-        assert left == 0, f"{left} trials have not reached MLflow"
+        assert left == 0, f"{left} trials have not arrived"
 
 
 class Fluent:
@@ -128,7 +131,7 @@ class Untracked:
 
 def tracker_of(kind: str, study: StoredStudy, uri: str) -> Way:
     match kind:
-        case "ours":
+        case "ours" | "tensorboard" | "wandb":
             return Ours(study, uri)
         case "none":
             return Untracked()
@@ -236,6 +239,7 @@ class Bench:
         """Return what each worker measured, and the server's CPU seconds meanwhile."""
         self.done += 1
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
+        settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
         settings, objective = load_for_search(settings | {"n_trials": workers * (trials + 1)})
         study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
         command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, study.spec.name, str(trials)]
@@ -245,6 +249,7 @@ class Bench:
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",
+            "WANDB_MODE": "offline",
         }
         with (self.home / f"{study.spec.name}.log").open("w") as log:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
@@ -312,7 +317,7 @@ def show(workers: int, measured: dict[str, Measurement]) -> None:
         for kind, number in numbers.items():
             times = f"x{number / base:.2f}"
             print(
-                f"{f'{what}, {workers} workers, ms':54} {kind:8} {number:10.2f} {times:8} {details[kind]}", flush=True
+                f"{f'{what}, {workers} workers, ms':54} {kind:11} {number:10.2f} {times:8} {details[kind]}", flush=True
             )
 
     for share in (50, 95):
@@ -342,7 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few trials, once")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *SECOND), default=KINDS)
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
