@@ -84,8 +84,9 @@ def test_a_trial_that_is_taken_up_goes_on_in_its_run(
     [run] = server.runs.values()
     wait_for(lambda: run.steps == [0, 1, 2])
     for process in psutil.Process().children(recursive=True):
-        if "wandb" in " ".join(process.cmdline()):
-            process.kill()
+        with suppress(psutil.Error):  # it has ended
+            if "wandb" in " ".join(process.cmdline()):
+                process.kill()
     again = post.open(attempt=2)
     log(again, range(2))
     log(again, range(2, 5), at=100.0, end=Outcome.COMPLETE)

@@ -136,6 +136,15 @@ def test_an_attempt_goes_on_in_the_run_of_the_one_before(post: Post, readers: Re
     assert [len(found(path, "preempting")) for path in readers.files] == [1, 0]
 
 
+def children() -> dict[int, str]:
+    """The processes that this one has started, and those that they have, with their command lines."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
 def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
     deadline = time.monotonic() + 300
@@ -150,13 +159,13 @@ def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
 @pytest.mark.parametrize("victim", ["process", "service"])
 def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers: Readers, victim: str) -> None:
     """What the package starts beside it may be killed too: the run is told anew, but for what its files have."""
+    before = children()
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
     assert not post.ship(reader, journal)
-    here = psutil.Process().children(recursive=True)
-    [service] = [each for each in here if "wandb-core" in each.name()]
-    [process] = [each for each in here if "storage.wandb_runs.process" in each.cmdline()]
-    {"process": process, "service": service}[victim].kill()
+    named = {"process": "storage.wandb_runs.process", "service": "wandb-core"}[victim]
+    [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
+    os.kill(found_one, signal.SIGKILL)
     log(journal, [3], end=Outcome.COMPLETE)
     ship_at_last(post, reader, journal)
     assert sorted(readers.steps()) == [0, 1, 2, 3]
