@@ -47,7 +47,7 @@ def posterior_of(
     """
     names, process = lesson.space.names, lesson.new_process
     if kept.get("names") == names and len(kept["theta"]) == len(process.theta):
-        process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64))
+        process = Process(process.owner, torch.tensor(kept["theta"], dtype=torch.float64), process.steady)
     else:
         kept = {}
     if trials >= REFIT * kept.get("trials", 0):

@@ -78,8 +78,14 @@ def scale(points: Seen) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chosen_line(note: Mapping[str, Any]) -> str:
-    """A note of why a configuration was chosen, for a person."""
-    low, high = note["band"]
+    """A note of why a configuration was chosen, for a person; of several metrics with what each is foreseen to be."""
     origin = "the most promising of many at random" if note["near"] is None else f"near trial {note['near']}"
     origin += f" of {note['of']}" if "of" in note else ""
-    return f"foreseen {note['foreseen']:.4g} ({low:.4g} to {high:.4g}), best then {note['best']:.4g}; {origin}"
+    if isinstance(note["foreseen"], list):
+        pairs = zip(note["foreseen"], note["band"], strict=True)
+        return f"foreseen {', '.join(_with_band(value, band) for value, band in pairs)}; {origin}"
+    return f"foreseen {_with_band(note['foreseen'], note['band'])}, best then {note['best']:.4g}; {origin}"
+
+
+def _with_band(value: float, band: Sequence[float]) -> str:
+    return f"{value:.4g} ({band[0]:.4g} to {band[1]:.4g})"

@@ -67,6 +67,7 @@ class Lesson:
         rows: of the trials, then of those of earlier studies [trials, parameters].
         points: of the trials, then of those of earlier studies, with the features of their configurations.
         scores: of the points [n].
+        steady: whether they are taken for those of configurations, whatever the trial and the epoch.
     """
 
     space: Space
@@ -74,6 +75,7 @@ class Lesson:
     rows: np.ndarray
     points: Points
     scores: Tensor
+    steady: bool = False
 
     @classmethod
     def of(  # noqa: PLR0913 what a lesson depends on
@@ -88,6 +90,7 @@ class Lesson:
         always: Container[int] = (),
         earlier: Earlier | None = None,
         curves: Sequence[Mapping[int, float]] | None = None,
+        steady: bool = False,
     ) -> Lesson:
         """Of trials that are `known`.
 
@@ -101,6 +104,7 @@ class Lesson:
             earlier: trials of earlier studies.
             curves: of each trial, the losses by epoch, from 1, that are learnt as they are; None for those that the
                 trials have reported, of which the best so far counts.
+            steady: whether they are points at the last epoch that depend on the configuration alone.
         """
         earlier = earlier or Earlier.none()
         space = Space(distributions, [t.params for t in trials], earlier.drawn)
@@ -115,7 +119,7 @@ class Lesson:
             x = space.features(others.rows)[others.trial]
             points = points.and_then(Points(*map(torch.from_numpy, (x, others.s, numbers, others.study))))
             scores = torch.cat([scores, torch.from_numpy(others.scores)])
-        return cls(space, found, np.concatenate([space.rows, others.rows]), points, scores)
+        return cls(space, found, np.concatenate([space.rows, others.rows]), points, scores, steady)
 
     @property
     def ends(self) -> Points:
@@ -127,7 +131,7 @@ class Lesson:
     @property
     def new_process(self) -> Process:
         """What is expected before anything is seen."""
-        return Process.new(self.space.owner, several=self.points.study is not None)
+        return Process.new(self.space.owner, several=self.points.study is not None, steady=self.steady)
 
     def fitted(self, process: Process) -> Process:
         """A process fitted to some of the points, sought from its hyperparameters on."""

@@ -22,6 +22,7 @@ _JITTER = 1e-6
 
 # Mean and deviation of the logarithms of: level, slope, configuration, decay, own deviation, noise; then of lengths.
 _MEAN = (0.0, -0.7, 0.0, 0.0, -2.3, -4.0)
+_STEADY = (0.0, -0.7, 0.0, 0.0, -5.0, -5.0)  # of what does not change with the epochs, nor from trial to trial
 _DEVIATION = 1.0
 _LENGTH_DEVIATION = 0.8
 _ALIKE = (1.5, 1.5)  # of the logit of how alike two studies are
@@ -69,19 +70,24 @@ class Process:
         owner: which parameter each column of features belongs to [columns].
         theta: logarithms of level, slope, configuration, decay, own deviation and noise, then of a length for each
             parameter [6 + parameters]; where there are several studies the logit of their correlation last.
+        steady: which hyperparameters are probable.
     """
 
     owner: Tensor
     theta: Tensor
+    steady: bool = False
 
     @classmethod
-    def new(cls, owner: np.ndarray, *, several: bool = False) -> Process:
-        """What is expected before anything is seen, of one study or of several."""
-        return cls(torch.from_numpy(owner), _prior(owner, several=several)[0])
+    def new(cls, owner: np.ndarray, *, several: bool = False, steady: bool = False) -> Process:
+        """What is expected before anything is seen, of one study or of several.
+
+        It is sure of more where values are `steady`: a function of the configuration, but for a little noise.
+        """
+        return cls(torch.from_numpy(owner), _prior(owner, several=several, steady=steady)[0], steady)
 
     def fitted(self, points: Points, y: Tensor) -> Process:
         """The process of the most probable hyperparameters given values [n], sought from these on."""
-        mean, deviation = _prior(self.owner.numpy(), several=self._several)
+        mean, deviation = _prior(self.owner.numpy(), several=self._several, steady=self.steady)
 
         def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
             at = torch.tensor(theta, dtype=torch.float64, requires_grad=True)
@@ -98,7 +104,7 @@ class Process:
         start = self.theta.numpy()
         with torch.enable_grad():
             found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": STEPS})
-        return Process(self.owner, torch.from_numpy(found.x))
+        return Process(self.owner, torch.from_numpy(found.x), self.steady)
 
     def given(self, points: Points, y: Tensor) -> Posterior:
         """What is expected after values [n] were seen."""
@@ -182,11 +188,11 @@ def log_expected_improvement(mean: Tensor, deviation: Tensor, best: float) -> Te
     return torch.where(z > -1.0, above, below) + deviation.log()
 
 
-def _prior(owner: np.ndarray, *, several: bool) -> tuple[Tensor, Tensor]:
+def _prior(owner: np.ndarray, *, several: bool, steady: bool = False) -> tuple[Tensor, Tensor]:
     """Mean and deviation of the logarithms of all hyperparameters; lengths grow with the number of parameters."""
     parameters = int(owner.max()) + 1
     length = math.log(0.5) + 0.5 * math.log(parameters)
-    means = [*_MEAN, *[length] * parameters]
+    means = [*(_STEADY if steady else _MEAN), *[length] * parameters]
     deviations = [_DEVIATION] * len(_MEAN) + [_LENGTH_DEVIATION] * parameters
     if several:
         means, deviations = [*means, _ALIKE[0]], [*deviations, _ALIKE[1]]

@@ -24,7 +24,7 @@ from search.curves.candidates import TOPS, best_candidate
 from search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
 from search.curves.foreseen import CHOSEN, band, scale
 from search.curves.learning import Lesson
-from search.curves.points import losses
+from search.curves.points import Seen, losses
 from search.curves.process import Points, Posterior
 from search.curves.space import Space
 from search.curves.vectors import path, values_by_epoch, worth
@@ -33,8 +33,8 @@ from storage.pareto import front, losses_of
 from storage.rungs.front_order import order
 
 VECTORS = 256  # of which those count that no trial dominates
-WORST = 0.8  # quantile of all trials, up to which vectors count
 _BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end
+_TAIL, _FAR = 0.3, 4.0  # of the values, the best ones, by whose slope better ones are told, up to so many scores
 _HOPE = 2.0  # deviations by which a configuration may turn out better than is foreseen
 _STEADY = 0.1  # of a metric's deviation between trials, up to which that within one is noise
 
@@ -73,10 +73,12 @@ class Several:
     def suggested(
         self, study: optuna.Study, trial: FrozenTrial, distributions: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The configuration of a trial; why it was chosen is noted with it."""
+        """The configuration of a trial, noted why it was chosen; none while nothing is known of a metric."""
         told = told_trials(study, but=trial.number)
         maximize = [direction == StudyDirection.MAXIMIZE for direction in study.directions]
         metrics = self._metrics(study, told, distributions, maximize)
+        if not metrics:
+            return {}
         space = metrics[0].lesson.space
         foreseen = np.column_stack([metric.at_the_end(space) for metric in metrics])
         broken = np.array([violation(t) for t in told])
@@ -86,6 +88,9 @@ class Several:
         running = np.array([i for i, t in enumerate(told) if t.state == TrialState.RUNNING], dtype=np.int64)
         beliefs = [believing(m.posterior, space, space.rows[running], m.rows[running], silent) for m in metrics]
         feasible = self._feasibility(study, told, distributions, broken)
+        # Those that were chosen would draw the worst that counts after them, to one end of the front.
+        unchosen = [i for i, t in enumerate(told) if CHOSEN not in t.system_attrs]
+        worst = foreseen[unchosen or slice(None)].max(0)
         probes: list[np.ndarray] = []
 
         def judged(rows: np.ndarray) -> np.ndarray:
@@ -94,7 +99,7 @@ class Several:
             if not probes:  # of those at random, which come first
                 hoped = [(mean - _HOPE * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
-                probes.append(self._undominated(best, foreseen, lowest))
+                probes.append(self._undominated(metrics, best, worst, lowest))
             gain = log_improvement(expected, torch.from_numpy(probes[0]))
             if feasible is not None:
                 mean, deviation = feasible[0].at(at)
@@ -105,7 +110,7 @@ class Several:
         had = np.concatenate([space.rows, silent])
         row, top = best_candidate(judged, space, self._random, around=space.rows[tops], had=had)
         given = any(not d.single() for d in trial.distributions.values()) or "fixed_params" in trial.system_attrs
-        if not given and all(np.isfinite(metric.lesson.seen.loss).any() for metric in metrics):
+        if not given:
             at = Points.at_the_end(space.features(row[None]))
             bands = [
                 band(m.lesson.seen, *(found.item() for found in m.posterior.at(at)), maximize=higher)
@@ -123,16 +128,19 @@ class Several:
         distributions: dict[str, BaseDistribution],
         maximize: Sequence[bool],
     ) -> list[Metric]:
-        """Each with the hyperparameters that are kept by its own name."""
+        """Each with the hyperparameters that are kept by its own name; none where of one nothing is known."""
         kept = study._storage.get_study_system_attrs(study._study_id)
         first = [losses(t, maximize=maximize[0], epochs=self._epochs) for t in told]
         others = others_by_epoch(told, maximize, self._epochs)
+        if not all(any(np.isfinite([*curve.values()]).any() for curve in curves) for curves in (first, *others)):
+            return []
         found = []
         for index, curves in enumerate([first, *others]):
             known = [i for i, curve in enumerate(curves) if curve]
             shape: Any = {"maximize": maximize[index], "epochs": self._epochs, "random": self._random}
             if index:
                 shape["curves"] = [curves[i] for i in known]
+                shape["steady"] = all(set(curve) == {self._epochs} for curve in shape["curves"])
             lesson = Lesson.of([told[i] for i in known], distributions, **shape)
             rows = np.full(len(told), -1, dtype=np.int64)
             rows[known] = np.arange(len(known))
@@ -155,6 +163,7 @@ class Several:
         kept = study._storage.get_study_system_attrs(study._study_id)
         curves = [{self._epochs: float(broken[i])} for i in known]
         shape: Any = {"maximize": False, "epochs": self._epochs, "random": self._random, "curves": curves}
+        shape["steady"] = True
         lesson = Lesson.of([told[i] for i in known], distributions, **shape)
         name = f"{FITTED}:feasible"
         posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
@@ -164,14 +173,26 @@ class Several:
             return posterior, float(scores[0]) - 1.0
         return posterior, float((kept_to[-1] + scores[len(kept_to)]) / 2)
 
-    def _undominated(self, best: np.ndarray, foreseen: np.ndarray, lowest: np.ndarray) -> np.ndarray:
-        """Vectors of scores [n, metrics] at random that the front does not dominate, none worse than counts."""
-        worst = np.quantile(foreseen, WORST, axis=0)
+    def _undominated(
+        self, metrics: Sequence[Metric], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
+    ) -> np.ndarray:
+        """Vectors of scores [n, metrics] that the front does not dominate: drawn evenly in the metrics' own units.
+
+        Args:
+            metrics: whose units they are.
+            best: the front [k, metrics].
+            worst: that counts in each metric, and beyond the front's ends.
+            lowest: that may be hoped for in each metric.
+        """
         if len(best):
-            low, high = best.min(0), best.max(0)
-            worst = np.maximum(worst, high + _BEYOND * (high - low))
-        drawn = lowest + (worst - lowest) * self._random.random((VECTORS, len(lowest)))
-        dominated = (best[None] <= drawn[:, None]).all(2).any(1)
+            worst = np.maximum(worst, best.max(0) + _BEYOND * np.ptp(best, axis=0))
+        columns = []
+        for metric, low, high in zip(metrics, lowest, worst, strict=True):
+            scores, seen = _beyond(metric.lesson.seen)
+            first, last = np.interp([low, high], scores, seen)
+            columns.append(np.interp(self._random.uniform(first, last, VECTORS), seen, scores))
+        drawn = np.column_stack(columns)
+        dominated = np.any((best[None] <= drawn[:, None]).all(axis=2), axis=1)
         return drawn[~dominated] if not dominated.all() else best
 
     def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
@@ -182,6 +203,15 @@ class Several:
         if within <= TOPS:
             return ordered[:TOPS]
         return [ordered[int(place)] for place in self._random.permutation(within)[:TOPS]]
+
+
+def _beyond(points: Seen) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and the losses that they stand for, the best first; of what is better yet, by the slope of the best."""
+    scores, seen = scale(points)
+    tail = min(max(3, round(_TAIL * len(seen))), len(seen) - 1)
+    apart = scores[tail] - scores[0]
+    slope = (seen[tail] - seen[0]) / apart if apart > 0 else 0.0
+    return np.concatenate([[scores[0] - _FAR], scores]), np.concatenate([[seen[0] - _FAR * slope], seen])
 
 
 def log_improvement(expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor) -> torch.Tensor:

@@ -1,32 +1,29 @@
 """The order of several metrics' trials at a rung: who goes on first.
 
-By front (fast non-dominated sorting, Deb et al. 2002), and within one so that those who go on are spread over it: a
+By front (fast non-dominated sorting, Deb et al. 2002), and within one so that those who go on are spread over it: by a
 greedy epsilon-net, as multi-objective asynchronous successive halving has it (Schmucker et al. 2021, after Clarkson
-2006), or the crowding distance of NSGA-II.
+2006). In simulated searches the crowding distance of NSGA-II did a little worse.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.pareto import crowding, ranks
+from storage.pareto import ranks
 
 if TYPE_CHECKING:
     from storage.pareto import Losses
 
-Spread = Literal["epsilon_net", "crowding"]
 
-
-def order(losses: Losses, most: int | None = None, *, spread: Spread = "epsilon_net") -> list[int]:
+def order(losses: Losses, most: int | None = None) -> list[int]:
     """Return the places of the vectors, the best first: by front, within one by how they spread, then by place.
 
     Args:
         losses: [n, metrics], lower is better; in the order of the trials, the earliest first. A trial whose first
             metric is infinite has failed, and comes after all others, however good it is otherwise.
         most: how many are asked for; None for all.
-        spread: what the order within a front is.
     """
     count = len(losses) if most is None else min(most, len(losses))
     failed = ~np.isfinite(losses[:, 0])
@@ -37,8 +34,7 @@ def order(losses: Losses, most: int | None = None, *, spread: Spread = "epsilon_
         if len(found) >= count:
             break
         members = sorted_ones[front_of == front]
-        within = epsilon_net(losses[members]) if spread == "epsilon_net" else _by_crowding(losses[members])
-        found += [int(place) for place in members[within]]
+        found += [int(place) for place in members[epsilon_net(losses[members])]]
     return [*found, *np.flatnonzero(failed).tolist()][:count]
 
 
@@ -60,10 +56,6 @@ def epsilon_net(losses: Losses) -> list[int]:
         nearest[chosen] = -1.0  # behind all that are left, equal ones too
         chosen = int(np.argmax(nearest))
     return found
-
-
-def _by_crowding(losses: Losses) -> list[int]:
-    return [int(place) for place in np.argsort(-crowding(_scaled(losses)), kind="stable")]
 
 
 def _scaled(losses: Losses) -> Losses:

@@ -6,12 +6,12 @@ from typing import Any
 
 import optuna
 import pytest
-from storage.trials.front_order import order
 
 from search.pruning import Decision, StudyPruner
 from search.pruning.study_pruner import study_rungs
 from search.spec.spec import StudySpec
 from storage.pareto import losses_of
+from storage.rungs.front_order import order
 from storage.study_storage.opening import open_storage
 from tests.search.spec.test_several import refused, spec
 

@@ -1,7 +1,6 @@
 """The order at a rung of several metrics: fronts first, and those of one front apart from each other."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,12 +12,11 @@ losses = st.integers(1, 3).flatmap(
         st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, np.inf]), min_size=metrics, max_size=metrics), max_size=25
     ).map(lambda rows: np.array(rows, dtype=float).reshape(-1, metrics))
 )
-spreads = st.sampled_from(["epsilon_net", "crowding"])
 
 
-@given(losses, spreads)
-def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray, spread: str) -> None:
-    places = order(found, spread=spread)
+@given(losses)
+def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray) -> None:
+    places = order(found)
     assert sorted(places) == list(range(len(found)))
     ended = [place for place in places if np.isfinite(found[place, 0])]
     assert places[: len(ended)] == ended
@@ -26,9 +24,9 @@ def test_fronts_come_in_order_and_the_failed_last(found: np.ndarray, spread: str
     assert (np.diff(ranks(found[ended])) >= 0).all()
 
 
-@given(losses, spreads, st.integers(0, 30))
-def test_the_first_few_are_those_of_the_whole_order(found: np.ndarray, spread: str, most: int) -> None:
-    assert order(found, most, spread=spread) == order(found, spread=spread)[:most]
+@given(losses, st.integers(0, 30))
+def test_the_first_few_are_those_of_the_whole_order(found: np.ndarray, most: int) -> None:
+    assert order(found, most) == order(found)[:most]
 
 
 @given(losses)
@@ -38,7 +36,7 @@ def test_who_wins_goes_on_whatever_the_units_are(found: np.ndarray) -> None:
 
 def test_with_one_metric_it_is_that_of_the_losses_and_of_equal_ones_the_earlier() -> None:
     found = np.array([[3.0], [1.0], [2.0], [1.0]])
-    assert order(found) == order(found, spread="crowding") == [1, 3, 2, 0]
+    assert order(found) == [1, 3, 2, 0]
 
 
 def test_a_net_begins_with_the_best_of_the_first_metric_and_goes_for_the_farthest() -> None:
@@ -50,7 +48,6 @@ def test_a_front_of_one_point_many_times() -> None:
     assert order(np.ones((4, 2))) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("spread", ["epsilon_net", "crowding"])
-def test_an_unknown_metric_hides_no_other(spread: str) -> None:
+def test_an_unknown_metric_hides_no_other() -> None:
     found = np.array([[0.3, np.inf], [0.1, np.inf], [0.2, np.inf]])
-    assert order(found, spread=spread) == [1, 2, 0]
+    assert order(found) == [1, 2, 0]

@@ -6,7 +6,7 @@ goes on from a rung is decided by the order and the rule of `storage.trials`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,6 @@ from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.simulation import Work
 
-Order = Callable[[np.ndarray, int], list[int]]
-
 
 class Production:
     """A sampler and `asha`, or no pruner, by their names or tables as a study gives them.
@@ -33,13 +31,10 @@ class Production:
         training: the problem.
         sampler, pruner: names, or tables with options.
         seed: of the search.
-        ordered: how those at a rung are sorted.
     """
 
-    def __init__(
-        self, training: TwoMetrics, sampler: object, pruner: object, *, seed: int, ordered: Order = order
-    ) -> None:
-        self._training, self._seed, self._order = training, seed, ordered
+    def __init__(self, training: TwoMetrics, sampler: object, pruner: object, *, seed: int) -> None:
+        self._training, self._seed = training, seed
         self._epochs = training.problem.epochs
         self._sampler = SamplerSpec.parse(table(sampler))
         self._promotion = PrunerSpec.parse(table(pruner)).for_epochs(self._epochs).promotion(self._epochs)
@@ -106,4 +101,4 @@ class Production:
         if not places:
             return []
         losses = np.array([self._rungs[rung][trial] for trial in reached])
-        return [reached[place] for place in self._order(losses, places)]
+        return [reached[place] for place in order(losses, places)]

@@ -3,13 +3,15 @@
     python -m tests.benchmarks.search_quality.several.run [--objectives gan ...] [--seeds 20] [--ways NAME ...]
 
 A search of a peer's has the whole budget; one of ours ends when it is worth as much as the best of them. What a peer
-has come to is the most that its front was worth at any time. Searches are kept in `runs/search_quality/several`.
+has come to is the most that its front was worth at any time. One seed is searched on one kind of surrogate, the next
+on the other. Searches are kept in `runs/search_quality/several`.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -117,7 +119,7 @@ def simulate(searches: list[Search], pool: ProcessPoolExecutor) -> dict[Search, 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The epochs to a peer's worth, of the peer's budget: median over surrogates and seeds, and its 95 % interval."""
+    """The epochs to a peer's worth, of the peer's budget: median over objectives and seeds, and its 95 % interval."""
 
     middle: float
     low: float
@@ -130,13 +132,13 @@ class Ratio:
 
 
 def ratio(mine: dict[str, np.ndarray]) -> Ratio:
-    """Of ratios by objective [seeds, surrogates]; the interval is a bootstrap over objectives and seeds."""
+    """Of ratios by objective [seeds]; the interval is a bootstrap over objectives and, in each, over seeds."""
     random, names = np.random.default_rng(0), list(mine)
     medians = []
     for _ in range(RESAMPLES):
         drawn = [mine[name] for name in random.choice(names, len(names))]
-        medians.append(_median(np.concatenate([x[random.integers(len(x), size=len(x))].ravel() for x in drawn])))
-    every = np.concatenate([x.ravel() for x in mine.values()])
+        medians.append(_median(np.concatenate([random.choice(each, len(each)) for each in drawn])))
+    every = np.concatenate(list(mine.values()))
     low, high = (float(np.sort(medians)[round(q * (RESAMPLES - 1))]) for q in (0.025, 0.975))
     return Ratio(_median(every), low, high, float(np.isfinite(every).mean()))
 
@@ -146,29 +148,27 @@ def _median(values: np.ndarray) -> float:
     return float(np.sort(values)[len(values) // 2])
 
 
-def table(found: dict[Search, Found], ways: list[str], peers: list[str], seeds: range) -> Iterator[str]:
+def table(found: dict[Search, Found], ways: list[str], peers: list[str]) -> Iterator[str]:
     """A line for each way: its ratio to each peer, lower is better."""
     yield f"| way | {' | '.join(peers)} | trials | full | decisions, s per 1,000 epochs |"
     yield "|---" * (len(peers) + 4) + "|"
-    by = {(*one.cell, one.way, one.seed): (one, each) for one, each in found.items()}
-    cells = list(dict.fromkeys(one.cell for one in found))
     for way in ways:
-        columns = []
-        for peer in peers:
-            ratios: dict[str, list[list[float]]] = {}
-            for objective, family in cells:
-                row = []
-                for seed in seeds:
-                    base, theirs = by[objective, family, peer, seed]
-                    _, mine = by[objective, family, way, seed]
-                    arrived = mine.worth.reached(theirs.worth.most(base.budget))
-                    row.append(math.inf if arrived is None else arrived / base.budget)
-                ratios.setdefault(objective, []).append(row)
-            columns.append(str(ratio({name: np.array(rows).T for name, rows in ratios.items()})))
+        columns = [str(ratio(ratios(found, way, peer))) for peer in peers]
         every = [each for one, each in found.items() if one.way == way]
         seconds = 1000 * sum(each.seconds for each in every) / sum(each.epochs for each in every)
         numbers = [f"{np.mean([getattr(each, name) for each in every]):.0f}" for name in ("trials", "full")]
         yield f"| {way} | {' | '.join([*columns, *numbers])} | {seconds:.1f} |"
+
+
+def ratios(found: dict[Search, Found], way: str, peer: str) -> dict[str, np.ndarray]:
+    """The epochs to what a peer's search of the same seed came to, of its budget, by objective; infinite, if never."""
+    mine = {(one.objective, one.seed): each for one, each in found.items() if one.way == way}
+    ratios: dict[str, list[float]] = {}
+    for one, theirs in found.items():
+        if one.way == peer:
+            arrived = mine[one.objective, one.seed].worth.reached(theirs.worth.most(one.budget))
+            ratios.setdefault(one.objective, []).append(math.inf if arrived is None else arrived / one.budget)
+    return {objective: np.array(each) for objective, each in ratios.items()}
 
 
 def main() -> None:
@@ -184,17 +184,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8, help="of the search that is simulated")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
-    cells = [(objective, family) for objective in given.objectives for family in given.families]
-    for cell in cells:
+    for cell in itertools.product(given.objectives, given.families):
         surrogate(*cell)  # fitted once, for all processes
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    one = [Search(*cell, "", seed, given.budget, given.workers) for seed in seeds for cell in cells]
+    turns = list(zip(seeds, itertools.cycle(given.families), strict=False))
+    rest = (given.budget, given.workers)
+    every = [Search(objective, family, "", seed, *rest) for seed, family in turns for objective in given.objectives]
     with ProcessPoolExecutor(given.processes) as pool:
-        found = simulate([replace(each, way=way) for each in one for way in given.peers], pool)
-        most = {each: max(found[replace(each, way=way)].worth.most(each.budget) for way in given.peers) for each in one}
-        found |= simulate([replace(each, way=way, enough=most[each]) for each in one for way in given.ways], pool)
+        found = simulate([replace(each, way=way) for each in every for way in given.peers], pool)
+        most = {
+            each: max(found[replace(each, way=way)].worth.most(each.budget) for way in given.peers) for each in every
+        }
+        found |= simulate([replace(each, way=way, enough=most[each]) for each in every for way in given.ways], pool)
     print(f"seeds {seeds.start} to {seeds.stop - 1}, {given.workers} workers, {given.budget} epochs\n")
-    for line in table(found, [*given.peers, *given.ways], given.peers, seeds):
+    for line in table(found, [*given.peers, *given.ways], given.peers):
         print(line, flush=True)
 
 

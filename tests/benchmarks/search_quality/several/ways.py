@@ -12,7 +12,6 @@ from typing import Any
 import optuna
 from optuna.samplers import NSGAIISampler, RandomSampler, TPESampler
 
-from storage.rungs.front_order import order
 from tests.benchmarks.search_quality.several.peers import Optuna, SyneTune, as_meant, as_shipped
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.several.production import Production
@@ -31,8 +30,8 @@ PEERS: dict[str, Make] = {
 }
 
 
-def ours(sampler: object, pruner: object = "asha", **options: Any) -> Make:
-    return lambda training, seed: Production(training, sampler, pruner, seed=seed, **options)
+def ours(sampler: object, pruner: object = "asha") -> Make:
+    return lambda training, seed: Production(training, sampler, pruner, seed=seed)
 
 
 OURS: dict[str, Make] = {
@@ -41,8 +40,6 @@ OURS: dict[str, Make] = {
     "hpsearch tpe + asha": ours("tpe"),
     "hpsearch curves + asha": ours("curves"),
     "hpsearch curves + none": ours("curves", "none"),
-    "hpsearch random + asha, crowding": ours("random", ordered=lambda x, most: order(x, most, spread="crowding")),
-    "hpsearch tpe + asha, crowding": ours("tpe", ordered=lambda x, most: order(x, most, spread="crowding")),
 }
 
 WAYS = PEERS | OURS

@@ -1,0 +1,162 @@
+"""The sampler on two metrics: it widens the front, keeps to constraints, and is a function of study and seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from optuna.distributions import FloatDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from search.curves.fitting import FITTED
+from search.curves.foreseen import CHOSEN, chosen_line
+from search.curves.sampler import CurvesSampler
+from search.curves.several import log_improvement, others_by_epoch, violation
+from search.sampling.paused import SampledStudy, as_sampled
+from storage.attributes import INFEASIBLE, PLACE, VALUES
+from storage.pareto import hypervolume
+
+EPOCHS = 9
+X = FloatDistribution(0.0, 1.0)
+MAXIMIZE = [True, False]
+
+
+class Search:
+    """A search for accurate and small ones: `x` costs size, and pays only where `y` is right; waits after an epoch."""
+
+    def __init__(self, *, trials: int = 0, broken_above: float = math.inf) -> None:
+        self.kept: dict[int, dict[int, list[float]]] = {}
+        inner = optuna.create_study(directions=["maximize", "minimize"])
+        self.study: SampledStudy = as_sampled(inner, lambda: self.kept)
+        self.broken_above = broken_above
+        for number in range(trials):
+            self.run(RandomSampler, number)
+
+    def run(self, sampler: Callable[[int], BaseSampler], number: int) -> tuple[float, float]:
+        """A trial, and its configuration; every third comes to its end."""
+        self.study.sampler = sampler(number)
+        self.study._thread_local.cached_all_trials = None
+        trial_id = self.study._storage.create_new_trial(self.study._study_id)
+        trial = optuna.Trial(self.study, trial_id)
+        x, y = trial.suggest_float("x", 0.0, 1.0), trial.suggest_float("y", 0.0, 1.0)
+        accuracy, size = math.sqrt(x) * math.exp(-30 * (y - 0.3) ** 2), x
+        steps = range(EPOCHS) if number % 3 == 0 else range(1)
+        self.kept[trial_id] = {step: [accuracy - 0.3 / (step + 1), size] for step in steps}
+        for step in steps:
+            self.study._storage.set_trial_intermediate_value(trial_id, step, self.kept[trial_id][step][0])
+        trial.set_constraint("size", size - self.broken_above if math.isfinite(self.broken_above) else -1.0)
+        whole = len(steps) == EPOCHS
+        state, values = (TrialState.COMPLETE, self.kept[trial_id][EPOCHS - 1]) if whole else (TrialState.WAITING, None)
+        self.study._storage.set_trial_state_values(trial_id, state, values)
+        return x, y
+
+    def worth(self, configurations: Sequence[tuple[float, float]]) -> float:
+        """The hypervolume that configurations would have when trained to their end."""
+        losses = [(-math.sqrt(x) * math.exp(-30 * (y - 0.3) ** 2), x) for x, y in configurations]
+        return hypervolume(np.array(losses), (0.0, 1.0))
+
+
+def curves(seed: int) -> CurvesSampler:
+    return CurvesSampler(seed=seed, epochs=EPOCHS, random_fraction=0.0)
+
+
+def test_its_fronts_are_wider_than_those_at_random():
+    def worth(sampler: Callable[[int], BaseSampler], start: int) -> float:
+        search = Search()
+        return search.worth([search.run(sampler, start + number) for number in range(40)])
+
+    most = Search().worth([(x, 0.3) for x in np.linspace(0.0, 1.0, 200)])
+    lost = {sampler: np.mean([most - worth(sampler, 300 * i) for i in range(3)]) for sampler in (curves, RandomSampler)}
+    assert lost[curves] < 0.7 * lost[RandomSampler]
+
+
+def test_the_same_study_and_seed_give_the_same_and_each_metric_has_its_own_process():
+    found = []
+    for _ in range(2):
+        search = Search(trials=14)
+        found.append([search.run(curves, 100), search.run(curves, 101)])
+        kept = search.study._storage.get_study_system_attrs(search.study._study_id)
+        assert kept[FITTED]["theta"] != kept[f"{FITTED}:1"]["theta"]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_constraints_are_kept_to():
+    search = Search(trials=20, broken_above=0.4)
+    found = [search.run(curves, 100 + 3 * number)[0] for number in range(8)]
+    assert sorted(found)[5] <= 0.42
+
+
+def test_where_every_trial_breaks_a_constraint_less_of_it_is_sought():
+    search = Search(trials=14, broken_above=-0.1)
+    assert search.run(curves, 100)[0] < 0.3
+
+
+def test_it_notes_what_each_metric_is_foreseen_to_be():
+    search = Search(trials=14)
+    search.run(curves, 100)
+    note = search.study._storage.get_all_trials(search.study._study_id)[-1].system_attrs[CHOSEN]
+    assert [low <= value <= high for value, (low, high) in zip(note["foreseen"], note["band"], strict=True)] == [
+        True
+    ] * 2
+    assert note["near"] is None or note["near"] < 14
+    shown = {"foreseen": [0.96214, 12.0], "band": [[0.94811, 0.97123], [11.5, 12.5]], "near": 3}
+    assert chosen_line(shown) == "foreseen 0.9621 (0.9481 to 0.9712), 12 (11.5 to 12.5); near trial 3"
+
+
+def test_what_is_expected_to_be_dominated_is_what_draws_dominate():
+    random = np.random.default_rng(0)
+    mean, deviation = np.array([[0.0, 0.5], [1.0, -0.5]]), np.array([[0.5, 1.0], [0.2, 0.7]])
+    vectors = random.standard_normal((40, 2))
+    draws = mean[:, None] + deviation[:, None] * random.standard_normal((2, 20_000, 2))
+    expected = [(torch.from_numpy(mean[:, j].copy()), torch.from_numpy(deviation[:, j].copy())) for j in range(2)]
+    found = log_improvement(expected, torch.from_numpy(vectors)).exp().numpy()
+    counted = (draws[:, :, None] <= vectors).all(3).sum(2).mean(1)
+    assert found == pytest.approx(counted, rel=0.05)
+
+
+def trial(values: dict[int, tuple[float, float]], **shape: object) -> FrozenTrial:
+    attrs = {VALUES: {str(step): list(each) for step, each in values.items()}, PLACE: 1e-300}
+    first = {step: each[0] for step, each in values.items()}
+    kind = {"state": TrialState.PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}}
+    return create_trial(**{**kind, "intermediate_values": first, "system_attrs": attrs, **shape})
+
+
+def test_a_metric_that_is_steady_is_known_of_the_last_epoch_at_once():
+    told = [trial({0: (0.1, 5.0)}), trial({0: (0.1, 9.0), 1: (0.5, 9.2), 2: (0.4, 9.1)}), trial({})]
+    assert others_by_epoch(told, MAXIMIZE, EPOCHS) == [[{EPOCHS: 5.0}, {EPOCHS: 9.1}, {}]]
+
+
+def test_one_that_changes_is_that_of_the_best_epoch_so_far():
+    told = [trial({0: (0.1, 5.0), 1: (0.5, 1.0), 2: (0.4, 7.0)}), trial({0: (math.nan, 6.0), 1: (0.2, 2.0)})]
+    assert others_by_epoch(told, MAXIMIZE, EPOCHS) == [[{1: 5.0, 2: 1.0, 3: 1.0}, {2: 2.0}]]
+
+
+def test_its_place_among_pruned_trials_breaks_no_constraint():
+    assert math.isnan(violation(trial({0: (0.1, 5.0)})))
+    broken = trial({0: (0.1, 5.0)}, user_attrs={INFEASIBLE: "diverged"})
+    broken.set_constraint("size", 0.5)
+    broken.set_constraint("latency", -2.0)
+    assert violation(broken) == 0.5
+
+
+def test_while_nothing_is_known_of_a_metric_it_draws_at_random():
+    search = Search(trials=14)
+    search.kept.clear()
+    (x, y), (other, _) = search.run(curves, 100), search.run(curves, 101)
+    assert x != other
+    drawn = optuna.create_study(sampler=RandomSampler(100)).ask()
+    assert (x, y) == (drawn.suggest_float("x", 0.0, 1.0), drawn.suggest_float("y", 0.0, 1.0))
+
+
+def test_where_all_diverged_it_draws_at_random():
+    search = Search()
+    for number in range(12):
+        diverged = trial({0: (math.nan, 1.0)}, user_attrs={INFEASIBLE: "diverged"}, params={"x": number / 12})
+        search.study.add_trial(diverged)
+    assert 0.0 <= search.run(curves, 100)[0] <= 1.0
