@@ -220,7 +220,8 @@ class Objective(BaseObjective):
             if name not in judged and name not in MEASURED:
                 known = nearest(name, [*judged, *MEASURED])
                 raise MetricError(
-                    name, f"is none that comes with {self.metric}, nor measured: {known}; or override metrics()"
+                    name,
+                    f"is none that comes with {self.metric}, nor measured: {known}; or give it by metrics()",
                 )
 
     def default_config(self) -> TrainConfig:

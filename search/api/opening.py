@@ -10,8 +10,9 @@ from typing import Self, TypedDict
 import optuna
 
 from search.api.telling import notice_promotions
+from search.errors import SearchError, nearest
 from search.services import Services, find_services
-from search.spec.spec import parse_spec
+from search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
 from search.study.study import StoredStudy, load_study
 from storage.attributes import SPEC, STOPPED
 from storage.records.promotions import promotions_of
@@ -29,6 +30,10 @@ class Addresses(TypedDict, total=False):
     home: str | None
 
 
+# What `Study.create` takes besides: so that a misspelt one is told from an address.
+SETTINGS = ("trials", *(key for key in StudySpec.model_fields if key not in IN_FILES_ONLY and key != "n_trials"))
+
+
 @dataclass(frozen=True)
 class Where:
     """Where studies, runs and checkpoints are kept; what is None is the study's own, or the embedded stack's."""
@@ -40,7 +45,14 @@ class Where:
 
     @classmethod
     def given(cls, addresses: Addresses) -> Self:
-        """Return what was given, with the settings of the environment where nothing was."""
+        """Return what was given, with the settings of the environment where nothing was.
+
+        Raises:
+            SearchError: something else was given, such as a setting whose name is misspelt.
+        """
+        if unknown := sorted(addresses.keys() - Addresses.__annotations__.keys()):
+            known = [*Addresses.__annotations__, *SETTINGS]
+            raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
 
         def one(name: str, value: str | None) -> str | None:
             return value or os.environ.get(f"HPSEARCH_{name}") or None

@@ -80,6 +80,8 @@ class Study:
         models: str | None = None,
         top_models: int | None = None,
         default_first: bool | None = None,
+        tensorboard: Path | str | None = None,
+        wandb: str | None = None,
         enqueue: Path | str | None = None,
         **where: Unpack[Addresses],
     ) -> Study:  # a keyword for each setting that `hpsearch run` has as a flag
@@ -94,8 +96,8 @@ class Study:
             sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
             warm_start: names of earlier studies, whose trials inform the sampler curves.
             seed, retries, retry_on, timeout, budget_epochs, budget_seconds, stop_when, models, top_models,
-                default_first: as
-                docs/reference/settings.md says.
+                default_first: as docs/reference/settings.md says.
+            tensorboard, wandb: a folder of event files, and a project of Weights & Biases, which are told too.
             enqueue: a .csv or .jsonl file of configurations that are run first.
             where: storage_url, tracking_uri, checkpoint_url, home.
 
@@ -110,6 +112,7 @@ class Study:
             "sampler": sampler, "warm_start": warm_start, "pruner": pruner, "seed": seed, "retries": retries,
             "retry_on": retry_on, "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds,
             "stop_when": stop_when, "models": models, "top_models": top_models, "default_first": default_first,
+            "tensorboard": None if tensorboard is None else str(tensorboard), "wandb": wandb,
         }  # fmt: skip
         settings = {key: value for key, value in given.items() if value is not None}
         return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)
@@ -646,13 +649,14 @@ class Study:
             self.services, self.stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
         )
 
-    def preferred(self, preference: str) -> int:
+    def preferred(self, preference: str, *, infeasible: bool = False) -> int:
         """Return the trial of the front that keeps to conditions and is best by a metric, of several metrics.
 
         It is of the finalists that are still on the front, by their means, where there are any.
 
         Args:
             preference: such as ``accuracy >= 0.98 then latency_ms``.
+            infeasible: whether trials count that break a constraint.
 
         Example:
             from search import SearchError
@@ -664,7 +668,7 @@ class Study:
         """
         from search.promotion.prefer import preferred
 
-        return preferred(self.stored, preference)
+        return preferred(self.stored, preference, infeasible=infeasible)
 
     def promote(
         self,

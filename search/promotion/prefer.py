@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from search.errors import SearchError, nearest
+from search.errors import SearchError
 from search.finalists import read_finalists
+from search.promotion.promote import why_none
 from search.study.study import StoredStudy
 
-_CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>\S+)")
+_CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
 _SIGNS = {
     "<=": lambda value, limit: value <= limit,
     ">=": lambda value, limit: value >= limit,
@@ -64,8 +65,8 @@ def parse_preference(text: str, ways: Sequence[str]) -> Preference:
         metric = match["metric"].strip() if match else part.strip()
         if metric not in ways:
             raise SearchError(
-                f"--prefer {text!r}: {metric!r} is no metric of the study{nearest(metric, ways)}; write conditions and "
-                "metrics, such as 'accuracy >= 0.98 then latency_ms'"
+                f"--prefer {text!r}: {part.strip()!r} cannot be read: write conditions with 'and' between, then "
+                f"metrics, such as 'accuracy >= 0.98 then latency_ms'; the metrics to prefer by are {', '.join(ways)}"
             )
         if match is None:
             then.append(metric)
@@ -79,10 +80,10 @@ def _limit(text: str, given: str) -> float:
         limit = float(given)
         if not math.isnan(limit):
             return limit
-    raise SearchError(f"--prefer {text!r}: {given!r} is no number")
+    raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
 
 
-def preferred(study: StoredStudy, text: str) -> int:
+def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
     """Return the number of the trial of a study's front that a sentence prefers.
 
     Where finalists have been trained they are those that are still on the front, by their means on fresh seeds.
@@ -94,9 +95,9 @@ def preferred(study: StoredStudy, text: str) -> int:
     if not spec.several:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
     preference = parse_preference(text, list(spec.ways))
-    found = _candidates(study)
+    found = _candidates(study, infeasible=infeasible)
     if not found:
-        raise SearchError(f"study {spec.name!r} has no trial on its front: none has run to its end within its bounds")
+        raise SearchError(f"study {spec.name!r} has no trial to prefer: {why_none(study)}")
     kept = {
         trial: values for trial, values in found.items() if all(each.holds(values) for each in preference.conditions)
     }
@@ -106,12 +107,12 @@ def preferred(study: StoredStudy, text: str) -> int:
     return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in preference.then], trial))
 
 
-def _candidates(study: StoredStudy) -> dict[int, dict[str, float]]:
+def _candidates(study: StoredStudy, *, infeasible: bool) -> dict[int, dict[str, float]]:
     """The trials of the front with their values, by fresh seeds where there are any."""
     names, finalists = list(study.spec.ways), read_finalists(study)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
-    return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front()}
+    return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
 
 
 def _closest(found: Mapping[int, Mapping[str, float]], preference: Preference) -> str:

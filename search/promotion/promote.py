@@ -95,7 +95,7 @@ def promote(
         raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
     name = model or study.spec.name
     check_names(alias, name)
-    chosen = find_trial(study, _default_trial(study) if trial is None else trial)
+    chosen = find_trial(study, _default_trial(study, infeasible=infeasible) if trial is None else trial)
     _check_promotable(study, chosen)
     if not infeasible and (lines := chosen.user_attrs.get(BROKEN)):
         raise SearchError(
@@ -207,16 +207,15 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
     registry.describe(version, tags=version_tags(evidence), description=text)
 
 
-def _default_trial(study: StoredStudy) -> int:
+def _default_trial(study: StoredStudy, *, infeasible: bool) -> int:
     finalists = read_finalists(study)
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = [trial.number for trial in study.front()]
+    front = [trial.number for trial in study.front(infeasible=infeasible)]
     if finalists is not None and finalists.front:
         front = list(finalists.front)
     if not front:
-        why = "none has run to its end" + (" within its bounds" if study.spec.constraints else "")
-        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why}")
+        raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why_none(study)}")
     if len(front) > 1:
         metric = list(study.spec.ways)[-1]
         raise SearchError(
@@ -224,6 +223,13 @@ def _default_trial(study: StoredStudy) -> int:
             f"({', '.join(map(str, front))}): choose one with --trial, or by what you prefer, such as --prefer {metric}"
         )
     return front[0]
+
+
+def why_none(study: StoredStudy) -> str:
+    """Return why no trial of a study can be promoted, and what to do."""
+    if study.best_trials(infeasible=True):
+        return "all that have run to their end break a constraint; promote one all the same with --infeasible"
+    return "none has run to its end"
 
 
 def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:

@@ -16,7 +16,17 @@ from search.study.summary import format_value, summarise
 from storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
 
 _LAST = 20
-_UNSAID = {"finalists_of", "budget_epochs", "budget_seconds", "warm_start", "stop_when", "directions", "constraints"}
+_UNSAID = {
+    "finalists_of",
+    "budget_epochs",
+    "budget_seconds",
+    "warm_start",
+    "stop_when",
+    "directions",
+    "constraints",
+    "tensorboard",
+    "wandb",
+}
 _WIDE = 100  # columns, from which on there is room for more
 
 
@@ -29,7 +39,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown
         shown = ", ".join(map(str, study.spec.bounds)) if key == "constraints" else shown
-        console.print(f"{key:>10}  {shown}")
+        console.print(f"{key:>13}  {shown}")
     console.print()
     _print_trials(console, study, every=every)
     console.print()

@@ -45,7 +45,6 @@ def open_beside(
         Checkpoints(options.checkpoint_url).check()
     if (of := search.spec.finalists_of) is not None:
         raise SearchError(f"study {search.spec.name!r} holds {of.what}: {search.go_on}")
-    check_readers(search.spec)
     services = with_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
@@ -67,6 +66,7 @@ def train_beside(console: Console, beside: Beside, options: WorkerOptions, worke
         console.print(f"{beside.away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
     interrupted, fleet = False, None
     if workers:
+        check_readers(study.spec)
         if why := study.attrs.get(STOPPED):
             raise SearchError(
                 f"study {study.spec.name!r} was stopped {why}: start it with {command('start', study.spec.name)}"

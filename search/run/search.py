@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from objectives import BaseObjective, Objective, load_objective
+from objectives import BaseObjective, Objective
 from search.console import command, counted
 from search.errors import SearchError
 from search.fleet.fleet import Fleet
@@ -32,6 +32,7 @@ from search.study.study import StoredStudy
 from search.study.summary import Summary, summarise
 from search.study.tracking import with_tracking
 from search.tracking.readers import check_readers
+from search.worker.judged import judged_objective, require_measurable
 from search.worker.options import WorkerOptions
 from storage.attributes import RUN_ID, STOPPED
 from storage.checkpoints.store import Checkpoints
@@ -116,9 +117,9 @@ def run_search(
     if why := study.attrs.get(STOPPED):
         raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
     with steps(console) as tell:
-        objective = load_objective(spec.objective)
-        objective.judge_by(spec.metric, spec.direction)
-        objective.also_report(spec.also_reported)
+        if workers:
+            require_measurable(spec, options.device)
+        objective = judged_objective(spec)
         services = with_tracking(services, study, required=options.tracking_required)
         start_clock(study)
         away = open_run(services, study, required=options.tracking_required)

@@ -70,6 +70,8 @@ def constraints_given(given: Any) -> Any:
 
 def _named_bounds(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
+    if not text.strip(" ,"):
+        raise ValueError("--constraints is empty: give METRIC<=NUMBER or METRIC>=NUMBER, or leave it out")
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _NAMED.fullmatch(part)
         if match is None:
@@ -113,6 +115,8 @@ def directions_given(given: Any) -> Any:
 
 def _named_ways(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
+    if not text.strip(" ,"):
+        raise ValueError("--directions is empty: give METRIC=maximize or METRIC=minimize, or leave it out")
     for part in filter(None, (part.strip() for part in text.split(","))):
         metric, sign, way = (word.strip() for word in part.partition("="))
         if not sign or not metric:

@@ -378,5 +378,11 @@ def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
             lines += [f"{key}.{line}" for line in differences(before, after)]
         elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
-            lines.append(f"{key}: {before!r} -> {after!r}")
+            lines.append(f"{key}: {_told(before)} -> {_told(after)}")
     return lines
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict) and "name" not in value:
+        return ", ".join(f"{metric} {said}" for metric, said in value.items())
+    return repr(value)

@@ -83,14 +83,14 @@ def rank_trials(
     return [by_number[number] for number in best_first(values, maximize=maximize[0])]
 
 
-def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list[FrozenTrial]:
+def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False) -> list[FrozenTrial]:
     """Return those that have run to their end within all bounds and that none dominates, by the first metric.
 
-    Of one metric it is the best trial.
+    Of one metric it is the best trial. With `infeasible` those count too that break a constraint.
     """
-    ended = _ended(trials)
+    ended = _ended(trials, infeasible=infeasible)
     if len(maximize) == 1:
-        return rank_trials(ended, maximize)[:1]
+        return rank_trials(ended, maximize, infeasible=infeasible)[:1]
     members = [ended[place] for place in pareto.front(losses_of([trial.values for trial in ended], maximize))]
     sign = -1 if maximize[0] else 1
     return sorted(members, key=lambda trial: (sign * trial.values[0], trial.number))

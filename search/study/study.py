@@ -119,9 +119,9 @@ class StoredStudy:
         """Return the trials that have run to their end within all bounds, the best one first; see `rank_trials`."""
         return rank_trials(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
-    def front(self) -> list[FrozenTrial]:
+    def front(self, *, infeasible: bool = False) -> list[FrozenTrial]:
         """Return those that no other dominates, the best by the first metric first; of one metric the best alone."""
-        return front_of(self.trials(TrialState.COMPLETE), self.spec.maximized)
+        return front_of(self.trials(TrialState.COMPLETE), self.spec.maximized, infeasible=infeasible)
 
 
 def load_study(storage: PostgresStorage, name: str) -> StoredStudy:

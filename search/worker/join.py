@@ -10,7 +10,7 @@ from pathlib import Path
 
 import optuna
 
-from objectives import BaseObjective, load_objective
+from objectives import BaseObjective
 from objectives.training.ranks import RankLostError, current
 from search.early import leave_when_told
 from search.entry import EXIT_AWAY, EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
@@ -28,6 +28,7 @@ from search.tracking.rebuild import needed, resend
 from search.tracking.tracker import Tracker
 from search.worker.attempt import SERVICE_ERRORS
 from search.worker.identity import worker_identity, worker_name
+from search.worker.judged import judged_objective, require_measurable
 from search.worker.leaving import Leaving, Told
 from search.worker.loop import Worker
 from search.worker.options import WorkerOptions
@@ -152,9 +153,8 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
     services = with_tracking(services, study, required=options.tracking_required)
     if away := services.tracking_away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
-    objective = load_objective(study.spec.objective)
-    objective.judge_by(study.spec.metric, study.spec.direction)
-    objective.also_report(study.spec.also_reported)
+    require_measurable(study.spec, options.device)
+    objective = judged_objective(study.spec)
     try:
         study.spec.sampler.get_ready()
     except ValueError as error:

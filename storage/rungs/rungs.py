@@ -180,6 +180,10 @@ BUT_PAUSED = """
 """
 
 
+def _occupancy(connection: sa.Connection, study_id: int) -> list[Occupancy]:
+    return [Occupancy(**row._mapping) for row in connection.execute(_OCCUPANCY, {"study": study_id})]
+
+
 def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
     """Return the rungs of a study that a trial has reached, the lowest first."""
     return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
@@ -292,6 +296,9 @@ def next_retired(
     else:
         on = f"where the best {row.places} went on" if row.places else "where none went on"
     by_fronts = " by fronts" if rungs.several else ""
+    if rungs.several and row.places:  # the order may have been another when they went on
+        went = sum(at.promoted for at in _occupancy(connection, study_id) if at.rung == row.rung)
+        on = f"where {went} went on by the order of their time" if went else "where none went on"
     reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
         f"at rung {row.rung}, {on}"

@@ -20,9 +20,12 @@ _HOSTED = (
 _PATIENCE = 5.0  # seconds
 
 
+_ONLINE, _MODES = {"online", "run", "shared"}, ("online", "offline", "shared", "disabled", "run", "dryrun")
+
+
 def is_online() -> bool:
     """Whether runs go to a server, and not to files alone, by WANDB_MODE."""
-    return os.environ.get("WANDB_MODE", "online") in {"online", "run", "shared"}
+    return os.environ.get("WANDB_MODE", "online") in _ONLINE
 
 
 def server() -> str:
@@ -34,8 +37,10 @@ def check_account(project: str) -> None:
     """Check that there is a key where one is needed.
 
     Raises:
-        StorageError: there is none.
+        StorageError: there is none, or WANDB_MODE is no mode.
     """
+    if (mode := os.environ.get("WANDB_MODE", "online")) not in _MODES:
+        raise StorageError(f"WANDB_MODE {mode!r}: set it to online or offline, or leave it out")
     if is_online() and not _has_key():
         raise StorageError(
             f"--wandb {project}: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb "

@@ -89,7 +89,7 @@ def promote(
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     if prefer is not None:
-        trial = study.preferred(prefer)
+        trial = study.preferred(prefer, infeasible=infeasible)
     if refit:
         ran = study.train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.interrupted:

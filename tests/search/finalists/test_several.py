@@ -240,12 +240,14 @@ def test_another_metric_decides_between_equal_ones(storage: PostgresStorage) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("latency", "'latency' is no metric of the study; did you mean 'latency_ms'"),
-        ("accuracy == 0.9", "'accuracy == 0.9' is no metric of the study"),
+        ("latency", "'latency' cannot be read"),
+        ("accuracy == 0.9", "'accuracy == 0.9' cannot be read"),
         ("accuracy >= high", "'high' is no number"),
         ("accuracy >= nan", "'nan' is no number"),
-        ("", "'' is no metric of the study"),
-        ("accuracy >= 0.9 then", "is no metric of the study"),
+        ("", "'' cannot be read"),
+        ("accuracy >= 0.9 or latency_ms", "conditions with 'and' between"),
+        ("accuracy >= 0.9 then", "the metrics to prefer by are accuracy, latency_ms"),
+        ("accuracy >=", "'accuracy >=' cannot be read"),
     ],
 )
 def test_a_sentence_that_says_nothing_is_one_line(text: str, words: str) -> None:
@@ -261,5 +263,6 @@ def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: Pos
     with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
         preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
-    with pytest.raises(SearchError, match="has no trial on its front: none has run to its end within its bounds"):
+    with pytest.raises(SearchError, match="has no trial to prefer: all that have run .* --infeasible"):
         preferred(nobody, "accuracy")
+    assert preferred(nobody, "accuracy", infeasible=True) == 0

@@ -123,8 +123,8 @@ def test_the_end_of_who_waited_names_its_rank_by_fronts(claims: Claims, storage:
         claims.settle(claim, Outcome.COMPLETE, value=_FOUR[claim.number])
     ended = [claims.claim(open_new=False) for _ in range(3)]
     assert [each.reason for each in ended if isinstance(each, Retired)] == [
-        "asha pruner at epoch 1 of 4: rank 4 of 4 by fronts at rung 0, where the best 2 went on",
-        "asha pruner at epoch 1 of 4: rank 3 of 4 by fronts at rung 0, where the best 2 went on",
+        "asha pruner at epoch 1 of 4: rank 4 of 4 by fronts at rung 0, where 2 went on by the order of their time",
+        "asha pruner at epoch 1 of 4: rank 3 of 4 by fronts at rung 0, where 2 went on by the order of their time",
     ]
     assert isinstance(ended[2], Nothing)
     assert [storage.get_trial(claim.trial_id).values for claim in goes_on] == [_FOUR[1], _FOUR[3]]
@@ -187,7 +187,7 @@ def test_the_best_by_fronts_is_trained_to_its_end_where_too_few_have_come_for_an
     retired = claims.claim()
     assert isinstance(retired, Retired)
     assert retired.number == 0
-    assert retired.reason.endswith("rank 2 of 2 by fronts at rung 0, where the best 1 went on")
+    assert retired.reason.endswith("rank 2 of 2 by fronts at rung 0, where 1 went on by the order of their time")
 
 
 def _vector(number: int) -> Vector:
