@@ -27,6 +27,8 @@ from storage.study_storage.opening import open_storage
 from storage.trials.finalist_sets import finalist_studies
 from tests.search.promotion.support import Left, Tracked, unregister
 
+pytestmark = pytest.mark.xdist_group("several promoted")  # one registry, in which the model has one name
+
 WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
 OUT = "latency_ms 20, not <= 10"
 
