@@ -96,7 +96,7 @@ def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
             (*run, NAME, "--directions", "accuracy=maximize,latency_ms=minimize"),
             "another spec (directions: ",
         ),
-        (("promote", NAME, "--prefer", "speed"), "'speed' is no metric of the study"),
+        (("promote", NAME, "--prefer", "speed"), "'speed' cannot be read"),
     ):
         *steps, line = cli(*command, code=2).splitlines()
         assert line.startswith("hpsearch: "), line
