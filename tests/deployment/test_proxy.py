@@ -21,7 +21,7 @@ from playwright.sync_api import expect, sync_playwright
 from storage.errors import StorageError
 from storage.mlflow.health import check_server, server_version
 from tests.deployment.machine import Machine
-from tests.e2e.test_browser import CHROMIUM, FLAGS, PATIENCE
+from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 
 pytestmark = [
     pytest.mark.e2e,

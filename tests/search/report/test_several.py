@@ -34,8 +34,8 @@ def study(database_url: str) -> StoredStudy:
 
 def test_a_study_has_a_column_for_each_metric(study: StoredStudy) -> None:
     lines = lines_of(lambda console: print_study(console, study, None, every=False))
-    assert "directions  accuracy=maximize, latency_ms=minimize" in lines
-    assert "constraints  latency_ms <= 5, model_mb <= 10" in lines
+    assert "   directions  accuracy=maximize, latency_ms=minimize" in lines
+    assert "  constraints  latency_ms <= 5, model_mb <= 10" in lines
     assert not any(line.split()[:1] in (["metric"], ["direction"]) for line in lines)
     [head] = [line for line in lines if line.startswith("trial ")]
     assert head.split() == ["trial", "state", "epochs", "accuracy", "latency_ms", "reason"]

@@ -111,7 +111,10 @@ THREE = {**WAYS, "parameters": "minimize"}
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"directions": {"accuracy": "maximize", "latency_ms": "minimize"}}, ["directions: accuracy maximize, ", "parameters", "->"]),
+        (
+            {"directions": {"accuracy": "maximize", "latency_ms": "minimize"}},
+            ["directions: accuracy maximize, ", "parameters", "->"],
+        ),
         ({"directions": "accuracy=maximize"}, ["directions: accuracy maximize, ", "-> None"]),
         ({"directions": {**WAYS, "model_mb": "minimize"}}, ["directions: accuracy maximize, ", "model_mb minimize"]),
         ({"directions": {**THREE, "latency_ms": "maximize"}}, ["latency_ms maximize"]),

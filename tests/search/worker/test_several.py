@@ -22,6 +22,9 @@ from storage.trials.epoch_values import read_epoch_values
 from storage.trials.progress import read_progress
 from tests.search.spec.test_several import spec
 
+# All of them have the run of a study s in MLflow, by their number.
+pytestmark = pytest.mark.xdist_group("several workers")
+
 OBJECTIVE = """
 from pathlib import Path
 
