@@ -263,6 +263,6 @@ def test_nothing_is_preferred_where_there_is_one_metric_or_no_trial(storage: Pos
     with pytest.raises(SearchError, match="has one metric, accuracy: leave it out, or give --trial"):
         preferred(search(storage, "one", [], budget=1), "accuracy")
     nobody = search_several(storage, "nobody", [ended(0, 0.9, 20.0, broken=OUT)], **BOUND)
-    with pytest.raises(SearchError, match="has no trial to prefer: all that have run .* --infeasible"):
+    with pytest.raises(SearchError, match=r"has no trial to prefer: all that have run .* --infeasible"):
         preferred(nobody, "accuracy")
     assert preferred(nobody, "accuracy", infeasible=True) == 0
