@@ -72,7 +72,7 @@ def test_the_journey_of_several_metrics(cli: Cli, tmp_path: Path) -> None:
         refused,
     )
     promoted = cli("promote", NAME, "--prefer", "accuracy >= 0.1 then parameters")
-    number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]
+    number = int(re.match(rf"trial (\d+) of {NAME} is models:/{NAME}@champion \(version 1\)\n", promoted)[1])  # type: ignore[index]  # else it fails
     assert study.trials[number].values[1] == ONE, "the smallest"
     assert "unconfirmed: the test set was not opened for it" in promoted
     opened = cli("open-test", NAME, "--yes")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def layout(model: nn.Module, config: TrainConfig) -> None:
     """Lays out the model's memory, and its layers' activations, as configured."""
     if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
     if config.activation_checkpointing:
         for layer in layers(model):
             # Batch norm would count a batch twice, once more when its activations are computed again.
@@ -49,7 +49,7 @@ def as_served(model: nn.Module, config: TrainConfig) -> Iterator[None]:
     for module in modules:
         module._compiled_call_impl = None
     if config.channels_last:
-        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch declares no such overload
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def as_served(model: nn.Module, config: TrainConfig) -> Iterator[None]:
         for module, forward in recomputing.items():
             module.forward = forward
         if config.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
 
 
 def _recomputes(module: nn.Module) -> bool:

@@ -90,7 +90,7 @@ def test_the_first_fronts_go_on_once_per_rung_and_where_they_were_left() -> None
 def test_a_front_is_chosen_by_what_is_reported_and_worth_what_is_true() -> None:
     simulation = SeveralMetrics(
         None,  # type: ignore[arg-type]  # nobody is asked
-        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]  # likewise
         False,
         1,
         10,
