@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from search.errors import SearchError
 from search.kinds import Kind
 from search.spec import spec as specs
+from search.spec.several import USUAL
 from search.spec.spec_file import parse_options, read_spec_file
 
 _Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
@@ -42,7 +43,9 @@ def _parameters(key: str, field: FieldInfo) -> list[inspect.Parameter]:
     """Return the flag of a setting; of what has options of its own, another one for these."""
     if isinstance(field.default, Kind):
         names = ", ".join(sorted(field.default.kinds))
-        named = typer.Option(f"--{key}", show_default=field.default.name, help=names)
+        named = typer.Option(
+            f"--{key}", show_default=f"{field.default.name}; with --directions {USUAL[key]}", help=names
+        )
         more = typer.Option(f"--{key}-option", metavar="KEY=VALUE", help=f"Option of the {key}; may be given again.")
         return [
             _parameter(key, Annotated[str | None, named]),
@@ -78,8 +81,7 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> dict[str, 
             raise SearchError(f"{key} is {kept!r}: give its name, or a table with its name and options")
         if name is not None and name != kept.get("name"):
             kept = {"name": name}
-        default = specs.StudySpec.model_fields[key].default.name
-        settings[key] = {"name": default, **kept, **options}
+        settings[key] = {**kept, **options}
     settings |= flags
     if "objective" not in settings:
         raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")

@@ -10,6 +10,10 @@ from typing import Any, Literal
 
 Direction = Literal["maximize", "minimize"]
 
+# For several metrics: median compares one number, and where asha prunes tpe came to less than drawing at random does
+# (tests/benchmarks/search_quality).
+USUAL = {"sampler": "curves", "pruner": "asha"}
+
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")
 _NAMED = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")
 
@@ -162,5 +166,4 @@ def metrics_of(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--direction {given['direction']}: --directions has {metric}={way}: leave --direction out")
     if len(ways) == 1:
         return {**given, "metric": metric, "direction": way, "directions": None}
-    # The usual pruner compares one number.
-    return {"pruner": {"name": "asha"}, **given, "metric": metric, "direction": way, "directions": ways}
+    return {**given, "metric": metric, "direction": way, "directions": ways}

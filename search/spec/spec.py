@@ -16,7 +16,15 @@ from search.pruners import PrunerSpec
 from search.pruners.percentile import Median
 from search.samplers import SamplerSpec
 from search.samplers.tpe import TPE
-from search.spec.several import Bound, Direction, bounds_of, constraints_given, directions_given, metrics_of
+from search.spec.several import (
+    USUAL,
+    Bound,
+    Direction,
+    bounds_of,
+    constraints_given,
+    directions_given,
+    metrics_of,
+)
 
 SPEC_VERSION: Literal[1] = 1
 
@@ -254,8 +262,14 @@ class StudySpec(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_of_several(cls, given: Any) -> Any:
-        return metrics_of(given) if isinstance(given, dict) else given
+    def _usual(cls, given: Any) -> Any:
+        """Name the first of several metrics as the metric, and the usual sampler and pruner where none is named."""
+        if not isinstance(given, dict):
+            return given
+        given = metrics_of(given)
+        usual = {key: cls.model_fields[key].default.name for key in USUAL} if given.get("directions") is None else USUAL
+        kinds = {key: given.get(key, {}) for key in usual}
+        return {**given, **{key: {"name": usual[key], **kinds[key]} for key in usual if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")
     def _for_several(self) -> Self:

@@ -34,7 +34,7 @@ def test_the_first_of_several_is_the_metric(given: Any) -> None:
     assert made.several
     assert made.maximized == (True, False)
     assert made.also_reported == ("latency_ms",)
-    assert made.pruner.name == "asha"  # the usual one compares one number
+    assert (made.sampler.name, made.pruner.name) == ("curves", "asha")
 
 
 def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
@@ -45,7 +45,19 @@ def test_a_stored_spec_keeps_the_order_of_its_metrics() -> None:
 def test_one_direction_is_one_metric() -> None:
     made = spec(directions={"loss": "minimize"})
     assert (made.metric, made.direction, made.directions, made.several) == ("loss", "minimize", None, False)
-    assert made.pruner.name == "median"
+    assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
+
+
+def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
+    options: Any = {"sampler": {"n_startup_trials": 5}, "pruner": {"min_resource": 3}}
+    made = spec(directions=WAYS, **options)
+    assert made.sampler.model_dump().items() >= {"name": "curves", "n_startup_trials": 5}.items()
+    assert made.pruner.model_dump().items() >= {"name": "asha", "min_resource": 3}.items()
+    made = spec(directions={"loss": "minimize"}, sampler=options["sampler"], pruner={"n_warmup_steps": 3})
+    assert made.sampler.model_dump().items() >= {"name": "tpe", "n_startup_trials": 5}.items()
+    assert made.pruner.model_dump().items() >= {"name": "median", "n_warmup_steps": 3}.items()
+    other = spec(directions=WAYS, sampler={"name": "tpe"}, pruner={"name": "none"})
+    assert (other.sampler.name, other.pruner.name) == ("tpe", "none")
 
 
 @pytest.mark.parametrize("given", [{"model_mb": "<= 10", "accuracy": ">=0.9"}, "model_mb<=10, accuracy >= 0.9"])
