@@ -32,7 +32,7 @@ from storage.attributes import PLACE
 from storage.pareto import front, losses_of
 from storage.rungs.front_order import order
 
-VECTORS = 256  # of which those count that no trial dominates
+VECTORS = 256  # that no trial dominates, by which is told what is gained
 _BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end
 _TAIL, _FAR = 0.3, 4.0  # of the values, the best ones, by whose slope better ones are told, up to so many scores
 _HOPE = 2.0  # deviations by which a configuration may turn out better than is foreseen
@@ -91,7 +91,7 @@ class Several:
         # Those that were chosen would draw the worst that counts after them, to one end of the front.
         unchosen = [i for i, t in enumerate(told) if CHOSEN not in t.system_attrs]
         worst = foreseen[unchosen or slice(None)].max(0)
-        probes: list[np.ndarray] = []
+        probes: list[torch.Tensor] = []
 
         def judged(rows: np.ndarray) -> np.ndarray:
             at = Points.at_the_end(space.features(rows))
@@ -99,8 +99,8 @@ class Several:
             if not probes:  # of those at random, which come first
                 hoped = [(mean - _HOPE * deviation).min().item() for mean, deviation in expected]
                 lowest = np.minimum(np.array(hoped), best.min(0, initial=np.inf))
-                probes.append(self._undominated(metrics, best, worst, lowest))
-            gain = log_improvement(expected, torch.from_numpy(probes[0]))
+                probes.extend(map(torch.from_numpy, self._undominated(metrics, best, worst, lowest)))
+            gain = log_improvement(expected, *probes)
             if feasible is not None:
                 mean, deviation = feasible[0].at(at)
                 gain = gain + torch.special.log_ndtr((feasible[1] - mean) / deviation)
@@ -175,25 +175,27 @@ class Several:
 
     def _undominated(
         self, metrics: Sequence[Metric], best: np.ndarray, worst: np.ndarray, lowest: np.ndarray
-    ) -> np.ndarray:
-        """Vectors of scores [n, metrics] that the front does not dominate: drawn evenly in the metrics' own units.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of scores [n, metrics] that the front does not dominate, and the logarithm of what each stands for.
 
         Args:
-            metrics: whose units they are.
+            metrics: whose units the volume is in.
             best: the front [k, metrics].
             worst: that counts in each metric, and beyond the front's ends.
             lowest: that may be hoped for in each metric.
         """
         if len(best):
             worst = np.maximum(worst, best.max(0) + _BEYOND * np.ptp(best, axis=0))
-        columns = []
-        for metric, low, high in zip(metrics, lowest, worst, strict=True):
-            scores, seen = _beyond(metric.lesson.seen)
-            first, last = np.interp([low, high], scores, seen)
-            columns.append(np.interp(self._random.uniform(first, last, VECTORS), seen, scores))
-        drawn = np.column_stack(columns)
-        dominated = np.any((best[None] <= drawn[:, None]).all(axis=2), axis=1)
-        return drawn[~dominated] if not dominated.all() else best
+        scales = [_beyond(metric.lesson.seen) for metric in metrics]
+
+        def in_units(rows: np.ndarray) -> np.ndarray:
+            columns = zip(rows.T, scales, strict=True)
+            return np.column_stack([np.interp(column, scores, seen) for column, (scores, seen) in columns])
+
+        low, high = in_units(lowest[None])[0], in_units(worst[None])[0]
+        drawn, weights = undominated(self._random, in_units(best), low, high, VECTORS)
+        columns = zip(drawn.T, scales, strict=True)
+        return np.column_stack([np.interp(column, seen, scores) for column, (scores, seen) in columns]), weights
 
     def _tops(self, foreseen: np.ndarray, good: np.ndarray) -> list[int]:
         """Some of the trials in the front, whichever; where they are few the next best too."""
@@ -214,14 +216,53 @@ def _beyond(points: Seen) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([[scores[0] - _FAR], scores]), np.concatenate([[seen[0] - _FAR * slope], seen])
 
 
-def log_improvement(expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor) -> torch.Tensor:
-    """The logarithm of how many of some vectors are dominated, in expectation [n].
+def undominated(
+    random: np.random.Generator, best: np.ndarray, low: np.ndarray, high: np.ndarray, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors [n, metrics] between `low` and `high` that a front does not dominate, and log-weights [n] by volume.
+
+    All but one of a vector's values are drawn evenly, and that one evenly from what the front leaves of it: of vectors
+    that are drawn evenly from the whole box fewer are left as the front gets better, and in the end none. Each weighs
+    as it is rare among all that are drawn so (the balance heuristic of Veach and Guibas 1995).
+
+    Args:
+        random: draws them.
+        best: the front [k, metrics], lower is better.
+        low, high: ends of the box [metrics].
+        number: of vectors, a share of them along each metric.
+    """
+    width = np.maximum(high - low, 0.0)
+    drawn = low + width * random.random((number, len(low)))
+    for axis in range(len(low)):
+        some = drawn[axis :: len(low)]
+        some[:, axis] = low[axis] + _left(best, some, axis, low, high) * (some[:, axis] - low[axis])
+    left = np.column_stack([_left(best, drawn, axis, low, high) for axis in range(len(low))])
+    found = (left > 0).all(axis=1)
+    if not found.any():
+        return low[None], np.zeros(1)
+    return drawn[found], -np.log((1 / left[found]).mean(axis=1))
+
+
+def _left(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The share [n] of a metric's range that the front does not dominate, beside the other values of vectors."""
+    others = np.arange(len(low)) != axis
+    dominating = (best[:, others] <= drawn[:, None, others]).all(axis=2)
+    bound = np.where(dominating, best[:, axis], np.inf).min(axis=1, initial=np.inf).clip(low[axis], high[axis])
+    share: np.ndarray = (bound - low[axis]) / ((high - low)[axis] or 1.0)
+    return share
+
+
+def log_improvement(
+    expected: Sequence[tuple[torch.Tensor, torch.Tensor]], vectors: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The logarithm of how much of what vectors stand for is dominated, in expectation [n].
 
     Args:
         expected: means and deviations [n] of each metric, lower is better.
         vectors: that are to be dominated [k, metrics].
+        weights: logarithms of what they stand for [k].
     """
-    found = torch.zeros(1, dtype=torch.float64)
+    found = weights
     for (mean, deviation), bound in zip(expected, vectors.T, strict=True):
         found = found + torch.special.log_ndtr((bound - mean[:, None]) / deviation[:, None])
     return found.logsumexp(1)

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.curves.fitting import FITTED
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.curves.sampler import CurvesSampler
-from search.curves.several import log_improvement, others_by_epoch, violation
+from search.curves.several import log_improvement, others_by_epoch, undominated, violation
 from search.sampling.paused import SampledStudy, as_sampled
 from storage.attributes import INFEASIBLE, PLACE, VALUES
 from storage.pareto import hypervolume
@@ -115,9 +115,39 @@ def test_what_is_expected_to_be_dominated_is_what_draws_dominate():
     vectors = random.standard_normal((40, 2))
     draws = mean[:, None] + deviation[:, None] * random.standard_normal((2, 20_000, 2))
     expected = [(torch.from_numpy(mean[:, j].copy()), torch.from_numpy(deviation[:, j].copy())) for j in range(2)]
-    found = log_improvement(expected, torch.from_numpy(vectors)).exp().numpy()
-    counted = (draws[:, :, None] <= vectors).all(3).sum(2).mean(1)
+    weights = random.uniform(0.1, 2.0, 40)
+    found = log_improvement(expected, *map(torch.from_numpy, (vectors, np.log(weights)))).exp().numpy()
+    counted = ((draws[:, :, None] <= vectors).all(3) * weights).sum(2).mean(1)
     assert found == pytest.approx(counted, rel=0.05)
+
+
+FRONTS = {
+    "none": np.empty((0, 2)),
+    "few": np.array([[0.2, 0.7], [0.5, 0.4], [0.8, 0.1]]),
+    "near the corner": np.array([[0.004, 0.003], [0.001, 0.006]]),
+    "beyond the box": np.array([[-0.1, 0.5], [0.5, 1.5]]),
+    "three metrics": np.array([[0.2, 0.7, 0.3], [0.5, 0.4, 0.6], [0.1, 0.9, 0.9]]),
+}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
+    best = FRONTS[name]
+    low, high = np.zeros(best.shape[1]), np.ones(best.shape[1])
+    vectors, weights = undominated(np.random.default_rng(0), best, low, high, 6_000)
+    assert not (best[:, None] <= vectors).all(2).any()
+    assert np.all((vectors >= low) & (vectors <= high))
+    volume = 1 - (hypervolume(np.maximum(best, 0.0), high) if len(best) else 0.0)
+    assert np.exp(weights).sum() / 6_000 == pytest.approx(volume, rel=0.05)
+    middle = 0.5 * (low + high)  # of those below it: the volume of a smaller box
+    within = np.exp(weights)[(vectors <= middle).all(1)].sum() / 6_000
+    left = np.prod(middle) - (hypervolume(np.maximum(best, 0.0), middle) if len(best) else 0.0)
+    assert within == pytest.approx(left, rel=0.15, abs=1e-3)
+
+
+def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():
+    vectors, weights = undominated(np.random.default_rng(0), np.zeros((1, 2)), np.zeros(2), np.ones(2), 100)
+    assert (vectors.tolist(), weights.tolist()) == ([[0.0, 0.0]], [0.0])
 
 
 def trial(values: dict[int, tuple[float, float]], **shape: object) -> FrozenTrial:
