@@ -99,7 +99,7 @@ class Kind(Options):
             return f"{setting} is not set: give --{cls.family}-option '{name}={example}', or set it in a spec file"
         if first["type"] == "extra_forbidden":
             options = set(cls.model_fields) - {"name"}
-            return f"{setting}: no such option" + (
+            return f"{setting}: {cls.model_fields['name'].default} has no such option" + (
                 nearest(str(first["loc"][-1]), options) if options else "; it takes none"
             )
         return refusal(setting, first)

@@ -81,9 +81,12 @@ def test_a_pruner_from_outside_judges_with_a_reason() -> None:
     ("change", "message"),
     [
         ({"sampler": {"name": "toy_staedy"}}, "sampler: unknown sampler 'toy_staedy'; did you mean 'toy_steady'?"),
-        ({"sampler": {"name": "toy_steady", "point": 2}}, "sampler.point: no such option; did you mean 'points'?"),
+        (
+            {"sampler": {"name": "toy_steady", "point": 2}},
+            "sampler.point: toy_steady has no such option; did you mean 'points'?",
+        ),
         ({"sampler": {"name": "toy_steady", "points": 0}}, "sampler.points is 0: it must be at least 1"),
-        ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: no such option; it takes none"),
+        ({"pruner": {"name": "toy_second", "x": 1}}, "pruner.x: toy_second has no such option; it takes none"),
     ],
 )
 def test_messages_know_what_comes_from_outside(change: dict[str, Any], message: str) -> None:
