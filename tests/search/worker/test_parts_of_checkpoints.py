@@ -1,0 +1,111 @@
+"""Checkpoints that several ranks wrote in parts: these come and go with them, and are never taken for whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from objectives.training.reproducibility import checkpoint, shards
+from storage.checkpoints.store import Stored
+from storage.errors import CheckpointStoreError
+from tests.search.worker.checkpointed import Study, state_after
+
+PARTS = ("", ".0_0.distcp", ".1_0.distcp", ".metadata")
+
+
+def in_parts(*checkpoints: str) -> list[str]:
+    """The files of checkpoints that two ranks wrote."""
+    return [f"0000/{name}.pt{part}" for name in checkpoints for part in PARTS]
+
+
+def test_the_parts_of_a_checkpoint_come_and_go_with_it(study: Study) -> None:
+    first = study.attempt(1).epochs(0, 1, 2, parts=True)
+    assert study.files() == in_parts("0001-1", "0002-1")
+    first.save(3, parts=True)
+    second = study.attempt(2, machine="b")
+    state = second.kept.restore()
+    assert state is not None
+    folder = Path(state["shards"]["folder"])
+    assert folder.parent == second.local.shards
+    assert shards.verified(state, second.local.run_dir) == state
+    assert (folder / "__1_0.distcp").read_text() == "__1_0.distcp after epoch 2"
+    assert study.files() == in_parts("0001-1", "0002-1"), "the uncommitted ones are gone, with their parts"
+    second.epochs(3, parts=True)
+    assert study.files() == in_parts("0002-1", "0003-2"), "also of what another attempt put"
+    second.epochs(4, 5)
+    assert study.files() == ["0000/0004-2.pt", "0000/0005-2.pt"], "and where none are in parts any more"
+    assert not second.local.shards.exists()
+
+
+@pytest.mark.parametrize("data", [None, b"", b"__1_0.distcp after epoch 0"])
+def test_the_one_before_is_taken_when_a_part_is_torn_changed_or_gone(
+    study: Study, caplog: pytest.LogCaptureFixture, data: bytes | None
+) -> None:
+    study.attempt(1).epochs(0, 1, 2, parts=True)
+    study.replace("0000/0002-1.pt.1_0.distcp", data)
+    second = study.attempt(2, machine="b")
+    assert second.restore() == 1
+    assert "epoch 3 cannot be resumed" in caplog.text
+    assert [path.name for path in second.local.shards.iterdir()] == [
+        checkpoint.read(second.local.last_path)["shards"]["folder"]
+    ], "what was brought of the other is gone"
+
+
+def test_parts_that_were_not_written_cost_the_checkpoint_alone(
+    folder_study: Study, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = folder_study.attempt(1).epochs(0, parts=True)
+    state = {**state_after(1), "shards": {"folder": "x", "files": {}, "failed": "No space left on device"}}
+    with first.kept.saving(state, best=False):
+        first.local.save(state, best=False)
+    assert first.kept.pending is None
+    assert "no checkpoint of epoch 2: No space left on device; the trial goes on" in caplog.text
+    assert folder_study.files() == in_parts("0000-1")
+    assert folder_study.attempt(2).restore() == 0
+
+
+def test_a_store_that_is_full_keeps_no_part_of_what_it_did_not_take(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = study.attempt(1).epochs(0, parts=True)
+    put = study.checkpoints.files.put
+
+    def full(local: Path, *, name: str, sha256: str | None = None) -> Stored:
+        if name.endswith("1_0.distcp"):
+            raise CheckpointStoreError("full")
+        return put(local, name=name, sha256=sha256)
+
+    monkeypatch.setattr(study.checkpoints.files, "put", full)
+    first.save(1, parts=True)
+    assert study.files() == in_parts("0000-1")
+
+
+def test_a_settled_trial_leaves_no_parts(study: Study) -> None:
+    first = study.attempt(1).epochs(0, 1, parts=True)
+    study.storage.set_trial_state_values(study.trial_id, TrialState.COMPLETE, [1.0])
+    first.kept.forget()
+    assert (study.files(), study.pointers()) == ([], [])
+    assert not first.local.shards.exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        (TrialState.COMPLETE, []),
+        (TrialState.FAIL, ["0000-1", "0001-1"]),
+        (TrialState.RUNNING, ["0000-1", "0001-1", "0002-1"]),
+    ],
+)
+def test_parts_that_dead_workers_left_are_tidied_up(study: Study, state: TrialState, left: list[str]) -> None:
+    first = study.attempt(1).epochs(0, 1, parts=True)
+    first.save(2, parts=True)
+    if state != TrialState.RUNNING:
+        study.storage.set_trial_state_values(study.trial_id, state, [1.0] if state == TrialState.COMPLETE else None)
+    runs = study.folder / "a" / "s-1-abcd"
+    _, local = study.checkpoints.leftovers(runs)
+    assert (local.get(first.local.shards, 0) > 0) == (state != TrialState.RUNNING)
+    study.checkpoints.tidy(runs)
+    assert study.files() == in_parts(*left)
+    assert first.local.shards.exists() == (state == TrialState.RUNNING)
