@@ -13,8 +13,9 @@ from optuna.trial import TrialState
 
 from storage.embedded import stack as embedded
 from tests.e2e.support import Cli
-from tests.e2e.test_interruptions import GATED, values, wait_for
+from tests.e2e.test_interruptions import GATED, values
 from tests.faults.harness import Zygote
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("backup")]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,19 +18,12 @@ from storage.database.connect import make_engine
 from storage.embedded import stack as embedded
 from tests.e2e.support import Cli
 from tests.faults.harness import Command
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
 
 GATED = str(Path(__file__).with_name("gated.py"))
 BROKEN = str(Path(__file__).with_name("broken.py"))
-PATIENCE = 600.0  # seconds; on a busy machine a worker needs many to start
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def reached(gate: Path) -> list[int]:

@@ -11,7 +11,8 @@ from optuna.trial import TrialState
 
 from search.cli import _run
 from tests.e2e.support import Cli
-from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start, wait_for
+from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
 

@@ -16,7 +16,8 @@ from storage.embedded.postgres_account import make_folder
 from storage.embedded.postgres_data import SUPERUSER
 from storage.embedded.postgres_server import Server
 from storage.urls import build
-from tests.faults.harness import LEASE, Arena, Worker, wait_for
+from tests.faults.harness import LEASE, Arena, Worker
+from tests.waiting import wait_for
 
 
 @dataclass

@@ -23,18 +23,11 @@ from filelock import FileLock
 
 from tests.faults import zygote
 from tests.faults.orders import Order, write
+from tests.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVE = str(Path(__file__).with_name("scripted.py"))
-PATIENCE = 600.0  # seconds; what a machine with much other work may need for a few steps
 LEASE = 4.0  # seconds: long enough for a busy machine, short enough to wait for
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
 
 
 @dataclass

@@ -21,8 +21,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wait_for, wire, zygotes
+from tests.faults.harness import LEASE, Arena, Wire, Worker, Zygote, state_of, wire, zygotes
 from tests.faults.invariants import assert_whole, read_promotions
+from tests.waiting import wait_for
 
 # A fault, and how often it is chosen.
 FAULTS = {"kill": 4, "freeze": 3, "terminate": 2, "cut connections": 2, "kill postgres": 1, "mlflow away": 1}

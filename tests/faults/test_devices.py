@@ -12,9 +12,10 @@ import sqlalchemy as sa
 
 from tests.deployment.machine import free_port
 from tests.docs.devices import EXAMPLES
-from tests.faults.harness import OBJECTIVE, Arena, wait_for
+from tests.faults.harness import OBJECTIVE, Arena
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("devices")]
 

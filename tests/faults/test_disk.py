@@ -10,9 +10,10 @@ import optuna
 import pytest
 
 from objectives.training.reproducibility import checkpoint
-from tests.faults.harness import Arena, wait_for
+from tests.faults.harness import Arena
 from tests.faults.invariants import assert_whole
 from tests.faults.orders import Order
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 

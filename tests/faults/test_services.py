@@ -9,9 +9,10 @@ import optuna
 import pytest
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import Arena, Worker, wait_for, wire
+from tests.faults.harness import Arena, Worker, wire
 from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 

@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from storage.embedded import stack as embedded
-from tests.faults.harness import Arena, wait_for, wire
+from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 

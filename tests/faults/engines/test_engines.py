@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wait_for, wire
+from tests.faults.harness import OBJECTIVE, ROOT, Arena, Zygote, wire
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import OUTSIDE, Order, write
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.harness import Arena, wait_for
+from tests.faults.harness import Arena
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

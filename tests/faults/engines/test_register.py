@@ -10,8 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 from storage.attributes import RELEASE
-from tests.faults.harness import Arena, Worker, wait_for
+from tests.faults.harness import Arena, Worker
 from tests.faults.orders import Order
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

@@ -16,10 +16,11 @@ from objectives.training import Trainer
 from search.samplers.random import Random
 from search.sampling.seeds import derive_seed, make_sampler
 from tests.faults.engines.loading import Longer
-from tests.faults.harness import Arena, Worker, wait_for
+from tests.faults.harness import Arena, Worker
 from tests.faults.invariants import assert_whole, read_trials
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

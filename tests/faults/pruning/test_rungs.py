@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.breakable import Breakable
-from tests.faults.harness import Arena, Worker, wait_for
+from tests.faults.harness import Arena, Worker
 from tests.faults.invariants import assert_tracked, assert_whole, read_promotions, read_trials
 from tests.faults.orders import Order
 from tests.faults.pruning.killed import kills
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

@@ -16,10 +16,11 @@ from optuna.trial import TrialState, create_trial
 from search.study.rest import FIRST
 from storage.attributes import FORESEEN, GIVEN_UP
 from storage.study_storage.opening import open_storage
-from tests.faults.harness import Arena, wait_for
+from tests.faults.harness import Arena
 from tests.faults.invariants import assert_attempts, read_promotions, read_trials
 from tests.faults.orders import OUTSIDE, Order, write
 from tests.faults.scripted import EPOCHS
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("engines")]
 

@@ -10,11 +10,12 @@ import psutil
 import pytest
 
 from storage.embedded import stack as embedded
-from tests.faults.harness import Arena, wait_for, wire
+from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order
 from tests.faults.scripted import EPOCHS
 from tests.faults.trackers.told import assert_told, event_points, wandb_rows
+from tests.waiting import wait_for
 
 pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
 pytest.importorskip("wandb", reason="the package wandb is not installed")

@@ -25,7 +25,8 @@ from storage.embedded.services import EmbeddedStack
 from storage.embedded.stack import StackInfo, down, info, status, up
 from storage.embedded.state import State, load
 from storage.errors import StorageError
-from tests.faults.harness import Zygote, wait_for
+from tests.faults.harness import Zygote
+from tests.waiting import wait_for
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser

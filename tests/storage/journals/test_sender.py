@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +18,10 @@ from storage.journals.journal_records import Epoch, Leave, Open, Record
 from storage.journals.outbox import Outbox
 from storage.journals.reader import Failure, NotYetError
 from storage.journals.sender import Sender
+from tests.waiting import wait_for
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 READERS = (MLFLOW, "second")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Listener:
@@ -123,16 +116,16 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
     first, second = box.open("0007-1", HEAD), box.open("0008-1", HEAD)
     sender.add(first)
     write(first, 3)
-    wait_for(lambda: there.steps == [0, 1, 2] and gone.asked)
+    wait_for(lambda: there.steps == [0, 1, 2] and gone.asked, "both readers")
     assert sender.flush(60.0) == 1
     assert sender.behind == f"{gone.title} has"
     assert sender.away == f"{gone.title}: no answer"
     gone.hangs.clear()
     asked = gone.asked
-    wait_for(lambda: gone.asked > asked)
+    wait_for(lambda: gone.asked > asked, "another try")
     sender.add(second)
     write(second, 2)
-    wait_for(lambda: there.steps == [0, 1, 2, 0, 1])
+    wait_for(lambda: there.steps == [0, 1, 2, 0, 1], "the second trial")
     assert box.waiting() == 2, "the other has yet to be told"
     gone.error = None
     gone.hangs.set()
@@ -150,7 +143,7 @@ def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
     sender.add(journal)
     write(journal, 3)
     sent = journal.folder / position_file(MLFLOW)
-    wait_for(lambda: sent.exists() and json.loads(sent.read_text())["over"])
+    wait_for(lambda: sent.exists() and json.loads(sent.read_text())["over"], "the end of the journal")
     sender.close()
     listeners[1].error = None
     assert begin().flush(60.0) == 0
@@ -204,10 +197,10 @@ def test_what_is_too_early_for_one_reader_is_offered_again_while_another_has_it(
     journal.close()
     listeners[0].error, listeners[1].error = error, AwayError("no answer")
     sender = begin()
-    wait_for(lambda: listeners[0].asked and listeners[1].asked)
+    wait_for(lambda: listeners[0].asked and listeners[1].asked, "both readers")
     listeners[0].error = None
     sender.flush(60.0)
-    wait_for(lambda: listeners[0].steps == [0, 1, 2])
+    wait_for(lambda: listeners[0].steps == [0, 1, 2], "all epochs")
     assert box.waiting() == 1
 
 

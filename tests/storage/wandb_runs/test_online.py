@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from storage.wandb_runs.connection import WandbAwayError
 from storage.wandb_runs.reader import WandbRuns
 from tests.storage.journals.post import Post, log
 from tests.storage.wandb_runs.fake_server import FakeServer, fake_server
+from tests.waiting import wait_for
 
 KEY = "a" * 40
 
@@ -56,13 +56,6 @@ def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Calla
         reader.close()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
 
@@ -71,7 +64,7 @@ def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
             return post.ship(reader, journal)
         return False
 
-    wait_for(shipped)
+    wait_for(shipped, "all of the journal")
 
 
 def test_a_trial_that_is_taken_up_goes_on_in_its_run(
@@ -82,7 +75,7 @@ def test_a_trial_that_is_taken_up_goes_on_in_its_run(
     log(first, range(3))
     assert not post.ship(new_reader(), first)
     [run] = server.runs.values()
-    wait_for(lambda: run.steps == [0, 1, 2])
+    wait_for(lambda: run.steps == [0, 1, 2], "all epochs")
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             if "wandb" in " ".join(process.cmdline()):
@@ -104,7 +97,7 @@ def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
     log(journal, range(2))
     assert not post.ship(reader, journal)
     [run] = server.runs.values()
-    wait_for(lambda: run.steps == [0, 1])
+    wait_for(lambda: run.steps == [0, 1], "the epochs before")
     server.away = True
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
