@@ -11,6 +11,7 @@ from docs.tools.markdown import code, table, words_of
 from docs.tools.verbs import command_of, commands
 from objectives.training.config import TrainConfig
 from objectives.training.reports import describe
+from search.spec.several import USUAL
 from search.spec.spec import StudySpec, typed
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
@@ -28,6 +29,8 @@ def study_settings() -> str:
             continue  # the version, and what `finalists` sets
         flag = typed(key) if option else ""
         default = "the objective's" if key in FROM_THE_OBJECTIVE else _default(field)
+        if key in USUAL:
+            default += f"; with `directions` `{USUAL[key]}`"
         rows.append((code(flag), f"`{key}`", _allowed(schema, schema["properties"][key]), default, words))
     return table(("flag", "key", "type", "default", "what it does"), rows)
 

@@ -169,6 +169,8 @@ class Several:
         posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
         scores, seen = scale(lesson.seen)
         kept_to = scores[seen <= 0]
+        if len(kept_to) == len(scores):  # none of the few that break one is among the points, or all do so infinitely
+            return None
         if not len(kept_to):
             return posterior, float(scores[0]) - 1.0
         return posterior, float((kept_to[-1] + scores[len(kept_to)]) / 2)
@@ -244,11 +246,16 @@ def undominated(
 
 
 def _left(best: np.ndarray, drawn: np.ndarray, axis: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The share [n] of a metric's range that the front does not dominate, beside the other values of vectors."""
+    """The share [n] of a metric's range that the front does not dominate, beside the other values of vectors.
+
+    Of a range without width, all or nothing.
+    """
     others = np.arange(len(low)) != axis
     dominating = (best[:, others] <= drawn[:, None, others]).all(axis=2)
-    bound = np.where(dominating, best[:, axis], np.inf).min(axis=1, initial=np.inf).clip(low[axis], high[axis])
-    share: np.ndarray = (bound - low[axis]) / ((high - low)[axis] or 1.0)
+    bound = np.where(dominating, best[:, axis], np.inf).min(axis=1, initial=np.inf)
+    if high[axis] <= low[axis]:
+        return np.where(bound > low[axis], 1.0, 0.0)
+    share: np.ndarray = (bound.clip(low[axis], high[axis]) - low[axis]) / (high[axis] - low[axis])
     return share
 
 

@@ -32,6 +32,7 @@ class Curves(SamplerSpec):
     random_fraction: Number = Field(default=0.3, ge=0, le=1)
 
     warm_starts: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
         from search.curves.sampler import CurvesSampler

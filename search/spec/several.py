@@ -69,6 +69,7 @@ def constraints_given(given: Any) -> Any:
         return None
     if not isinstance(given, Mapping):
         raise ValueError(f"constraints is {given!r}: give a table of metrics and bounds, such as {{model_mb: '<= 10'}}")
+    _once("constraints", given)
     return {_metric("constraints", metric): _bound(str(metric), text) for metric, text in given.items()}
 
 
@@ -114,6 +115,7 @@ def directions_given(given: Any) -> Any:
             f"directions is {given!r}: give a table of metrics and directions, such as {{accuracy: maximize, "
             "latency_ms: minimize}"
         )
+    _once("directions", given)
     return {_metric("directions", metric): _way(str(metric), way) for metric, way in given.items()}
 
 
@@ -129,6 +131,12 @@ def _named_ways(text: str) -> dict[str, str]:
             raise ValueError(f"--directions: {metric} is given two directions: leave one out")
         found[metric] = way
     return found
+
+
+def _once(setting: str, given: Mapping[Any, Any]) -> None:
+    names = [str(metric).strip() for metric in given]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"--{setting}: {twice} is there twice: leave one out")
 
 
 def _metric(setting: str, metric: object) -> str:

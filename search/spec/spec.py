@@ -267,7 +267,7 @@ class StudySpec(Options):
         if not isinstance(given, dict):
             return given
         given = metrics_of(given)
-        usual = {key: cls.model_fields[key].default.name for key in USUAL} if given.get("directions") is None else USUAL
+        usual = USUAL if given.get("directions") else {key: cls.model_fields[key].default.name for key in USUAL}
         kinds = {key: given.get(key, {}) for key in usual}
         return {**given, **{key: {"name": usual[key], **kinds[key]} for key in usual if isinstance(kinds[key], dict)}}
 

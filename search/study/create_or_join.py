@@ -17,7 +17,7 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
 from search.sampling.given import default_params, waiting_trial
-from search.spec.several import metrics_of
+from search.spec.several import USUAL, metrics_of
 from search.spec.spec import (
     BUDGETS,
     MOST_TRIALS,
@@ -94,6 +94,7 @@ def create_or_join(
     Raises:
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
+    settings = _named_as_stored(storage, settings, objective)
     wanted = parse_spec(complete_settings(with_room(settings), objective))
     made: list[int] = []
 
@@ -110,6 +111,18 @@ def create_or_join(
         return study, created or bool(made)
 
     return retrying(also=LockLostError)(once)
+
+
+def _named_as_stored(storage: PostgresStorage, settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
+    """Return the settings; options of a sampler or pruner that has no name are those of the stored study's, if any."""
+    tables = {key: settings[key] for key in USUAL if isinstance(settings.get(key), dict)}
+    nameless = {key: table for key, table in tables.items() if "name" not in table}
+    if not nameless or (study_id := find_study(storage, settings.get("name", objective.name))) is None:
+        return settings
+    stored = storage.get_study_user_attrs(study_id).get(SPEC)
+    if stored is None:
+        return settings
+    return {**settings, **{key: {"name": stored[key]["name"], **options} for key, options in nameless.items()}}
 
 
 def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from search.curves.fitting import FITTED
 from search.curves.foreseen import CHOSEN, chosen_line
 from search.curves.sampler import CurvesSampler
-from search.curves.several import log_improvement, others_by_epoch, undominated, violation
+from search.curves.several import Several, log_improvement, others_by_epoch, undominated, violation
 from search.sampling.paused import SampledStudy, as_sampled
 from storage.attributes import INFEASIBLE, PLACE, VALUES
 from storage.pareto import hypervolume
@@ -143,6 +143,25 @@ def test_vectors_stand_for_the_volume_that_no_trial_dominates(name):
     within = np.exp(weights)[(vectors <= middle).all(1)].sum() / 6_000
     left = np.prod(middle) - (hypervolume(np.maximum(best, 0.0), middle) if len(best) else 0.0)
     assert within == pytest.approx(left, rel=0.15, abs=1e-3)
+
+
+def test_a_metric_that_never_changes_leaves_the_others_to_decide():
+    best = np.array([[0.2, 0.7, 3.0]])
+    vectors, weights = undominated(
+        np.random.default_rng(0), best, np.array([0.0, 0.0, 3.0]), np.array([1.0, 1.0, 3.0]), 6_000
+    )
+    assert np.all(vectors[:, 2] == 3.0)
+    assert np.exp(weights).sum() / 6_000 == pytest.approx(1 - 0.8 * 0.3, rel=0.05)
+    assert not (best <= vectors).all(1).any()
+
+
+def test_a_constraint_that_hardly_any_trial_breaks_is_not_learnt_from_points_without_it():
+    search = Search(trials=40, broken_above=0.999)
+    told = [trial({0: (0.1, 5.0)}, params={"x": 0.5 + number / 3000}) for number in range(1500)]
+    sampler = Several(EPOCHS, np.random.default_rng(0))
+    broken = np.array([1.0, *[-1.0] * 1499])
+    found = [sampler._feasibility(search.study, told, {"x": X}, broken) for _ in range(3)]
+    assert all(each is None or np.isfinite(each[1]) for each in found)
 
 
 def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():

@@ -56,6 +56,8 @@ def test_options_without_a_name_are_those_of_the_usual_kind() -> None:
     made = spec(directions={"loss": "minimize"}, sampler=options["sampler"], pruner={"n_warmup_steps": 3})
     assert made.sampler.model_dump().items() >= {"name": "tpe", "n_startup_trials": 5}.items()
     assert made.pruner.model_dump().items() >= {"name": "median", "n_warmup_steps": 3}.items()
+    made = spec(directions={}, metric="loss", direction="minimize")
+    assert (made.sampler.name, made.pruner.name) == ("tpe", "median")
     other = spec(directions=WAYS, sampler={"name": "tpe"}, pruner={"name": "none"})
     assert (other.sampler.name, other.pruner.name) == ("tpe", "none")
 
@@ -80,6 +82,8 @@ def test_bounds(given: Any) -> None:
         ({"directions": "accuracy=up,loss=minimize"}, "accuracy=up"),
         ({"directions": ["accuracy"]}, "give a table"),
         ({"directions": {"": "maximize", "loss": "minimize"}}, "names no metric"),
+        ({"directions": {"loss": "minimize", " loss ": "maximize"}}, "--directions: loss is there twice"),
+        ({"directions": WAYS, "constraints": {"mb": "<= 1", "mb ": ">= 5"}}, "--constraints: mb is there twice"),
         ({"directions": WAYS, "metric": "loss"}, "--metric 'loss' is none of --directions"),
         ({"directions": WAYS, "metric": "latency_ms"}, "put it first"),
         ({"directions": WAYS, "direction": "minimize"}, "leave --direction out"),

@@ -161,3 +161,24 @@ def test_a_larger_budget_and_what_is_enqueued_leave_its_metrics_in_their_order(
     assert [trial.values for trial in again.front()] == [[9.0, 0.5, 1.0]]
     study.storage.delete_study(study.study_id)
     assert rows(study.engine, "SELECT * FROM hpsearch_epoch_values") == []
+
+
+def test_options_without_a_name_are_those_of_the_usual_kind_or_of_the_study_that_is_joined(database_url: str) -> None:
+    options: dict[str, Any] = {"sampler": {"random_fraction": 0.1}, "pruner": {"min_complete": 2}}
+    study, created = made(database_url, **options)
+    assert created
+    assert study.spec.sampler.model_dump().items() >= {"name": "curves", "random_fraction": 0.1}.items()
+    assert study.spec.pruner.model_dump().items() >= {"name": "asha", "min_complete": 2}.items()
+    assert not made(database_url, **options)[1]
+    assert "sampler.random_fraction: 0.1 -> 0.2" in refused(database_url, sampler={"random_fraction": 0.2})
+    made(database_url, name="t", sampler="tpe", pruner="none")
+    assert not made(database_url, name="t", sampler={"multivariate": True})[1]
+    assert "sampler.random_fraction: tpe has no such option" in refused(
+        database_url, name="t", sampler={"random_fraction": 0.1}
+    )
+    assert "curves has no such option" in refused(database_url, name="u", sampler={"multivariate": True})
+
+
+def test_a_pruner_may_name_a_metric_that_the_objective_has(database_url: str) -> None:
+    study, _ = made(database_url, pruner={"name": "threshold", "metric": "model_mb", "upper": 1.0})
+    assert study.spec.pruner.names_metric() == "model_mb"
