@@ -20,6 +20,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from objectives.measured import MEASURED
 from search.curves.candidates import TOPS, best_candidate
 from search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
 from search.curves.foreseen import CHOSEN, band, scale
@@ -306,6 +307,13 @@ def _is_steady(curves: Sequence[np.ndarray]) -> bool:
 
 
 def violation(trial: FrozenTrial) -> float:
-    """By how much a trial breaks the constraint that it breaks most; NaN where it has none."""
-    name = PLACE.partition(":")[2]
-    return max((value for key, value in trial.constraints.items() if key != name), default=np.nan)
+    """By how much a trial breaks the constraint that it breaks most; NaN where none is known.
+
+    Of one that was not trained to its end what training may change is not known: a bound that it breaks it may come
+    to keep.
+    """
+    ended = trial.state == TrialState.COMPLETE
+    place = PLACE.partition(":")[2]
+    known = {name for name, measured in MEASURED.items() if measured.settled}
+    broken = (value for name, value in trial.constraints.items() if name != place and (ended or name in known))
+    return max(broken, default=np.nan)

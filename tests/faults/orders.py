@@ -114,7 +114,9 @@ def obey(point: str, when: str = "before") -> None:
             assert where is not None
             if (order.attempt or at is Sending) and (where / f"obeyed-{index}").exists():
                 continue  # a claim that was never committed is made again
-            (where / f"obeyed-{index}").write_text(str(os.getpid()))
+            written = where / f"obeyed-{index}-{os.getpid()}"
+            written.write_text(str(os.getpid()))
+            written.rename(where / f"obeyed-{index}")  # at once: whoever sees it reads who obeys
             ACTIONS[order.action](where)
 
 

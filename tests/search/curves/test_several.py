@@ -49,7 +49,7 @@ class Search:
         self.kept[trial_id] = {step: [accuracy - 0.3 / (step + 1), size] for step in steps}
         for step in steps:
             self.study._storage.set_trial_intermediate_value(trial_id, step, self.kept[trial_id][step][0])
-        trial.set_constraint("size", size - self.broken_above if math.isfinite(self.broken_above) else -1.0)
+        trial.set_constraint("model_mb", size - self.broken_above if math.isfinite(self.broken_above) else -1.0)
         whole = len(steps) == EPOCHS
         state, values = (TrialState.COMPLETE, self.kept[trial_id][EPOCHS - 1]) if whole else (TrialState.WAITING, None)
         self.study._storage.set_trial_state_values(trial_id, state, values)
@@ -169,7 +169,7 @@ def test_where_a_front_is_at_the_corner_of_the_box_the_corner_is_what_is_left():
     assert (vectors.tolist(), weights.tolist()) == ([[0.0, 0.0]], [0.0])
 
 
-def trial(values: dict[int, tuple[float, float]], **shape: object) -> FrozenTrial:
+def trial(values: dict[int, tuple[float, float]], /, **shape: object) -> FrozenTrial:
     attrs = {VALUES: {str(step): list(each) for step, each in values.items()}, PLACE: 1e-300}
     first = {step: each[0] for step, each in values.items()}
     kind = {"state": TrialState.PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}}
@@ -189,9 +189,20 @@ def test_one_that_changes_is_that_of_the_best_epoch_so_far():
 def test_its_place_among_pruned_trials_breaks_no_constraint():
     assert math.isnan(violation(trial({0: (0.1, 5.0)})))
     broken = trial({0: (0.1, 5.0)}, user_attrs={INFEASIBLE: "diverged"})
-    broken.set_constraint("size", 0.5)
-    broken.set_constraint("latency", -2.0)
+    broken.set_constraint("model_mb", 0.5)
+    broken.set_constraint("parameters", -2.0)
     assert violation(broken) == 0.5
+
+
+def test_a_bound_that_training_may_come_to_keep_is_known_of_trials_that_ended():
+    waiting = trial({0: (0.1, 5.0)}, state=TrialState.WAITING)
+    waiting.set_constraint("accuracy", 0.8)
+    assert math.isnan(violation(waiting))
+    waiting.set_constraint("model_mb", -1.0)
+    assert violation(waiting) == -1.0
+    ended = trial({0: (0.1, 5.0)}, state=TrialState.COMPLETE, values=[0.1, 5.0])
+    ended.set_constraint("accuracy", 0.8)
+    assert violation(ended) == 0.8
 
 
 def test_while_nothing_is_known_of_a_metric_it_draws_at_random():
