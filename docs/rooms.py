@@ -68,7 +68,7 @@ ROOMS = (
         "search.steps",
         "search.services",
     ),
-    *("search.curves", "search.discovery", "search.kinds", "search.samplers", "search.pruners"),
+    *("search.curves", "search.bohb", "search.discovery", "search.kinds", "search.samplers", "search.pruners"),
     "search.spec",
     "search.sampling",
     "search.pruning",

@@ -1,6 +1,6 @@
 """Samplers: a file for each, with its options and how it is built; one that is put here is found.
 
-Imports: errors, curves, discovery, kinds.
+Imports: errors, curves, bohb, discovery, kinds.
 """
 
 from search.discovery import load_modules

@@ -97,6 +97,7 @@ def digest(one: Search) -> str:
     if one.way in OURS:
         sources += [HERE / "production.py", ROOT / "storage/rungs/front_order.py", ROOT / "storage/pareto.py"]
         rooms = ("curves", "samplers", "pruners", "sampling") if "random" not in one.way else ("pruners",)
+        sources += [ROOT / "search/bohb.py"] if "tpe" in one.way else []
         sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
     else:
         sources.append(HERE / "peers.py")

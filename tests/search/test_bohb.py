@@ -1,0 +1,82 @@
+"""TPE where trials of several metrics were pruned: by those that came to their end, and some at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.trial import TrialState, create_trial
+
+from search.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
+from search.sampling.paused import as_sampled
+from storage.attributes import INFEASIBLE
+
+COMPLETE, PRUNED, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING
+X = FloatDistribution(0.0, 1.0)
+TWO = ("maximize", "minimize")
+
+
+def study_of(directions: Sequence[str], states: Sequence[TrialState]) -> optuna.Study:
+    """Trials of which each came to another value, and pruned ones with what a study shows of their place."""
+    study = optuna.create_study(directions=directions)
+    for number, state in enumerate(states):
+        x = ((number * 7) % 19) / 19
+        pruned = {"intermediate_values": {0: x}} if state == PRUNED else {}
+        values = [x, x * x][: len(directions)] if state == COMPLETE else None
+        study.add_trial(create_trial(state=state, values=values, params={"x": x}, distributions={"x": X}, **pruned))
+    return study
+
+
+def suggested(study: optuna.Study, sampler: BaseSampler) -> float:
+    """What is suggested next; no trial is left of it."""
+    sampler_of, study.sampler = study.sampler, sampler
+    trial = study.ask()
+    found = trial.suggest_float("x", 0.0, 1.0)
+    study.tell(trial, state=TrialState.FAIL)
+    study.sampler = sampler_of
+    return found
+
+
+@pytest.mark.parametrize(
+    "study",
+    [study_of(["minimize"], [COMPLETE, PRUNED] * 12), study_of(TWO, [COMPLETE] * 24)],
+    ids=["one metric", "none was pruned"],
+)
+def test_it_is_optunas_where_there_is_one_metric_or_none_was_pruned(study: optuna.Study) -> None:
+    options = {"multivariate": True, "group": True, "constant_liar": True}
+    for seed in range(8):
+        assert suggested(study, BOHBSampler(seed=seed, **options)) == suggested(study, TPESampler(seed=seed, **options))
+
+
+def test_a_share_of_the_trials_is_drawn_at_random() -> None:
+    study = study_of(TWO, [COMPLETE, PRUNED] * 12)
+    drawn = [suggested(study, BOHBSampler(seed=seed)) == suggested(study, RandomSampler(seed)) for seed in range(200)]
+    assert sum(drawn) / 200 == pytest.approx(RANDOM, abs=0.08)
+
+
+def test_those_that_came_to_their_end_tell_good_from_bad_once_there_are_enough() -> None:
+    """What others left behind is not told, but that they run, diverged, or break a bound for good."""
+    states = [COMPLETE, PRUNED] * ENOUGH + [RUNNING]
+    study = study_of(TWO, states)
+    shape = {"state": PRUNED, "params": {"x": 0.5}, "distributions": {"x": X}, "intermediate_values": {0: 0.5}}
+    diverged = create_trial(**shape, user_attrs={INFEASIBLE: "diverged"})
+    large = create_trial(**shape, constraints={"model_mb": 3.0})
+    slow_to_learn = create_trial(**shape, constraints={"accuracy": 0.4})
+    for trial in (diverged, large, slow_to_learn):
+        study.add_trial(trial)
+    numbers = {trial.number for trial in _Ended(study)._get_trials(states=(COMPLETE, PRUNED, RUNNING))}
+    assert numbers == {*range(0, 2 * ENOUGH, 2), 2 * ENOUGH, 2 * ENOUGH + 1, 2 * ENOUGH + 2}
+
+    few = study_of(TWO, states[2:])
+    assert len(_Ended(few)._get_trials(states=(COMPLETE, PRUNED, RUNNING))) == len(states) - 2
+
+
+def test_what_others_left_behind_moves_nothing_once_there_are_enough() -> None:
+    states = [COMPLETE] * ENOUGH + [PRUNED]
+    seeds = [seed for seed in range(12) if not BOHBSampler(seed=seed)._at_random]
+    few, many = study_of(TWO, states), study_of(TWO, states + [PRUNED] * 8)
+    assert [suggested(few, BOHBSampler(seed=s)) for s in seeds] == [suggested(many, BOHBSampler(seed=s)) for s in seeds]
+    assert any(suggested(few, BOHBSampler(seed=s)) != suggested(as_sampled(few), TPESampler(seed=s)) for s in seeds)
