@@ -47,12 +47,12 @@ def _metavar(argument: Any) -> str:
 
 def command_of(verb: str) -> Any:
     """A verb's command, as click has it."""
-    return typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    return typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]  # it is a group
 
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every verb with its command, those of groups by both words."""
-    for verb, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for verb, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]  # it is a group
         for name, below in getattr(command, "commands", {}).items():
             yield f"{verb} {name}", below
         if not hasattr(command, "commands"):

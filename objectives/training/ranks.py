@@ -220,7 +220,7 @@ class Group(Ranks):
             return said  # type: ignore[no-any-return]  # rank 0's value, of T
         try:
             value = work()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is: the others wait for an answer
             self.told((False, _line(error)))
             raise
         self.told((True, value))
@@ -250,7 +250,7 @@ class Group(Ranks):
         try:
             yield
             self.each(None)  # nobody goes on while another may yet fail
-        except BaseException as error:
+        except BaseException as error:  # whatever it is: the others are to leave as well
             cause = self._cause(error)
             _let_go(error)
             self._leave()

@@ -418,7 +418,7 @@ class Study:
 
         before = stop_study(self.stored)
         while wait and self.running:
-            time.sleep(0.5)
+            time.sleep(0.5)  # a look; nothing wakes it
         return before
 
     @property

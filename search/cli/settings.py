@@ -35,7 +35,7 @@ def takes_settings(verb: Callable[..., int]) -> Callable[..., int]:
         return verb(gather_settings(values.pop("spec"), values), **given)
 
     others = [parameter for name, parameter in own.parameters.items() if name != "settings"]
-    with_flags.__signature__ = own.replace(parameters=[*flags, *others])  # type: ignore[attr-defined]
+    with_flags.__signature__ = own.replace(parameters=[*flags, *others])  # type: ignore[attr-defined]  # Typer reads it
     return with_flags
 
 

@@ -141,7 +141,7 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in distribution.choices)
     # Between the steps is as good as on them: nothing is run with it.
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]
+    return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
 
 
 def _within(curve: Mapping[int, float], epochs: int) -> dict[int, float]:

@@ -42,7 +42,7 @@ class Hyperband(PrunerSpec):
         pruner = HyperbandPruner(**self.options)
         # It makes its brackets at its first verdict, which is ours to give: without them the sampler would not tell
         # one bracket's trials from another's.
-        pruner._try_initialization(study=None)  # type: ignore[arg-type]
+        pruner._try_initialization(study=None)  # type: ignore[arg-type]  # it asks a study nothing
         return pruner
 
     def halving(self, study: str, number: int) -> Halving | None:

@@ -17,12 +17,12 @@ from objectives.loading import source_hash
 from search.console import command
 from search.errors import SearchError
 from search.sampling.given import default_params, waiting_trial
+from search.spec.differences import differences
 from search.spec.several import USUAL, metrics_of
 from search.spec.spec import (
     BUDGETS,
     MOST_TRIALS,
     StudySpec,
-    differences,
     parse_spec,
     searched_by,
     typed,

@@ -34,7 +34,7 @@ def shield_children() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     torch_signals._set_worker_signal_handlers = begin_loader
-    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]  # SIGTERM is shielded
     util.register_after_fork(shield_children, lambda _: bind())
 
 

@@ -28,7 +28,7 @@ def choose(remembered: int | None, *, patience: float = 0.0) -> int:
             return remembered
         if time.monotonic() > deadline:
             break
-        time.sleep(0.02)
+        time.sleep(0.02)  # a port's end wakes nobody
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]

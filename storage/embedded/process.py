@@ -129,7 +129,7 @@ def wait(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
     while any(map(is_running, processes)):
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(0.02)  # not our child: its end wakes nobody
     return True
 
 

@@ -139,5 +139,5 @@ class WebService:
             # Two stacks that start at once may have chosen the same port: the answer could be the other one's.
             if self.answers() and self.listens():
                 return True
-            time.sleep(0.05)
+            time.sleep(0.05)  # until it answers
         return False

@@ -18,6 +18,8 @@ COMPLETE, PRUNED, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.R
 X = FloatDistribution(0.0, 1.0)
 TWO = ("maximize", "minimize")
 
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # of `group`
+
 
 def study_of(directions: Sequence[str], states: Sequence[TrialState]) -> optuna.Study:
     """Trials of which each came to another value, and pruned ones with what a study shows of their place."""

@@ -219,7 +219,7 @@ def _trial_step(run: Run) -> None:
     batch = next(iter(run.feed.windows(0)))[0].get()
     run.model.train()
     try:
-        run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]
+        run.stepping(run.model, batch, run.precision.autocast()).loss.backward()  # type: ignore[no-untyped-call]  # torch's
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)

@@ -31,7 +31,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`, scaled, to the parameters' gradients."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Makes the gradients the true ones, for whoever looks at them or clips them."""

@@ -122,5 +122,5 @@ def repeatable_cublas() -> None:
 
 
 def _cuda_state() -> list[torch.Tensor] | None:
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return torch.cuda.get_rng_state_all() if started else None

@@ -128,7 +128,7 @@ def caught(_, trial):
     for _ in trial.epochs():
         try:
             trial.report({"drown": 1.0})
-        except Exception:
+        except Exception:  # as users do who want no trouble
             return
 
 

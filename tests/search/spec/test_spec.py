@@ -12,7 +12,8 @@ from search.pruners import PrunerSpec
 from search.pruners.hyperband import bracket_of, shares
 from search.samplers import SamplerSpec
 from search.sampling.seeds import derive_seed, make_sampler
-from search.spec.spec import StudySpec, differences, parse_spec
+from search.spec.differences import differences
+from search.spec.spec import StudySpec, parse_spec
 
 BASE: dict[str, Any] = {
     "name": "night",
