@@ -23,6 +23,7 @@ COPY README.md LICENSE ./
 COPY objectives objectives
 COPY search search
 COPY storage storage
+COPY src src
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --python /opt/hpsearch --build-constraint constraints.txt --no-deps .
 

@@ -1,6 +1,6 @@
 """The second half of the tutorial: a search from a notebook. Beside it lies wine.py, which `hpsearch init` writes."""
 
-from search import Study
+from hpsearch import Study
 
 study = Study.create("wine.py", name="wine-notebook", trials=3, epochs=3, seed=1)
 study.run(workers=1)

@@ -1,18 +1,4 @@
-"""What a trial does: the training loop and the objectives that use it."""
+"""Objectives and their training loop."""
 
-from objectives.base import BaseObjective
-from objectives.errors import ObjectiveError
-from objectives.loading import BUILTIN, load_objective, objective_reference, source_hash
-from objectives.objective import Objective
-from objectives.own_loop.loop_objective import LoopObjective
-
-__all__ = [
-    "BUILTIN",
-    "BaseObjective",
-    "LoopObjective",
-    "Objective",
-    "ObjectiveError",
-    "load_objective",
-    "objective_reference",
-    "source_hash",
-]
+if __name__ != "hpsearch.objectives":
+    raise ImportError(f"the package {__name__!r} is part of hpsearch; write `from hpsearch import Objective`")

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.preparation import prepared_folder
-from objectives.search_space import Given
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.preparation import prepared_folder
+from hpsearch.objectives.search_space import Given
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 
 class BaseObjective(ABC):

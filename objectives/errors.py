@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from objectives.packages import how_to_install, installing
+from hpsearch.objectives.packages import how_to_install, installing
 
 _OWN = Path(__file__).resolve().parent
 _LIBRARIES = tuple(

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from objectives.base import BaseObjective
-from objectives.errors import ObjectiveError
-from objectives.objective import Objective
-from objectives.own_loop.loop_objective import LoopObjective
-from objectives.own_loop.restored import RestoredLoop, config_of, restore_loop
-from objectives.own_loop.run import LoopResult, LoopRun
-from objectives.training.checks.held_out import Restored, restore_best
-from objectives.training.exportable import example_of
-from objectives.training.loop.instruments import Instruments
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.result import FitResult, RunResult
-from objectives.training.session import Session
-from objectives.training.trainer import Trainer
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.objectives.own_loop.restored import RestoredLoop, config_of, restore_loop
+from hpsearch.objectives.own_loop.run import LoopResult, LoopRun
+from hpsearch.objectives.training.checks.held_out import Restored, restore_best
+from hpsearch.objectives.training.exportable import example_of
+from hpsearch.objectives.training.loop.instruments import Instruments
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import FitResult, RunResult
+from hpsearch.objectives.training.session import Session
+from hpsearch.objectives.training.trainer import Trainer
 
 
 class Where(TypedDict, total=False):

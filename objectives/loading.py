@@ -14,22 +14,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from objectives.base import BaseObjective
-from objectives.errors import ObjectiveError, blame, nearest, shown
-from objectives.own_loop.loop_objective import objective_of
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError, blame, nearest, shown
+from hpsearch.objectives.own_loop.loop_objective import objective_of
 
 _MADE = "__hpsearch_objective__"  # on a function: the class that was made of it
 
 BUILTIN: dict[str, str] = {
-    "digits": "objectives.digits:Digits",
-    "breast_cancer": "objectives.breast_cancer:BreastCancer",
-    "text": "objectives.text:Text",
-    "molecules": "objectives.molecules:Molecules",
-    "gan": "objectives.gan:Gan",
-    "denoise": "objectives.denoise:Denoise",
-    "language": "objectives.language:Language",
-    "series": "objectives.series:Series",
+    "digits": "hpsearch.objectives.builtin.digits:Digits",
+    "breast_cancer": "hpsearch.objectives.builtin.breast_cancer:BreastCancer",
+    "text": "hpsearch.objectives.builtin.text:Text",
+    "molecules": "hpsearch.objectives.builtin.molecules:Molecules",
+    "gan": "hpsearch.objectives.builtin.gan:Gan",
+    "denoise": "hpsearch.objectives.builtin.denoise:Denoise",
+    "language": "hpsearch.objectives.builtin.language:Language",
+    "series": "hpsearch.objectives.builtin.series:Series",
 }
+
+
+# How a built-in could be named before hpsearch had one namespace: stored studies and registered models may.
+_FORMER = {path.replace("hpsearch.objectives.builtin.", "objectives."): name for name, path in BUILTIN.items()}
 
 
 def load_objective(reference: str) -> BaseObjective:
@@ -63,6 +67,7 @@ def objective_reference(reference: str) -> str:
         ObjectiveError: as `load_objective`.
     """
     cls = _find_class(reference)
+    reference = _FORMER.get(reference, reference)
     if reference in BUILTIN or not _is_path(reference):
         return reference
     return f"{_split_path(reference)[0].resolve()}:{cls.__name__}"
@@ -77,8 +82,7 @@ def source_hash(objective: BaseObjective) -> str:
 
 
 def _find_class(reference: str) -> type[BaseObjective]:
-    if reference in BUILTIN:
-        reference = BUILTIN[reference]
+    reference = BUILTIN.get(_FORMER.get(reference, reference), reference)
     if _is_path(reference):
         path, name = _split_path(reference)
         module = _import_file(path)
@@ -184,7 +188,7 @@ def _only_class(module: ModuleType, path: Path) -> type[BaseObjective]:
     if not found and inspect.isfunction(getattr(module, "main", None)):
         raise ObjectiveError(f"{shown(path)} defines no Objective: is it its function, {path.name}:main?")
     if not found:
-        raise ObjectiveError(f"{shown(path)} defines no Objective: subclass objectives.Objective in it")
+        raise ObjectiveError(f"{shown(path)} defines no Objective: subclass hpsearch.Objective in it")
     if len(found) > 1:
         names, first = ", ".join(found), next(iter(found))
         raise ObjectiveError(
@@ -203,7 +207,7 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
         return _of_function(value)
     if not (inspect.isclass(value) and issubclass(value, BaseObjective)):
         raise ObjectiveError(
-            f"{where}:{name} is not an Objective: it must subclass objectives.Objective or LoopObjective, or be a "
+            f"{where}:{name} is not an Objective: it must subclass hpsearch.Objective or LoopObjective, or be a "
             "function"
         )
     return value

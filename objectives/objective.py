@@ -6,21 +6,21 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from objectives.base import BaseObjective
-from objectives.errors import MetricError, ObjectiveError, nearest
-from objectives.measured import MEASURED
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
+from hpsearch.objectives.measured import MEASURED
 
 if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
     from torch import nn
 
-    from objectives.search_space import SearchSpace
-    from objectives.training.config import TrainConfig
-    from objectives.training.data.dataset import Batch, Dataset
-    from objectives.training.data.loader import Augment
-    from objectives.training.data.samplers import Sampler
-    from objectives.training.data.splits import Splits
-    from objectives.training.evaluation.metrics import Metrics
-    from objectives.training.evaluation.step import Step
+    from hpsearch.objectives.search_space import SearchSpace
+    from hpsearch.objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.data.dataset import Batch, Dataset
+    from hpsearch.objectives.training.data.loader import Augment
+    from hpsearch.objectives.training.data.samplers import Sampler
+    from hpsearch.objectives.training.data.splits import Splits
+    from hpsearch.objectives.training.evaluation.metrics import Metrics
+    from hpsearch.objectives.training.evaluation.step import Step
 
 
 class Objective(BaseObjective):
@@ -82,7 +82,7 @@ class Objective(BaseObjective):
         A mean that is not over samples (of the tokens that count, say) is one whose batches do not add up, unless the
         module says what it is over by a method `weigh(target)`; torch's cross entropies need none.
         """
-        from objectives.training.evaluation.losses import usual_loss
+        from hpsearch.objectives.training.evaluation.losses import usual_loss
 
         return usual_loss(self.metric, train.y, label_smoothing=config.label_smoothing)
 
@@ -152,7 +152,7 @@ class Objective(BaseObjective):
         Any object with `update`, `compute` and `reset` will do, such as a torchmetrics `Metric` or `MetricCollection`.
         What `step` measures needs none.
         """
-        from objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
+        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
 
         if self.has_own_step and (self.metric == "loss" or self.metric not in DIRECTIONS):
             return NoMetrics()
@@ -192,7 +192,7 @@ class Objective(BaseObjective):
             MetricError: the built-in sets have no such metric.
             ObjectiveError: it is better the other way round.
         """
-        from objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
+        from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
 
         if self.uses_builtin_metrics and not self.has_own_step and metric in MEASURED:
             raise chooses_none(metric)
@@ -210,7 +210,7 @@ class Objective(BaseObjective):
             MetricError: a name is none of the built-in set that `metric` brings, and nothing that is measured. Of
                 metrics, steps and measures of one's own the first evaluation tells.
         """
-        from objectives.training.evaluation.metrics import brought_with
+        from hpsearch.objectives.training.evaluation.metrics import brought_with
 
         super().also_report(names)
         if not self.uses_builtin_metrics or self.has_own_step or self.has_measures:
@@ -239,7 +239,7 @@ class Objective(BaseObjective):
         Raises:
             ObjectiveError: `suggest` returned something else than a TrainConfig.
         """
-        from objectives.training.config import TrainConfig
+        from hpsearch.objectives.training.config import TrainConfig
 
         config = self.suggest(trial)
         if not isinstance(config, TrainConfig):

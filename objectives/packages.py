@@ -22,6 +22,9 @@ _PACKAGES = {
     "yaml": "pyyaml",
 }
 
+# Packages of hpsearch before it had one namespace; objectives of that time import from them.
+_FORMER = {"objectives", "search", "storage"}
+
 
 def how_to_install(error: BaseException) -> str:
     """How to install the module that is not there, in brackets; nothing for other errors.
@@ -31,6 +34,8 @@ def how_to_install(error: BaseException) -> str:
     module = error.name if isinstance(error, ModuleNotFoundError) else None
     if not module or "." in module or module in sys.stdlib_module_names:
         return ""
+    if module in _FORMER:
+        return " (the classes of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`)"
     return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
 
 

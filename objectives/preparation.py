@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from objectives.errors import users_code
+from hpsearch.objectives.errors import users_code
 
 
 def prepared_folder(name: str, cls: type, prepare: Callable[[Path], None]) -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, nearest
 
 
 class SearchSpace(Protocol):

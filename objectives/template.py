@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from objectives.errors import ObjectiveError, shown
+from hpsearch.objectives.errors import ObjectiveError, shown
 
 TEMPLATE = '''\
 """An objective: edit data, model and search space, then run `hpsearch run {file}`."""
@@ -12,8 +12,7 @@ TEMPLATE = '''\
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Splits, Standardize, TrainConfig
+from hpsearch import Objective, Splits, Standardize, TrainConfig
 
 
 class {name}(Objective):

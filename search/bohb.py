@@ -11,8 +11,8 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.several import violation
-from storage.attributes import INFEASIBLE
+from hpsearch.search.curves.several import violation
+from hpsearch.storage.attributes import INFEASIBLE
 
 RANDOM = 0.3  # of the trials
 ENOUGH = 10  # trials that came to their end

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from search.errors import USER_ERRORS
-from storage.errors import AwayError
-from storage.urls import redact
+from hpsearch.search.errors import USER_ERRORS
+from hpsearch.storage.errors import AwayError
+from hpsearch.storage.urls import redact
 
 # What an engine may start again by: 1 and 143, never 0, 2 or 3.
 EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
@@ -38,7 +38,7 @@ def telling_mistakes(work: Callable[[], int]) -> int:
         print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
         return EXIT_AWAY if isinstance(error, AwayError) else EXIT_USER_ERROR
     except Exception as error:  # whatever the driver of a database raises
-        from storage.database.retry import is_transient
+        from hpsearch.storage.database.retry import is_transient
 
         if not is_transient(error):
             raise

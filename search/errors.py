@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from objectives import ObjectiveError
-from storage.errors import StorageError
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.storage.errors import StorageError
 
 
 class SearchError(Exception):

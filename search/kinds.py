@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from search.errors import nearest
+from hpsearch.search.errors import nearest
 
 
 def _no_switch(given: Any) -> Any:

@@ -1,8 +1,6 @@
 """Secrets as files: NAME_FILE names a file whose content stands for the environment variable NAME.
 
 What stands in a container's environment is shown to whoever may inspect it, and a file of /run/secrets is not.
-
-Imports: errors.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from search.errors import SearchError
+from hpsearch.search.errors import SearchError
 
 NAMES = (
     "PGPASSWORD",  # libpq's own, for a URL without a password

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from search.errors import SearchError
-from storage.database.connect import check_database
-from storage.embedded import stack
-from storage.home import home_dir
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import TrackingAwayError, check_server
-from storage.urls import normalise
+from hpsearch.search.errors import SearchError
+from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.home import home_dir
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import TrackingAwayError, check_server
+from hpsearch.storage.urls import normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
 DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from storage.errors import StorageError
+from hpsearch.storage.errors import StorageError
 
 VARIABLE = "HPSEARCH_HOME"
 _REMEDY = f"set {VARIABLE} to a folder that you may write to"

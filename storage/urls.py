@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote, urlsplit
 
-from storage.errors import StorageError
+from hpsearch.storage.errors import StorageError
 
 DRIVER = "postgresql+psycopg2"
 

@@ -24,13 +24,13 @@ from filelock import FileLock
 from hypothesis import settings
 from psycopg2 import sql
 
-from storage.database.migrate import migrate
-from storage.database.roles import OWNER, WORKER, Databases, create_databases
-from storage.embedded import stack as embedded
-from storage.embedded.postgres_account import find_folder, make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.urls import build
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
+from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.urls import build
 from tests.faults.harness import Zygote, server_in, zygotes
 
 # pytest's main process loads readline, which tells all processes that it starts how wide its terminal is.
@@ -55,7 +55,7 @@ _GUARD = """
 import shutil, sys
 from pathlib import Path
 sys.stdin.read()
-from storage.embedded.stack import down
+from hpsearch.storage.embedded.stack import down
 homes = [Path(home) for home in sys.argv[1:]]
 for home in homes:
     down(home)

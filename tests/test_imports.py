@@ -3,7 +3,6 @@
 Read from the sources, so that imports inside functions and under TYPE_CHECKING count too.
 """
 
-import ast
 import importlib.metadata
 import re
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.rooms import PACKAGES, ROOMS, ROOT, arrows, imported, modules, room_arrows, room_of
+from docs.rooms import PACKAGES, ROOMS, ROOT, arrows, imported, modules, room_of
 
 FORBIDDEN = {
     "objectives": {"search", "storage", "optuna", "optuna_dashboard", "mlflow", "sqlalchemy", "alembic", "psycopg2"},
@@ -66,20 +65,6 @@ def test_no_cycle_of_files() -> None:
         for module in free:
             del left[module]
     assert sorted(left) == []
-
-
-def test_a_room_says_what_it_imports() -> None:
-    wrong = []
-    for room, targets in room_arrows().items():
-        path = ROOT / room.replace(".", "/") / "__init__.py"
-        if not path.exists() or room in (*PACKAGES, "objectives.training", "search.cli"):
-            continue
-        own = [target for target in sorted(targets, key=ROOMS.index) if target.split(".")[0] == room.split(".")[0]]
-        names = [target.removeprefix("objectives.training.").removeprefix(f"{room.split('.')[0]}.") for target in own]
-        said = f"\n\nImports: {', '.join(names) or 'nothing'}.\n"
-        if said not in (ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""):
-            wrong.append(f"{path.relative_to(ROOT)}: {said.strip()}")
-    assert wrong == []
 
 
 def test_no_folder_is_crowded() -> None:

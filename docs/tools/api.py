@@ -1,33 +1,23 @@
-"""The Python API: what may be imported from the packages' roots, from signatures and docstrings."""
+"""The Python API: the public names of `hpsearch`, from signatures and docstrings."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from docs.rooms import PACKAGES
+import hpsearch
 from docs.tools.markdown import paragraphs, safe
-
-API = ("search", "objectives", "objectives.training")
 
 
 def api() -> str:
-    """What may be imported from the packages' roots, from the docstrings."""
-    parts = []
-    for package in API:
-        module = importlib.import_module(package)
-        names = [name for name in getattr(module, "__all__", []) if not name.startswith("_")]
-        if not names:
-            continue
-        parts.append(f"## {package}\n\n{paragraphs(inspect.getdoc(module) or '')}\n")
-        for name in sorted(names, key=str.lower):
-            parts.append(_member(name, getattr(module, name), level=3))
-    return "\n".join(parts)
+    """Return the reference of every public name, from its docstring."""
+    intro = paragraphs(inspect.getdoc(hpsearch) or "") + "\n"
+    names = sorted(hpsearch.__all__, key=str.lower)
+    return "\n".join([intro, *(_member(name, getattr(hpsearch, name), level=2) for name in names)])
 
 
 def _member(name: str, thing: Any, level: int) -> str:
@@ -54,7 +44,7 @@ def _own_doc(thing: Any) -> str | None:
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
     """The public methods that a class, or one of ours above it, defines and says something about."""
     for base in reversed(cls.__mro__):
-        if base.__module__.partition(".")[0] not in PACKAGES:
+        if base.__module__.partition(".")[0] != "hpsearch":
             continue
         for name, member in vars(base).items():
             found = member.fget if isinstance(member, property) else getattr(cls, name, member)

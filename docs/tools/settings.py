@@ -9,10 +9,10 @@ from pydantic.fields import FieldInfo
 
 from docs.tools.markdown import code, table, words_of
 from docs.tools.verbs import command_of, commands
-from objectives.training.config import TrainConfig
-from objectives.training.reports import describe
-from search.spec.several import USUAL
-from search.spec.spec import StudySpec, typed
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.reports import describe
+from hpsearch.search.spec.several import USUAL
+from hpsearch.search.spec.spec import StudySpec, typed
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
 

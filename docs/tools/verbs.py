@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from docs.tools.markdown import code, paragraphs, table
-from search.cli import app
+from hpsearch.search.cli import app
 
 
 def command_line() -> str:

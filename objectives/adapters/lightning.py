@@ -19,12 +19,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DistributedSampler
 
-from objectives.adapters.names import bare_names
-from objectives.errors import ObjectiveError
-from objectives.training.reproducibility.seeds import derive_seed
+from hpsearch.objectives.adapters.names import bare_names
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
 
 _QUIET: dict[str, Any] = {
     "logger": False,

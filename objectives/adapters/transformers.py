@@ -13,12 +13,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from objectives.adapters.names import bare_names
-from objectives.errors import ObjectiveError
-from objectives.training.reproducibility.seeds import derive_seed
+from hpsearch.objectives.adapters.names import bare_names
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "model_preparation_time")
 _OF_THE_TRIAL = ("num_train_epochs", "max_steps", "eval_strategy", "save_strategy", "seed", "data_seed", "use_cpu")

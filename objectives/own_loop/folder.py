@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError
 
 
 def listed(folder: Path) -> dict[str, int]:

@@ -9,15 +9,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from objectives.base import BaseObjective
-from objectives.errors import ObjectiveError
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from objectives.own_loop.loop_trial import LoopTrial
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.search_space import SearchSpace
 
 
 class LoopObjective(BaseObjective):

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import MetricError, ObjectiveError, nearest
-from objectives.measured import value_of
-from objectives.own_loop.folder import listed, packed, remove
-from objectives.training.data.tree import Tree, map_tensors
-from objectives.training.loop.guards import NonFiniteError
-from objectives.training.loop.measurements import plain_measures
-from objectives.training.loop.progress import Progress
-from objectives.training.ranks import Ranks
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.reproducibility.seeds import set_seed
-from objectives.training.session import Verdict
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
+from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.own_loop.folder import listed, packed, remove
+from hpsearch.objectives.training.data.tree import Tree, map_tensors
+from hpsearch.objectives.training.loop.guards import NonFiniteError
+from hpsearch.objectives.training.loop.measurements import plain_measures
+from hpsearch.objectives.training.loop.progress import Progress
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.training.session import Verdict
 
 _GIVEN = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
 Report = Callable[[EpochRecord, dict[str, Any], bool], Verdict]

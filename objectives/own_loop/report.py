@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from objectives.own_loop.loop_objective import LoopObjective
-from objectives.training.reports.describe import own_settings
-from objectives.training.reports.report import code, image, write_sections
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.result import RunResult
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.objectives.training.reports.describe import own_settings
+from hpsearch.objectives.training.reports.report import code, image, write_sections
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import RunResult
 
 _PANELS = 8  # of the curves; what else was reported is in metrics.jsonl
 _NOT_LOOKED_AFTER = """\

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.own_loop.loop_objective import FunctionObjective, LoopObjective
-from objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.own_loop.loop_objective import FunctionObjective, LoopObjective
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
 
 @dataclass(frozen=True)

@@ -10,26 +10,26 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
-from objectives.own_loop.folder import place, remove, unpack
-from objectives.own_loop.libraries import forget
-from objectives.own_loop.loop_objective import LoopObjective, plain_config
-from objectives.own_loop.loop_trial import LoopTrial
-from objectives.own_loop.report import drawn, write_loop_report
-from objectives.training.evaluation.calling import call_of
-from objectives.training.exportable import exportable
-from objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from objectives.training.loop.progress import Progress
-from objectives.training.loop.resume import require_same
-from objectives.training.ranked_session import on_ranks
-from objectives.training.ranks import current
-from objectives.training.reports.run_dir import RunDir
-from objectives.training.reproducibility.environment import differences, environment, uncommitted
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.reproducibility.seeds import reproducible, set_seed
-from objectives.training.result import Exported, RunResult
-from objectives.training.session import LocalSession, Session, Verdict
-from objectives.training.trainer import device_named
+from hpsearch.objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
+from hpsearch.objectives.own_loop.folder import place, remove, unpack
+from hpsearch.objectives.own_loop.libraries import forget
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective, plain_config
+from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+from hpsearch.objectives.own_loop.report import drawn, write_loop_report
+from hpsearch.objectives.training.evaluation.calling import call_of
+from hpsearch.objectives.training.exportable import exportable
+from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+from hpsearch.objectives.training.loop.progress import Progress
+from hpsearch.objectives.training.loop.resume import require_same
+from hpsearch.objectives.training.ranked_session import on_ranks
+from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reports.run_dir import RunDir
+from hpsearch.objectives.training.reproducibility.environment import differences, environment, uncommitted
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.result import Exported, RunResult
+from hpsearch.objectives.training.session import LocalSession, Session, Verdict
+from hpsearch.objectives.training.trainer import device_named
 
 FORMAT = 1  # of a checkpoint's state
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from objectives.training.exportable import example_of
-from objectives.training.loop.performance import peak_memory, plain
-from objectives.training.loop.run import Run
-from objectives.training.loop.stepping import call_in
-from objectives.training.reports.run_dir import RunDir
-from objectives.training.result import FitResult, Status
-from objectives.training.session import Verdict
+from hpsearch.objectives.training.exportable import example_of
+from hpsearch.objectives.training.loop.performance import peak_memory, plain
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.loop.stepping import call_in
+from hpsearch.objectives.training.reports.run_dir import RunDir
+from hpsearch.objectives.training.result import FitResult, Status
+from hpsearch.objectives.training.session import Verdict
 
 
 def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:

@@ -15,9 +15,9 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.errors import ObjectiveError, nearest
 
-# What builds them is in `objectives.training.optimizers`, under the same names.
+# What builds them is in `hpsearch.objectives.training.optimizers`, under the same names.
 BASES = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad", "lion", "lamb")
 OPTIMIZERS = (*BASES, "muon", "lars", "ranger", "lookahead", "sam")
 SCHEDULES = (

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.tree import Tree, refilled, tensors
-from objectives.training.evaluation.calling import Call
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.tree import Tree, refilled, tensors
+from hpsearch.objectives.training.evaluation.calling import Call
 
 _ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
 _LOOKED_AT = 64  # samples, to see which dimensions vary

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from objectives.training.ranks import Ranks
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.session import Due, LocalSession, Session, Verdict
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict
 
 _ASKED = 0.25  # seconds between two steps at which the ranks agree on what is due
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from objectives.training.data.dataset import Dataset
-from objectives.training.evaluation.calling import Call
-from objectives.training.exportable import Example, exportable
-from objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.evaluation.calling import Call
+from hpsearch.objectives.training.exportable import Example, exportable
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 Status = Literal["completed", "pruned", "stopped"]
 

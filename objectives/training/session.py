@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from objectives.errors import ObjectiveError
-from objectives.training.reproducibility import checkpoint, shards
-from objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.reproducibility import checkpoint, shards
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
-log = logging.getLogger("objectives.training")
+log = logging.getLogger("hpsearch.objectives.training")
 
 
 class Verdict(enum.Enum):

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.training.conclude import conclude
-from objectives.training.config import TrainConfig
-from objectives.training.evaluation.gathered import UnkeptError
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import EpochSums, train_epoch
-from objectives.training.loop.guards import NonFiniteError, told_apart
-from objectives.training.loop.instruments import NONE, Instruments
-from objectives.training.loop.performance import peak_memory, reset_peak_memory
-from objectives.training.loop.rehearsal import oddities
-from objectives.training.loop.resume import restore, resume_within
-from objectives.training.loop.run import Run
-from objectives.training.loop.stepping import call_in
-from objectives.training.ranked_session import RankedSession, on_ranks
-from objectives.training.ranks import current
-from objectives.training.reports.report import write_report
-from objectives.training.reports.run_dir import RunDir
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
-from objectives.training.result import FitResult
-from objectives.training.session import Due, LocalSession, Session, Verdict
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.training.conclude import conclude
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.evaluation.gathered import UnkeptError
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import EpochSums, train_epoch
+from hpsearch.objectives.training.loop.guards import NonFiniteError, told_apart
+from hpsearch.objectives.training.loop.instruments import NONE, Instruments
+from hpsearch.objectives.training.loop.performance import peak_memory, reset_peak_memory
+from hpsearch.objectives.training.loop.rehearsal import oddities
+from hpsearch.objectives.training.loop.resume import restore, resume_within
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.loop.stepping import call_in
+from hpsearch.objectives.training.ranked_session import RankedSession, on_ranks
+from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reports.report import write_report
+from hpsearch.objectives.training.reports.run_dir import RunDir
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
+from hpsearch.objectives.training.result import FitResult
+from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 
 class _LeftError(Exception):

@@ -1,4 +1,1 @@
-"""The Python API: a study as an object, for notebooks and programs; the command line is a thin layer over it.
-
-Imports: errors, entry, console, services, spec, study, finalists, report, publish, promotion, worker, fleet, run.
-"""
+"""The Python API: a study as an object, for notebooks and programs; the command line is a thin layer over it."""

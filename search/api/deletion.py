@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shutil
 
-from search.console import command, counted
-from search.errors import SearchError
-from search.services import Services
-from search.study.checkpoints import open_checkpoints
-from search.study.folders import outbox_folder, runs_folder
-from search.study.steering import running_trials
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.records.test_openings import read_opening
-from storage.trials.finalist_sets import finalist_studies, refit_studies
+from hpsearch.search.console import command, counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.services import Services
+from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.folders import outbox_folder, runs_folder
+from hpsearch.search.study.steering import running_trials
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.trials.finalist_sets import finalist_studies, refit_studies
 
 
 def with_finalists(study: StoredStudy) -> list[StoredStudy]:

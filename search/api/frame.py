@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from search.report.trial import why_waiting
-from search.study.front import broken_bounds
-from search.study.ranking import first_value
-from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, REASON, WORKER
+from hpsearch.search.report.trial import why_waiting
+from hpsearch.search.study.front import broken_bounds
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import INFEASIBLE, REASON, WORKER
 
 
 def trials_frame(study: StoredStudy) -> pd.DataFrame:

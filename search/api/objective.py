@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 
-from objectives import BUILTIN, BaseObjective
-from search.errors import SearchError
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import BUILTIN
+from hpsearch.search.errors import SearchError
 
 
 def reference_of(objective: str | type[BaseObjective]) -> str:

@@ -9,16 +9,16 @@ from typing import Self, TypedDict
 
 import optuna
 
-from search.api.telling import notice_promotions
-from search.errors import SearchError, nearest
-from search.services import Services, find_services
-from search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
-from search.study.study import StoredStudy, load_study
-from storage.attributes import SPEC, STOPPED
-from storage.records.promotions import promotions_of
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.progress import read_progress
+from hpsearch.search.api.telling import notice_promotions
+from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.services import Services, find_services
+from hpsearch.search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import SPEC, STOPPED
+from hpsearch.storage.records.promotions import promotions_of
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.progress import read_progress
 
 
 class Addresses(TypedDict, total=False):

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from mlflow.exceptions import MlflowException
 
-from search.api.telling import notice_promotions
-from search.errors import SearchError
-from search.publish.study import close_study
-from search.report import write_report
-from search.services import Services
-from search.study.folders import report_path
-from search.study.study import StoredStudy
-from search.study.summary import summarise
-from search.study.tracking import known_tracking_uri, tracking_of
-from storage.attributes import RUN_ID
-from storage.mlflow.client import RunDeletedError
-from storage.mlflow.health import one_line
+from hpsearch.search.api.telling import notice_promotions
+from hpsearch.search.errors import SearchError
+from hpsearch.search.publish.study import close_study
+from hpsearch.search.report import write_report
+from hpsearch.search.services import Services
+from hpsearch.search.study.folders import report_path
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.study.tracking import known_tracking_uri, tracking_of
+from hpsearch.storage.attributes import RUN_ID
+from hpsearch.storage.mlflow.client import RunDeletedError
+from hpsearch.storage.mlflow.health import one_line
 
 
 def write(services: Services, study: StoredStudy, output: Path | None) -> Path:

@@ -10,28 +10,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from search.errors import SearchError
+from hpsearch.search.errors import SearchError
 
 if TYPE_CHECKING:
     import optuna
     import pandas as pd
     from optuna.trial import FrozenTrial
 
-    from objectives import BaseObjective
-    from search.api.opening import Addresses, StudyRow
-    from search.finalists import Finalists
-    from search.promotion.promote import Promoted
-    from search.run.finalists import FinalistsRan
-    from search.run.refit import RefitRan
-    from search.run.search import Ran
-    from search.run.sync import Synced
-    from search.services import Services
-    from search.spec.spec import StudySpec
-    from search.study.cleanup import Garbage
-    from search.study.steering import Extended
-    from search.study.study import StoredStudy
-    from search.study.summary import Summary
-    from search.worker.options import Working
+    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.search.api.opening import Addresses, StudyRow
+    from hpsearch.search.finalists import Finalists
+    from hpsearch.search.promotion.promote import Promoted
+    from hpsearch.search.run.finalists import FinalistsRan
+    from hpsearch.search.run.refit import RefitRan
+    from hpsearch.search.run.search import Ran
+    from hpsearch.search.run.sync import Synced
+    from hpsearch.search.services import Services
+    from hpsearch.search.spec.spec import StudySpec
+    from hpsearch.search.study.cleanup import Garbage
+    from hpsearch.search.study.steering import Extended
+    from hpsearch.search.study.study import StoredStudy
+    from hpsearch.search.study.summary import Summary
+    from hpsearch.search.worker.options import Working
 
 
 class Study:
@@ -104,7 +104,7 @@ class Study:
         Example:
             study = Study.create("wine.py", name="example", trials=2, epochs=2)
         """
-        from search.api.objective import reference_of
+        from hpsearch.search.api.objective import reference_of
 
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
@@ -133,15 +133,15 @@ class Study:
         Example:
             study = Study.from_spec({"objective": "wine.py", "name": "example"})
         """
-        from search.spec.check import check_settings
-        from search.spec.spec_file import named, read_spec_file
+        from hpsearch.search.spec.check import check_settings
+        from hpsearch.search.spec.spec_file import named, read_spec_file
 
         settings = read_spec_file(Path(spec)) if isinstance(spec, str | Path) else named(dict(spec))
         check_settings(settings)
-        from search.api.opening import Where
-        from search.console import PlainConsole
-        from search.run.search import begin_search
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.api.opening import Where
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.search import begin_search
+        from hpsearch.search.worker.options import WorkerOptions
 
         there = Where.given(where)
         options = WorkerOptions(
@@ -161,7 +161,7 @@ class Study:
         Example:
             study = Study.open("example")
         """
-        from search.api.opening import Where, open_study
+        from hpsearch.search.api.opening import Where, open_study
 
         there = Where.given(where)
         return cls(*open_study(name, there, progress), checkpoint_url=there.checkpoint_url)
@@ -173,7 +173,7 @@ class Study:
         Example:
             assert "example" in [row.name for row in Study.list()]
         """
-        from search.api.opening import Where, list_studies
+        from hpsearch.search.api.opening import Where, list_studies
 
         return list_studies(Where.given(where))
 
@@ -185,9 +185,9 @@ class Study:
             for each in Study.waiting():
                 each.sync()
         """
-        from search.api.opening import Where, open_services
-        from search.run.sync import waiting_studies
-        from search.study.study import load_study
+        from hpsearch.search.api.opening import Where, open_services
+        from hpsearch.search.run.sync import waiting_studies
+        from hpsearch.search.study.study import load_study
 
         there = Where.given(where)
         services, storage = open_services(there)
@@ -224,12 +224,12 @@ class Study:
         Example:
             assert not study.run_fleet(workers=0).interrupted
         """
-        from search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.forking import load_ahead
 
         load_ahead(workers)  # while this process loads what it needs itself
-        from search.console import PlainConsole
-        from search.run.search import run_search
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.search import run_search
+        from hpsearch.search.worker.options import WorkerOptions
 
         options = WorkerOptions(checkpoint_url=self._checkpoint_url, tracking_required=tracking_required, **how)
         created, self._created = self._created, False
@@ -252,11 +252,11 @@ class Study:
             study.extend("+1")
             assert study.work().finished == 3
         """
-        from search.entry import EXIT_DRAINED, handling
-        from search.worker.children import shield_children
-        from search.worker.join import work_on
-        from search.worker.leaving import Stop
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.entry import EXIT_DRAINED, handling
+        from hpsearch.search.worker.children import shield_children
+        from hpsearch.search.worker.join import work_on
+        from hpsearch.search.worker.leaving import Stop
+        from hpsearch.search.worker.options import WorkerOptions
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
@@ -284,7 +284,7 @@ class Study:
     @property
     def stored(self) -> StoredStudy:
         """The study as it is in its database now: `extend` changes its spec."""
-        from search.study.study import load_study
+        from hpsearch.search.study.study import load_study
 
         return load_study(self._storage, self.name)
 
@@ -315,7 +315,7 @@ class Study:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
         """
-        from search.api.frame import trials_frame
+        from hpsearch.search.api.frame import trials_frame
 
         return trials_frame(self.stored)
 
@@ -346,7 +346,7 @@ class Study:
         Example:
             assert study.summary().failed == 0
         """
-        from search.study.summary import summarise
+        from hpsearch.search.study.summary import summarise
 
         return summarise(self.stored)
 
@@ -360,7 +360,7 @@ class Study:
 
         from rich.console import Console
 
-        from search.report.trial import print_trial
+        from hpsearch.search.report.trial import print_trial
 
         page = Console(file=io.StringIO(), force_jupyter=False, width=120, markup=False, highlight=False, emoji=False)
         with page.capture() as text:
@@ -379,7 +379,7 @@ class Study:
     @property
     def dashboard_url(self) -> str | None:
         """The study's page in the Optuna dashboard; None where nobody said where that is."""
-        from search.study.summary import study_page
+        from hpsearch.search.study.summary import study_page
 
         url = self.services.dashboard_url
         return study_page(url, self.stored.study_id) if url else None
@@ -387,7 +387,7 @@ class Study:
     @property
     def mlflow_url(self) -> str | None:
         """The page of the study's run in MLflow; None before it has one."""
-        from storage.attributes import RUN_URL
+        from hpsearch.storage.attributes import RUN_URL
 
         return self.stored.attrs.get(RUN_URL)
 
@@ -395,7 +395,7 @@ class Study:
         return f"Study({self.name!r})"
 
     def _repr_html_(self) -> str:
-        from search.report.summary import summary_lines
+        from hpsearch.search.report.summary import summary_lines
 
         lines = summary_lines(self.stored, self.summary(), dashboard_url=self.services.dashboard_url)
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
@@ -414,7 +414,7 @@ class Study:
         Example:
             study.stop(wait=True)
         """
-        from search.study.steering import stop_study
+        from hpsearch.search.study.steering import stop_study
 
         before = stop_study(self.stored)
         while wait and self.running:
@@ -424,7 +424,7 @@ class Study:
     @property
     def running(self) -> int:
         """How many trials are run by a worker that seems alive."""
-        from search.study.steering import running_trials
+        from hpsearch.search.study.steering import running_trials
 
         return running_trials(self.stored)
 
@@ -434,9 +434,9 @@ class Study:
         Example:
             study.start()
         """
-        from search.api.telling import tell_mlflow
-        from search.publish.study import reopen_study
-        from search.study.steering import start_study
+        from hpsearch.search.api.telling import tell_mlflow
+        from hpsearch.search.publish.study import reopen_study
+        from hpsearch.search.study.steering import start_study
 
         before = self.stored.given_up
         why = start_study(self.stored)
@@ -459,9 +459,9 @@ class Study:
         Example:
             assert study.extend("+1").after == 4
         """
-        from search.api.telling import tell_mlflow
-        from search.publish.study import reopen_study
-        from search.study.steering import extend_study
+        from hpsearch.search.api.telling import tell_mlflow
+        from hpsearch.search.publish.study import reopen_study
+        from hpsearch.search.study.steering import extend_study
 
         given = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
         amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
@@ -491,8 +491,8 @@ class Study:
             study.extend("+2")
             assert study.enqueue("more.csv") == 2
         """
-        from search.api.telling import warn
-        from search.study.enqueue import enqueue, waits_in_vain
+        from hpsearch.search.api.telling import warn
+        from hpsearch.search.study.enqueue import enqueue, waits_in_vain
 
         stored = self.stored
         made = enqueue(stored, self._rows(stored, path))
@@ -502,8 +502,8 @@ class Study:
 
     @staticmethod
     def _rows(stored: StoredStudy, path: Path | str) -> builtins.list[FrozenTrial]:
-        from objectives import load_objective
-        from search.study.enqueue import read_rows
+        from hpsearch.objectives.loading import load_objective
+        from hpsearch.search.study.enqueue import read_rows
 
         return read_rows(Path(path), load_objective(stored.spec.objective))
 
@@ -523,9 +523,9 @@ class Study:
             except SearchError as error:
                 assert "only a failed or an infeasible trial is tried again" in str(error)
         """
-        from search.api.telling import tell_mlflow
-        from search.publish.study import reopen_study, reopen_trial_run
-        from search.study.steering import retry_trial
+        from hpsearch.search.api.telling import tell_mlflow
+        from hpsearch.search.publish.study import reopen_study, reopen_trial_run
+        from hpsearch.search.study.steering import retry_trial
 
         stored = self.stored
         was, epoch = retry_trial(stored, trial, from_start=from_start)
@@ -588,12 +588,12 @@ class Study:
         Example:
             assert study.train_finalists(1, 1, workers=0).table.pending == 0
         """
-        from search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.forking import load_ahead
 
         load_ahead(workers)
-        from search.console import PlainConsole
-        from search.run.finalists import run_finalists
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.finalists import run_finalists
+        from hpsearch.search.worker.options import WorkerOptions
 
         options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
         return run_finalists(
@@ -617,7 +617,7 @@ class Study:
             scores = study.open_test()
             assert 0 <= scores["accuracy"] <= 1
         """
-        from search.api.test_set import open_test_set
+        from hpsearch.search.api.test_set import open_test_set
 
         return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
@@ -637,12 +637,12 @@ class Study:
         Example:
             assert study.train_refit(seeds=1, workers=1).refit.taken == 0
         """
-        from search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.forking import load_ahead
 
         load_ahead(workers)
-        from search.console import PlainConsole
-        from search.run.refit import run_refit
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.refit import run_refit
+        from hpsearch.search.worker.options import WorkerOptions
 
         options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
         return run_refit(
@@ -659,14 +659,14 @@ class Study:
             infeasible: whether trials count that break a constraint.
 
         Example:
-            from search import SearchError
+            from hpsearch import SearchError
 
             try:
                 study.preferred("accuracy >= 0.5")
             except SearchError as error:  # this study has one metric
                 assert "--prefer" in str(error)
         """
-        from search.promotion.prefer import preferred
+        from hpsearch.search.promotion.prefer import preferred
 
         return preferred(self.stored, preference, infeasible=infeasible)
 
@@ -692,11 +692,11 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True).trial == 0
         """
-        from search.promotion.promote import promote
-        from search.promotion.promote_refit import promote_refit
-        from search.publish.note import write_note
-        from search.study.summary import summarise
-        from search.study.tracking import tracking_of
+        from hpsearch.search.promotion.promote import promote
+        from hpsearch.search.promotion.promote_refit import promote_refit
+        from hpsearch.search.publish.note import write_note
+        from hpsearch.search.study.summary import summarise
+        from hpsearch.search.study.tracking import tracking_of
 
         stored = self.stored
         tracking = tracking_of(self.services, stored)
@@ -715,7 +715,7 @@ class Study:
         Example:
             assert study.report("example.html").exists()
         """
-        from search.api import reporting
+        from hpsearch.search.api import reporting
 
         report = reporting.write(self.services, self.stored, None if path is None else Path(path))
         reporting.log(self.services, self.stored, report)
@@ -727,8 +727,8 @@ class Study:
         Example:
             assert study.sync().left == 0
         """
-        from search.console import PlainConsole
-        from search.run.sync import sync_study
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.sync import sync_study
 
         return sync_study(self.services, self.stored, self._checkpoint_url, PlainConsole())
 
@@ -742,8 +742,8 @@ class Study:
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
         """
-        from search.api.telling import warn
-        from search.study.cleanup import remove_garbage
+        from hpsearch.search.api.telling import warn
+        from hpsearch.search.study.cleanup import remove_garbage
 
         found, problems = self.garbage(keep_top)
         if not dry_run:
@@ -758,9 +758,9 @@ class Study:
         Example:
             found, problems = study.garbage()
         """
-        from search.study.cleanup import find_garbage
-        from search.study.tracking import tracking_of
-        from storage.attributes import RUN_ID
+        from hpsearch.search.study.cleanup import find_garbage
+        from hpsearch.search.study.tracking import tracking_of
+        from hpsearch.storage.attributes import RUN_ID
 
         stored = self.stored
         tracking = tracking_of(self.services, stored) if RUN_ID in stored.attrs else None
@@ -774,7 +774,7 @@ class Study:
         Example:
             assert study.delete() == ["example.finalists", "example.refit", "example"]
         """
-        from search.api.deletion import delete_study
+        from hpsearch.search.api.deletion import delete_study
 
         return delete_study(self.services, self.stored, self._checkpoint_url)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from search.console import PlainConsole
-from search.promotion.registry_watch import notice
-from search.services import Services
-from search.study.study import StoredStudy
-from search.study.tracking import known_tracking_uri, tracking_of
-from storage.attributes import RUN_ID
-from storage.errors import StorageError
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import check_server, one_line
-from storage.study_storage import PostgresStorage
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.promotion.registry_watch import notice
+from hpsearch.search.services import Services
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.tracking import known_tracking_uri, tracking_of
+from hpsearch.storage.attributes import RUN_ID
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server, one_line
+from hpsearch.storage.study_storage import PostgresStorage
 
 
 def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
@@ -42,7 +42,7 @@ def notice_promotions(services: Services, storage: PostgresStorage, study: Store
         tracking = services.open_tracking(uri)
         notice(storage, tracking)
         if study is not None:
-            from search.promotion.promote import refresh_evidence
+            from hpsearch.search.promotion.promote import refresh_evidence
 
             refresh_evidence(study, tracking)
     except StorageError as error:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from search.api.telling import tell_mlflow
-from search.console import command
-from search.errors import SearchError
-from search.promotion.open_test import Candidate, choose_candidate, open_for
-from search.promotion.promote import refresh_evidence
-from search.publish.study import close_study
-from search.services import Services
-from search.study.study import StoredStudy
-from search.study.summary import summarise
-from search.study.tracking import tracking_of
-from storage.mlflow.client import Tracking
-from storage.records.test_openings import AlreadyOpenError
+from hpsearch.search.api.telling import tell_mlflow
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion.open_test import Candidate, choose_candidate, open_for
+from hpsearch.search.promotion.promote import refresh_evidence
+from hpsearch.search.publish.study import close_study
+from hpsearch.search.services import Services
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.study.tracking import tracking_of
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.records.test_openings import AlreadyOpenError
 
 
 def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:

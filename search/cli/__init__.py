@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from search.cli import verbs
-from search.discovery import load_modules
-from search.early import leave_when_told
-from search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
-from search.secret_files import read_secret_files
+from hpsearch.search.cli import verbs
+from hpsearch.search.discovery import load_modules
+from hpsearch.search.early import leave_when_told
+from hpsearch.search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
+from hpsearch.search.secret_files import read_secret_files
 
 app = typer.Typer(
     name="hpsearch",
@@ -37,7 +37,7 @@ ORDER = (
 
 
 def add_verbs(app: typer.Typer) -> None:
-    """Add every module of :mod:`search.cli.verbs` to a command line."""
+    """Add every module of :mod:`hpsearch.search.cli.verbs` to a command line."""
     found = load_modules(verbs.__name__, verbs.__path__)
     for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         found[name].register(app)

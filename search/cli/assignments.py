@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from objectives import BaseObjective, LoopObjective
-    from objectives.training import TrainConfig
+    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.objectives.training.config import TrainConfig
 
 Objective_ = Annotated[
     str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py.")
@@ -33,8 +34,8 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
         ObjectiveError: a setting is unknown or its value is not valid.
     """
-    from objectives import LoopObjective
-    from search.spec.spec_file import parse_options
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.search.spec.spec_file import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):
@@ -44,9 +45,9 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
     """The configuration of an own loop: of the settings that its search space has."""
-    from objectives.own_loop.loop_objective import plain_config
-    from objectives.own_loop.restored import config_of
-    from search.errors import SearchError
+    from hpsearch.objectives.own_loop.loop_objective import plain_config
+    from hpsearch.objectives.own_loop.restored import config_of
+    from hpsearch.search.errors import SearchError
 
     values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
     for key, value in given.items():
@@ -58,9 +59,9 @@ def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
 
 
 def _trained(objective: BaseObjective, given: dict[str, Any]) -> TrainConfig:
-    from objectives.errors import ObjectiveError
-    from objectives.training import TrainConfig
-    from search.errors import SearchError
+    from hpsearch.objectives.errors import ObjectiveError
+    from hpsearch.objectives.training.config import TrainConfig
+    from hpsearch.search.errors import SearchError
 
     values = objective.default_config().to_dict()
     for key, value in given.items():
@@ -80,8 +81,8 @@ def _trained(objective: BaseObjective, given: dict[str, Any]) -> TrainConfig:
 
 
 def _require(there: bool, otherwise: str, name: str, known: list[str]) -> None:
-    from objectives.errors import nearest
-    from search.errors import SearchError
+    from hpsearch.objectives.errors import nearest
+    from hpsearch.search.errors import SearchError
 
     if not there:
         raise SearchError(f"{otherwise}: {nearest(name, known) if known else 'the default configuration names none'}")

@@ -13,7 +13,7 @@ def confirm(question: str) -> bool:
     Raises:
         SearchError: nobody is there to answer, as in a job without a terminal.
     """
-    from search.errors import SearchError
+    from hpsearch.search.errors import SearchError
 
     try:
         return typer.confirm(question)

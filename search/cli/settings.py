@@ -11,11 +11,11 @@ from typing import Annotated, Any, get_args
 import typer
 from pydantic.fields import FieldInfo
 
-from search.errors import SearchError
-from search.kinds import Kind
-from search.spec import spec as specs
-from search.spec.several import USUAL
-from search.spec.spec_file import parse_options, read_spec_file
+from hpsearch.search.errors import SearchError
+from hpsearch.search.kinds import Kind
+from hpsearch.search.spec import spec as specs
+from hpsearch.search.spec.several import USUAL
+from hpsearch.search.spec.spec_file import parse_options, read_spec_file
 
 _Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
 

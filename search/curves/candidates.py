@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from search.curves.space import Space
+from hpsearch.search.curves.space import Space
 
 DRAWN = 800  # configurations at random among which the best is sought
 AROUND = 60  # configurations around each of the

@@ -20,7 +20,7 @@ from optuna.distributions import (
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from search.curves.points import losses, seen
+from hpsearch.search.curves.points import losses, seen
 
 EARLIER = "curves:earlier"  # the study's system attribute with what its warm start tells
 TRIALS = 150  # of earlier studies together, at most: with two points each, half of the points of a process

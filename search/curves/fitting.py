@@ -10,9 +10,9 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.learning import Lesson, known
-from search.curves.process import Points, Posterior, Process
-from search.curves.space import Space
+from hpsearch.search.curves.learning import Lesson, known
+from hpsearch.search.curves.process import Points, Posterior, Process
+from hpsearch.search.curves.space import Space
 
 FITTED = "curves:process"  # the study's system attribute with the hyperparameters that were fitted last
 REFIT = 1.15  # times the trials of the last fit, from which on they are old

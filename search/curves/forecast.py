@@ -1,6 +1,6 @@
 """What trials that run or wait will end with: their best value after the last epoch, and how sure that is.
 
-By the process that the sampler `curves` asks (`search.curves.process`), whatever the sampler of the study is.
+By the process that the sampler `curves` asks (`hpsearch.search.curves.process`), whatever the sampler of the study is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.bounds import least_loss
-from search.curves.foreseen import Forecast, foreseeable, scale
-from search.curves.learning import Lesson, known, parameters
-from search.curves.points import Seen, losses
-from search.curves.process import Points
+from hpsearch.search.curves.bounds import least_loss
+from hpsearch.search.curves.foreseen import Forecast, foreseeable, scale
+from hpsearch.search.curves.learning import Lesson, known, parameters
+from hpsearch.search.curves.points import Seen, losses
+from hpsearch.search.curves.process import Points
 
 MOST = 40  # trials that are foreseen: those that run, then those that got furthest, then the best
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from search.curves.points import Seen
+from hpsearch.search.curves.points import Seen
 
 CHOSEN = "curves:chosen"  # a trial's system attribute: why it has its configuration
 ENOUGH = 8  # trials that have reported, before which no trial's end is foreseen

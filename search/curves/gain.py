@@ -19,14 +19,14 @@ import optuna
 import torch
 from optuna.study import StudyDirection
 
-from search.curves.bounds import least_loss
-from search.curves.candidates import AROUND, DRAWN, TOPS
-from search.curves.earlier import EARLIER, Earlier
-from search.curves.fitting import FITTED, posterior_of, told_trials
-from search.curves.learning import Lesson, parameters
-from search.curves.points import Seen, losses
-from search.curves.process import Points, Posterior
-from search.curves.space import Space
+from hpsearch.search.curves.bounds import least_loss
+from hpsearch.search.curves.candidates import AROUND, DRAWN, TOPS
+from hpsearch.search.curves.earlier import EARLIER, Earlier
+from hpsearch.search.curves.fitting import FITTED, posterior_of, told_trials
+from hpsearch.search.curves.learning import Lesson, parameters
+from hpsearch.search.curves.points import Seen, losses
+from hpsearch.search.curves.process import Points, Posterior
+from hpsearch.search.curves.space import Space
 
 FUNCTIONS = 500  # drawn from the process
 MOST_BEGUN, MOST_NEW = 50, 250  # trials that they are looked at: the best that were begun, and hopeful new ones

@@ -11,10 +11,10 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial
 from torch import Tensor
 
-from search.curves.earlier import Earlier
-from search.curves.points import MOST, OF_EACH, Seen, losses, seen
-from search.curves.process import Points, Process
-from search.curves.space import Space
+from hpsearch.search.curves.earlier import Earlier
+from hpsearch.search.curves.points import MOST, OF_EACH, Seen, losses, seen
+from hpsearch.search.curves.process import Points, Process
+from hpsearch.search.curves.space import Space
 
 FIT = 200  # points that hyperparameters are fitted on, at most
 

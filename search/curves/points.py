@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 from scipy.special import ndtri
 from scipy.stats import rankdata
 
-from storage.attributes import INFEASIBLE
+from hpsearch.storage.attributes import INFEASIBLE
 
 MOST = 600  # points, beyond which those are drawn that are neither of the longest nor of the best trials
 OF_EACH = 2  # points of a trial, at most, unless it is said otherwise

@@ -11,13 +11,13 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.candidates import TOPS, best_candidate
-from search.curves.earlier import EARLIER, Earlier
-from search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
-from search.curves.foreseen import CHOSEN, band
-from search.curves.learning import Lesson, parameters
-from search.curves.process import Points, log_expected_improvement
-from search.curves.several import Several
+from hpsearch.search.curves.candidates import TOPS, best_candidate
+from hpsearch.search.curves.earlier import EARLIER, Earlier
+from hpsearch.search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
+from hpsearch.search.curves.foreseen import CHOSEN, band
+from hpsearch.search.curves.learning import Lesson, parameters
+from hpsearch.search.curves.process import Points, log_expected_improvement
+from hpsearch.search.curves.several import Several
 
 
 class CurvesSampler(BaseSampler):

@@ -20,18 +20,18 @@ from optuna.distributions import BaseDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives.measured import MEASURED
-from search.curves.candidates import TOPS, best_candidate
-from search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
-from search.curves.foreseen import CHOSEN, band, scale
-from search.curves.learning import Lesson
-from search.curves.points import Seen, losses
-from search.curves.process import Points, Posterior
-from search.curves.space import Space
-from search.curves.vectors import path, values_by_epoch, worth
-from storage.attributes import PLACE
-from storage.pareto import front, losses_of
-from storage.rungs.front_order import order
+from hpsearch.objectives.measured import MEASURED
+from hpsearch.search.curves.candidates import TOPS, best_candidate
+from hpsearch.search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
+from hpsearch.search.curves.foreseen import CHOSEN, band, scale
+from hpsearch.search.curves.learning import Lesson
+from hpsearch.search.curves.points import Seen, losses
+from hpsearch.search.curves.process import Points, Posterior
+from hpsearch.search.curves.space import Space
+from hpsearch.search.curves.vectors import path, values_by_epoch, worth
+from hpsearch.storage.attributes import PLACE
+from hpsearch.storage.pareto import front, losses_of
+from hpsearch.storage.rungs.front_order import order
 
 VECTORS = 256  # that no trial dominates, by which is told what is gained
 _BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from optuna.trial import FrozenTrial
 
-from storage.attributes import INFEASIBLE, VALUES
-from storage.pareto import losses_of
+from hpsearch.storage.attributes import INFEASIBLE, VALUES
+from hpsearch.storage.pareto import losses_of
 
 
 def values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:

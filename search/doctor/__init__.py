@@ -1,4 +1,1 @@
-"""Doctor: what a worker on this machine needs, checked one thing after the other, with a remedy for what fails.
-
-Imports: errors, console, services, study, fleet.
-"""
+"""Doctor: what a worker on this machine needs, checked one thing after the other, with a remedy for what fails."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from search.errors import USER_ERRORS
-from storage.urls import without_secret
+from hpsearch.search.errors import USER_ERRORS
+from hpsearch.storage.urls import without_secret
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from search.doctor.check import Check, Found, ok
-from storage.checkpoints.store import Checkpoints
+from hpsearch.search.doctor.check import Check, Found, ok
+from hpsearch.storage.checkpoints.store import Checkpoints
 
 
 def checkpoint_check(url: str, setting: str, *, needs: tuple[str, ...]) -> Check:

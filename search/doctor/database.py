@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from search.console import command, counted
-from search.doctor.check import Check, Found, failed, ok, warning
-from storage.database.connect import connect, schema_revisions, table_rights
+from hpsearch.search.console import command, counted
+from hpsearch.search.doctor.check import Check, Found, failed, ok, warning
+from hpsearch.storage.database.connect import connect, schema_revisions, table_rights
 
 ROUND_TRIPS = 5
 SKEW = 2.0  # seconds that two clocks may differ

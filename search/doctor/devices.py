@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 
-from search.console import counted
-from search.doctor.check import Check, Found, ok, warning
-from search.fleet.cores import cores
+from hpsearch.search.console import counted
+from hpsearch.search.doctor.check import Check, Found, ok, warning
+from hpsearch.search.fleet.cores import cores
 
 _PATIENCE = 20  # seconds for nvidia-smi, which can hang with its driver
 

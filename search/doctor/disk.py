@@ -7,9 +7,9 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from search.console import command
-from search.doctor.check import Check, Found, failed, ok, warning
-from storage.home import VARIABLE
+from hpsearch.search.console import command
+from hpsearch.search.doctor.check import Check, Found, failed, ok, warning
+from hpsearch.storage.home import VARIABLE
 
 LITTLE = 1_000_000_000  # bytes: a few runs with their checkpoints and plots
 TOO_LITTLE = 100_000_000  # bytes: less than one

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import optuna
 
-from search.console import command
-from search.doctor.check import Check, Checker, Finding, Found, failed, ok
-from search.doctor.checkpoints import checkpoint_check
-from search.doctor.database import database_checks
-from search.doctor.devices import device_checks
-from search.doctor.disk import disk_checks
-from search.doctor.study import study_checks
-from search.doctor.tracking import tracking_checks
-from search.doctor.versions import version_check
-from search.services import check_pair
-from search.study.study import StoredStudy, load_study
-from storage.attributes import CHECKPOINT_URL, TRACKING_URI
-from storage.embedded import stack
-from storage.home import home_dir
-from storage.study_storage.opening import open_storage
+from hpsearch.search.console import command
+from hpsearch.search.doctor.check import Check, Checker, Finding, Found, failed, ok
+from hpsearch.search.doctor.checkpoints import checkpoint_check
+from hpsearch.search.doctor.database import database_checks
+from hpsearch.search.doctor.devices import device_checks
+from hpsearch.search.doctor.disk import disk_checks
+from hpsearch.search.doctor.study import study_checks
+from hpsearch.search.doctor.tracking import tracking_checks
+from hpsearch.search.doctor.versions import version_check
+from hpsearch.search.services import check_pair
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.home import home_dir
+from hpsearch.storage.study_storage.opening import open_storage
 
 
 def examine(

@@ -6,13 +6,14 @@ import sys
 from contextlib import redirect_stdout
 from importlib.metadata import version
 
-from objectives import BaseObjective, load_objective
-from search.console import command
-from search.doctor.check import Check, Found, ok, warning
-from search.study.release import check_release
-from search.study.study import StoredStudy
-from storage.attributes import RELEASE, STOPPED
-from storage.trials.progress import read_progress
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import load_objective
+from hpsearch.search.console import command
+from hpsearch.search.doctor.check import Check, Found, ok, warning
+from hpsearch.search.study.release import check_release
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import RELEASE, STOPPED
+from hpsearch.storage.trials.progress import read_progress
 
 
 def study_checks(study: StoredStudy | None) -> list[Check]:

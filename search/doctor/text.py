@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
-from search.doctor.check import Finding, Status
+from hpsearch.search.doctor.check import Finding, Status
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 _STATUS, _NAME = 9, 13  # columns, with the blanks after them

@@ -6,11 +6,11 @@ import time
 from functools import partial
 from importlib.metadata import version
 
-from search.doctor.check import Check, Found, failed, ok, warning
-from storage.errors import StorageError
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import check_server, one_line, server_version
-from storage.mlflow.probe import remove_probe, write_probe
+from hpsearch.search.doctor.check import Check, Found, failed, ok, warning
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server, one_line, server_version
+from hpsearch.storage.mlflow.probe import remove_probe, write_probe
 
 
 def tracking_checks(uri: str | None, setting: str, *, needs: tuple[str, ...], otherwise: Found) -> list[Check]:

@@ -6,9 +6,9 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from search.doctor.check import Check, Found, failed, ok, warning
+from hpsearch.search.doctor.check import Check, Found, failed, ok, warning
 
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"  # a checkout has it, a wheel has not
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # a checkout has it, a wheel has not
 
 
 def version_check() -> Check:

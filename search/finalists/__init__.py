@@ -1,8 +1,5 @@
-"""Finalists: the best trials of a search, trained anew on fresh seeds before one of them is crowned.
+"""Finalists: the best trials of a search, trained anew on fresh seeds before one of them is crowned."""
 
-Imports: errors, console, curves, samplers, pruners, spec, sampling, study.
-"""
-
-from search.finalists.table import FinalistRow, Finalists, read_finalists
+from hpsearch.search.finalists.table import FinalistRow, Finalists, read_finalists
 
 __all__ = ["FinalistRow", "Finalists", "read_finalists"]

@@ -14,12 +14,12 @@ from typing import Any
 from optuna.exceptions import DuplicatedStudyError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.pruners.none import NoPruning
-from search.samplers.random import Random
-from search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
-from search.study.create_or_join import name_metric, study_directions
-from search.study.study import StoredStudy
-from storage.attributes import (
+from hpsearch.search.pruners.none import NoPruning
+from hpsearch.search.samplers.random import Random
+from hpsearch.search.spec.spec import FINALISTS, REFIT, FinalistsOf, StudySpec, parse_spec
+from hpsearch.search.study.create_or_join import name_metric, study_directions
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import (
     CHECKPOINT_URL,
     FOLDER,
     PARENT_TRIAL,

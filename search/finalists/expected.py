@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search.curves.bounds import SHARES, least_loss
-from search.finalists.winner import Choice
+from hpsearch.search.curves.bounds import SHARES, least_loss
+from hpsearch.search.finalists.winner import Choice
 
 LEVEL = 0.9  # of the interval
 

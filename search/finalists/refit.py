@@ -13,17 +13,17 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.console import command
-from search.errors import SearchError
-from search.finalists.companion import create
-from search.finalists.study import fresh_seeds
-from search.finalists.table import counting_set, newest_set, tabulate, why_missing
-from search.spec.spec import FinalistsOf
-from search.study.steering import find_trial
-from search.study.study import StoredStudy, load_study
-from storage.attributes import FRESH, REFIT
-from storage.database.locks import name_lock
-from storage.trials.finalist_sets import refit_studies
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.companion import create
+from hpsearch.search.finalists.study import fresh_seeds
+from hpsearch.search.finalists.table import counting_set, newest_set, tabulate, why_missing
+from hpsearch.search.spec.spec import FinalistsOf
+from hpsearch.search.study.steering import find_trial
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import FRESH, REFIT
+from hpsearch.storage.database.locks import name_lock
+from hpsearch.storage.trials.finalist_sets import refit_studies
 
 SEEDS = 3
 

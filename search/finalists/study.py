@@ -8,20 +8,20 @@ import sys
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.console import command, counted
-from search.errors import SearchError
-from search.finalists.companion import create
-from search.finalists.table import newest_set
-from search.sampling.seeds import derive_seed
-from search.spec.spec import FinalistsOf
-from search.study.ranking import first_value, in_bounds, rank_trials
-from search.study.steering import running_trials
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.attributes import REMOVED, STOPPED
-from storage.database.locks import name_lock
-from storage.pareto import front, losses_of
-from storage.trials.finalist_sets import finalist_studies, refit_studies
+from hpsearch.search.console import command, counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.companion import create
+from hpsearch.search.finalists.table import newest_set
+from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.spec.spec import FinalistsOf
+from hpsearch.search.study.ranking import first_value, in_bounds, rank_trials
+from hpsearch.search.study.steering import running_trials
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import REMOVED, STOPPED
+from hpsearch.storage.database.locks import name_lock
+from hpsearch.storage.pareto import front, losses_of
+from hpsearch.storage.trials.finalist_sets import finalist_studies, refit_studies
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
 

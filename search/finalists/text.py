@@ -6,12 +6,12 @@ import statistics
 
 from rich.table import Table
 
-from search.console import counted
-from search.finalists.expected import LEVEL, Expected, Scored
-from search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
-from search.study.ranking import best_first
-from search.study.study import StoredStudy
-from storage.records.test_openings import Opening, read_opening
+from hpsearch.search.console import counted
+from hpsearch.search.finalists.expected import LEVEL, Expected, Scored
+from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
+from hpsearch.search.study.ranking import best_first
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.records.test_openings import Opening, read_opening
 
 _TOLD = 5e-5  # less is nothing, in four digits
 SHOWN = {

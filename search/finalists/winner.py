@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from search.study.ranking import best_first
+from hpsearch.search.study.ranking import best_first
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,1 @@
-"""Fleets: worker processes of one machine, forked, restarted, told to stop.
-
-Imports: errors, entry, worker.
-"""
+"""Fleets: worker processes of one machine, forked, restarted, told to stop."""

@@ -17,15 +17,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from objectives.training.data.child import ending_with_parent
-from search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
-from search.errors import SearchError
-from search.fleet.forking import can_fork
-from search.fleet.private_folder import private_folder
-from search.fleet.rendezvous import rendezvous
-from search.worker.identity import default_device
-from search.worker.options import WorkerOptions
-from search.worker.orphan import watch_fleet
+from hpsearch.objectives.training.data.child import ending_with_parent
+from hpsearch.search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
+from hpsearch.search.errors import SearchError
+from hpsearch.search.fleet.forking import can_fork
+from hpsearch.search.fleet.private_folder import private_folder
+from hpsearch.search.fleet.rendezvous import rendezvous
+from hpsearch.search.worker.identity import default_device
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.search.worker.orphan import watch_fleet
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +160,10 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     bind()
     import torch
 
-    from objectives.training.ranks import RankLostError, joined
-    from search.worker.join import join_study
-    from search.worker.ranks import dismiss, follow, hear
-    from search.worker.signals import stop_on_signals
+    from hpsearch.objectives.training.ranks import RankLostError, joined
+    from hpsearch.search.worker.join import join_study
+    from hpsearch.search.worker.ranks import dismiss, follow, hear
+    from hpsearch.search.worker.signals import stop_on_signals
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

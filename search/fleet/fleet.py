@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
-from search.fleet.cores import thread_settings
-from search.fleet.devices import join_on_devices
-from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.fleet.gpus import gpus_of
-from search.worker.join import join_study
-from search.worker.options import WorkerOptions
+from hpsearch.search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
+from hpsearch.search.fleet.cores import thread_settings
+from hpsearch.search.fleet.devices import join_on_devices
+from hpsearch.search.fleet.forking import ForkedProcess, can_fork, load_ahead
+from hpsearch.search.fleet.gpus import gpus_of
+from hpsearch.search.worker.join import join_study
+from hpsearch.search.worker.options import WorkerOptions
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
@@ -196,7 +196,7 @@ def _executed(command: list[str], environment: dict[str, str], log: Path) -> sub
         # -P: a search.py in the user's folder must not take the place of this package.
         # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "search", *command],
+            [sys.executable, "-P", "-m", "hpsearch", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -17,8 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 
-from search.entry import find_modules_here, telling_mistakes
-from search.fleet.cores import thread_settings
+from hpsearch.search.entry import find_modules_here, telling_mistakes
+from hpsearch.search.fleet.cores import thread_settings
 
 # Where there may be an accelerator nothing is forked: its driver may not be asked anything before a fork, and it is not
 # in our hands what a library asks while it loads.
@@ -40,8 +40,8 @@ def load_ahead(workers: int) -> None:
     """
     if not workers or not can_fork():
         return
-    _context.set_forkserver_preload(["search.fleet.preload"])
-    # Its interpreter looks for modules in the current folder otherwise, where the user may have a search.py.
+    _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
+    # Without it, a module in the current folder would hide an installed package of the same name.
     environment = {**thread_settings(workers), "PYTHONSAFEPATH": "1"}
     with contextlib.suppress(OSError), _environment(environment), _silence():
         forkserver.ensure_running()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from search.errors import SearchError
+from hpsearch.search.errors import SearchError
 
 
 def visible_gpus() -> list[str]:

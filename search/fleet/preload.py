@@ -13,7 +13,7 @@ import os
 import signal
 
 MODULES = (
-    "search.worker.join",
+    "hpsearch.search.worker.join",
     "mlflow.pytorch",
     "torch._inductor",  # by which torch answers a call for deterministic algorithms
     "torch.export._trace",  # these two by the first export of a model

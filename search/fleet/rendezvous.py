@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from search.errors import SearchError
+from hpsearch.search.errors import SearchError
 
 _LAST_PORT = 65_535
 _FIRST_PORT, _PORTS = 20_000, 10_000  # of a Slurm job, by its number: two jobs of a node seldom have the same

@@ -1,4 +1,1 @@
-"""Launching: what an engine (Slurm, Kubernetes, Ray, systemd) is given to run workers; nothing is started here.
-
-Imports: errors, services, spec, study.
-"""
+"""Launching: what an engine (Slurm, Kubernetes, Ray, systemd) is given to run workers; nothing is started here."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from search.launch.settings import Launch
-from search.services import find_services
-from search.study.study import load_study
-from storage.errors import StorageError
-from storage.study_storage.opening import open_storage
+from hpsearch.search.launch.settings import Launch
+from hpsearch.search.services import find_services
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.study_storage.opening import open_storage
 
 
 def why_unknown(launch: Launch) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search.launch.settings import Launch
+from hpsearch.search.launch.settings import Launch
 
 _TEMPLATES = {
     "slurm": "slurm.sh.j2",
@@ -28,7 +28,7 @@ _LONGEST_NAME = 45  # of a Kubernetes Job: its pods' names, of at most 63 charac
 def printed(launch: Launch) -> str:
     """Return what the engine is given, ending in a line break."""
     environment = Environment(
-        loader=PackageLoader("search.launch"),
+        loader=PackageLoader("hpsearch.search.launch"),
         autoescape=False,  # noqa: S701 it is no HTML: each value is quoted by its language's filter
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -64,8 +64,8 @@ def _values(launch: Launch) -> dict[str, Any]:
 
 def worker_command(launch: Launch) -> list[str]:
     """Return the one command that a worker is."""
-    # -P: a search.py in the user's folder must not take the place of this package.
-    start = launch.command or (sys.executable, "-P", "-m", "search")
+    # -P: a module in the user's folder must not hide an installed package of the same name.
+    start = launch.command or (sys.executable, "-P", "-m", "hpsearch")
     several = ["--devices", str(int(launch.gpus))] if launch.gpus > 1 else []
     return [*start, "worker", "--study", launch.study, "--grace", str(launch.worker_grace), *several]
 

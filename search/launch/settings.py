@@ -6,9 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
-from search.errors import SearchError, nearest
-from search.spec.spec import NAME_PATTERN
-from storage.urls import normalise, redact
+from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.spec.spec import NAME_PATTERN
+from hpsearch.storage.urls import normalise, redact
 
 ENGINES = ("slurm", "kubernetes", "ray", "systemd")
 MARGIN = 5  # seconds of the grace that a worker leaves for the way of the signal and its own end

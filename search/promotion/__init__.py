@@ -1,4 +1,1 @@
-"""Promotion: the test set, champions with their evidence, and the check of what is served.
-
-Imports: errors, console, sampling, study, finalists, tracking, report, publish.
-"""
+"""Promotion: the test set, champions with their evidence, and the check of what is served."""

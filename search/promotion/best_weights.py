@@ -9,17 +9,18 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from objectives import BaseObjective, load_objective
-from objectives.training.checks.held_out import Restored
-from objectives.training.reproducibility import checkpoint
-from search.console import command
-from search.errors import SearchError
-from search.sampling.seeds import training_seed
-from search.study.ranking import first_value
-from search.study.study import StoredStudy
-from storage.attributes import REMOVED, RUN_ID
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import one_line
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.training.checks.held_out import Restored
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.seeds import training_seed
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import REMOVED, RUN_ID
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import one_line
 
 _SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
 

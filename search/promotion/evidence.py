@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from optuna.trial import FrozenTrial
 
-from search.finalists import read_finalists
-from search.finalists.refit import tabulate_refit
-from search.study.ranking import first_value
-from search.study.study import StoredStudy, parent_of
-from storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
-from storage.mlflow.artifacts import read_artifact
-from storage.mlflow.health import one_line
-from storage.mlflow.registry import Registry
-from storage.mlflow.weights_model import why_weights_only
-from storage.records.test_openings import Opening, read_opening
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.finalists.refit import tabulate_refit
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.mlflow.artifacts import read_artifact
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.registry import Registry
+from hpsearch.storage.mlflow.weights_model import why_weights_only
+from hpsearch.storage.records.test_openings import Opening, read_opening
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -11,24 +11,24 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from objectives import LoopObjective
-from objectives.fit import model_objective
-from objectives.own_loop.restored import config_of
-from objectives.own_loop.run import exported
-from objectives.training import EpochRecord
-from objectives.training.checks.held_out import restore_best
-from objectives.training.result import Exported
-from search.console import command
-from search.errors import SearchError
-from search.promotion.best_weights import BestWeights, judged_objective
-from search.study.study import StoredStudy
-from search.tracking.trial_model import model_record, run_params, write_model
-from storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
-from storage.errors import StorageError
-from storage.mlflow.client import Tracking, allowed_name
-from storage.mlflow.health import one_line
-from storage.mlflow.model_of_run import make_model
-from storage.mlflow.run_links import RunLinks
+from hpsearch.objectives.fit import model_objective
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.objectives.own_loop.restored import config_of
+from hpsearch.objectives.own_loop.run import exported
+from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import Exported
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion.best_weights import BestWeights, judged_objective
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.trial_model import model_record, run_params, write_model
+from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import Tracking, allowed_name
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.model_of_run import make_model
+from hpsearch.storage.mlflow.run_links import RunLinks
 
 _UNDONE = "nothing was promoted"
 

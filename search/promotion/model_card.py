@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from search.console import counted
-from search.finalists.expected import LEVEL
-from search.promotion.evidence import Evidence
-from search.study.summary import format_value
-from storage.mlflow.registry import DESCRIPTION_LIMIT
-from storage.mlflow.weights_model import CHECKPOINT
+from hpsearch.search.console import counted
+from hpsearch.search.finalists.expected import LEVEL
+from hpsearch.search.promotion.evidence import Evidence
+from hpsearch.search.study.summary import format_value
+from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT
+from hpsearch.storage.mlflow.weights_model import CHECKPOINT
 
 HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's
 
@@ -55,7 +55,7 @@ def _loading(evidence: Evidence, address: str) -> str:
         return f'Load it with `mlflow.pytorch.load_model("{address}")`.'
     return (
         f"It cannot be exported ({evidence.weights_only}): it is its checkpoint, `{CHECKPOINT}`, which takes the code "
-        "of the objective: `objectives.fit.restore(objective, torch.load(path, weights_only=True))`."
+        "of the objective: `hpsearch.objectives.fit.restore(objective, torch.load(path, weights_only=True))`."
     )
 
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives.fit import restore
-from objectives.own_loop.restored import RestoredLoop
-from objectives.training.checks.held_out import Restored
-from search.console import command
-from search.errors import SearchError
-from search.finalists import Finalists, read_finalists
-from search.finalists.refit import read_refit, tabulate_refit
-from search.finalists.table import newest_set
-from search.promotion.best_weights import BestWeights, judged_objective
-from search.report.promotions import current
-from search.study.steering import find_trial, whoami
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.mlflow.client import Tracking
-from storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
+from hpsearch.objectives.fit import restore
+from hpsearch.objectives.own_loop.restored import RestoredLoop
+from hpsearch.objectives.training.checks.held_out import Restored
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists import Finalists, read_finalists
+from hpsearch.search.finalists.refit import read_refit, tabulate_refit
+from hpsearch.search.finalists.table import newest_set
+from hpsearch.search.promotion.best_weights import BestWeights, judged_objective
+from hpsearch.search.report.promotions import current
+from hpsearch.search.study.steering import find_trial, whoami
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from search.errors import SearchError
-from search.finalists import read_finalists
-from search.promotion.promote import why_none
-from search.study.study import StoredStudy
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.promotion.promote import why_none
+from hpsearch.search.study.study import StoredStudy
 
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
 _SIGNS = {

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.console import command
-from search.errors import SearchError
-from search.finalists import read_finalists
-from search.promotion.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
-from search.promotion.late_model import late_model
-from search.promotion.model_card import describe
-from search.report.promotions import current
-from search.study.steering import find_trial, whoami
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
-from storage.database.locks import registry_lock, still_held
-from storage.mlflow.client import Tracking
-from storage.mlflow.registry import (
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.promotion.evidence import Evidence, gather_evidence, version_tags, why_unconfirmed
+from hpsearch.search.promotion.late_model import late_model
+from hpsearch.search.promotion.model_card import describe
+from hpsearch.search.report.promotions import current
+from hpsearch.search.study.steering import find_trial, whoami
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
+from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.registry import (
     CHAMPION,
     PROMOTED_BY,
     Registry,
@@ -28,7 +28,7 @@ from storage.mlflow.registry import (
     check_model_name,
     previous_alias,
 )
-from storage.records.promotions import Promotion, TrialOfRun, record_promotion
+from hpsearch.storage.records.promotions import Promotion, TrialOfRun, record_promotion
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def promote(
 
     The model of a trial that left none is made from its best checkpoint. Safe to repeat: what is there already is
     used. The alias is set before the database is told, so that a death in between leaves a promotion that
-    :mod:`search.promotion.registry_watch` records, with the name that the version's tag holds.
+    :mod:`hpsearch.search.promotion.registry_watch` records, with the name that the version's tag holds.
 
     Args:
         study: the study.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from search.errors import SearchError
-from search.finalists.refit import read_refit
-from search.promotion.promote import Promoted, check_names, register
-from search.study.steering import find_trial
-from search.study.study import StoredStudy
-from storage.mlflow.client import Tracking
-from storage.mlflow.registry import CHAMPION
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.refit import read_refit
+from hpsearch.search.promotion.promote import Promoted, check_names, register
+from hpsearch.search.study.steering import find_trial
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.registry import CHAMPION
 
 
 def promote_refit(

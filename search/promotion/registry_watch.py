@@ -16,14 +16,14 @@ from typing import Self
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from search.errors import SearchError
-from search.study.study import load_study, parent_of
-from storage.database.locks import registry_lock, still_held
-from storage.errors import StorageError
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import one_line
-from storage.mlflow.registry import PROMOTED_BY, Registry, Version, is_previous
-from storage.records.promotions import (
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.study import load_study, parent_of
+from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.registry import PROMOTED_BY, Registry, Version, is_previous
+from hpsearch.storage.records.promotions import (
     Promotion,
     TrialOfRun,
     current_promotions,
@@ -32,7 +32,7 @@ from storage.records.promotions import (
     trials_of_runs,
     was_recorded,
 )
-from storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage import PostgresStorage
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,9 @@ class _Noticing:
 
     def _record(self, connection: sa.Connection, alias: str, version: Version, trial: TrialOfRun) -> None:
         # Here, because they load torch: a process that only looks is to stay small.
-        from search.promotion.evidence import gather_evidence
-        from search.promotion.promote import write_evidence
-        from search.study.steering import find_trial
+        from hpsearch.search.promotion.evidence import gather_evidence
+        from hpsearch.search.promotion.promote import write_evidence
+        from hpsearch.search.study.steering import find_trial
 
         study = load_study(self.storage, trial.study_name)
         evidence = gather_evidence(study, find_trial(study, trial.number), self.tracking.client)
@@ -143,8 +143,8 @@ class _Noticing:
         log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
 
     def _update_note(self, name: str) -> None:
-        from search.publish.note import write_note
-        from search.study.summary import summarise
+        from hpsearch.search.publish.note import write_note
+        from hpsearch.search.study.summary import summarise
 
         try:
             study = load_study(self.storage, name)

@@ -17,27 +17,29 @@ import optuna
 import torch
 from torch import nn
 
-from objectives import Objective, load_objective
-from objectives.errors import ObjectiveError
-from objectives.fit import model_objective
-from objectives.training import Splits, TrainConfig, evaluate
-from objectives.training.checks.held_out import restore_best
-from objectives.training.data.tree import tensors
-from objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluation_rows
-from objectives.training.evaluation.metrics import as_metrics
-from objectives.training.loop.prepared import prepared_splits
-from objectives.training.loop.stepping import build_stepping
-from objectives.training.reproducibility import checkpoint
-from search.errors import SearchError, nearest
-from search.promotion import predict_alone
-from search.study.ranking import first_value
-from search.study.steering import find_trial
-from search.study.study import StoredStudy, load_study
-from storage.mlflow.client import Tracking
-from storage.mlflow.registry import Registry, Version
-from storage.mlflow.weights_model import fetch_checkpoint, why_weights_only
-from storage.records.promotions import trials_of_runs
-from storage.study_storage import PostgresStorage
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.fit import model_objective
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.tree import tensors
+from hpsearch.objectives.training.evaluation.evaluate import EVALUATION_SEED, evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.metrics import as_metrics
+from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.stepping import build_stepping
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.promotion import predict_alone
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.steering import find_trial
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.registry import Registry, Version
+from hpsearch.storage.mlflow.weights_model import fetch_checkpoint, why_weights_only
+from hpsearch.storage.records.promotions import trials_of_runs
+from hpsearch.storage.study_storage import PostgresStorage
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +172,7 @@ def _predict(version: Version, objective: Objective, tracking_uri: str, folder: 
     """Return what the model predicts of each validation batch in a process of its own, or None and why not."""
     outputs, empty = folder / "outputs.pt", folder / "cwd"
     empty.mkdir()
-    ours = {"search", "objectives", "storage", type(objective).__module__.partition(".")[0]}
+    ours = {"hpsearch", type(objective).__module__.partition(".")[0]}
     # Isolated (-I): no PYTHONPATH, no user's packages, not this folder; the script refuses our installed packages.
     told = [version.address, str(folder), str(outputs), str(EVALUATION_SEED)]
     command = [sys.executable, "-I", predict_alone.__file__, *told, *sorted(ours)]

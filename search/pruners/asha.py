@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from search.pruners.base import Promotion, PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.base import Promotion, PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

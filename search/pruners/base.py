@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from search.kinds import Kind
-from search.pruners.decision import Case, Decision, Peers
-from search.pruners.halving import Halving
+from hpsearch.search.kinds import Kind
+from hpsearch.search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.halving import Halving
 
 if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
     from optuna.pruners import BasePruner

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from search.pruners.decision import Case, Decision, Grounds, Peers
-from storage.pareto import losses_of
-from storage.rungs.front_order import order
+from hpsearch.search.pruners.decision import Case, Decision, Grounds, Peers
+from hpsearch.storage.pareto import losses_of
+from hpsearch.storage.rungs.front_order import order
 
 
 @dataclass(frozen=True)

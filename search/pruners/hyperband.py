@@ -9,9 +9,9 @@ from zlib import crc32
 
 from pydantic import Field
 
-from search.pruners.base import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
-from search.pruners.halving import Halving, require_reachable
+from hpsearch.search.pruners.base import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.halving import Halving, require_reachable
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

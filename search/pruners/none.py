@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from search.pruners.base import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.base import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

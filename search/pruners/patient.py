@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from search.kinds import Number
-from search.pruners.base import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
-from search.pruners.halving import Halving
+from hpsearch.search.kinds import Number
+from hpsearch.search.pruners.base import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.halving import Halving
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

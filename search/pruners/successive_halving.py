@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from search.pruners.base import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
-from search.pruners.halving import Halving, require_reachable
+from hpsearch.search.pruners.base import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruners.halving import Halving, require_reachable
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from search.kinds import Number
-from search.pruners.base import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers, first_of_interval
+from hpsearch.search.kinds import Number
+from hpsearch.search.pruners.base import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers, first_of_interval
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner

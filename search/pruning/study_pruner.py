@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives.measured import MEASURED
-from search.pruners.decision import Case, Decision, Noted, Peers
-from search.spec.spec import StudySpec
-from storage.rungs.rungs import Rungs
-from storage.study_storage import PostgresStorage
-from storage.study_storage.rungs import read_rung, rung_key
+from hpsearch.objectives.measured import MEASURED
+from hpsearch.search.pruners.decision import Case, Decision, Noted, Peers
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.rungs import read_rung, rung_key
 
 
 def study_rungs(spec: StudySpec) -> Rungs | None:

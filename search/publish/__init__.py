@@ -1,4 +1,1 @@
-"""Publishing: a study's end, its finalists and its note, told to MLflow and the dashboard.
-
-Imports: errors, console, spec, study, finalists, tracking, report.
-"""
+"""Publishing: a study's end, its finalists and its note, told to MLflow and the dashboard."""

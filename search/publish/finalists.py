@@ -7,16 +7,16 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from search.errors import SearchError
-from search.finalists.refit import tabulate_refit
-from search.finalists.table import Finalists, counting_set
-from search.finalists.text import optimism, ranked
-from search.study.study import StoredStudy, load_study
-from storage.attributes import RUN_ID
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import is_away, one_line
-from storage.records.test_openings import Opening, read_opening
-from storage.trials.finalist_sets import finalist_studies
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.refit import tabulate_refit
+from hpsearch.search.finalists.table import Finalists, counting_set
+from hpsearch.search.finalists.text import optimism, ranked
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import RUN_ID
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import is_away, one_line
+from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.trials.finalist_sets import finalist_studies
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import optuna
 from optuna.trial import FrozenTrial
 
-from search.console import command, counted
-from search.finalists.text import confirmation_lines
-from search.report.foreseen import foreseen_line
-from search.report.promotions import promotion_lines
-from search.spec.spec import StudySpec
-from search.study.ranking import first_value
-from search.study.rungs import rung_lines
-from search.study.study import StoredStudy
-from search.study.summary import Summary, format_value
-from storage.attributes import RUN_URL
+from hpsearch.search.console import command, counted
+from hpsearch.search.finalists.text import confirmation_lines
+from hpsearch.search.report.foreseen import foreseen_line
+from hpsearch.search.report.promotions import promotion_lines
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.rungs import rung_lines
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import Summary, format_value
+from hpsearch.storage.attributes import RUN_URL
 
 _MOST = 20  # trials of a front
 

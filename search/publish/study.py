@@ -8,16 +8,16 @@ import time
 
 from optuna.trial import FrozenTrial
 
-from search.publish.finalists import tell_confirmation
-from search.publish.note import write_note
-from search.study.ranking import first_value
-from search.study.study import StoredStudy, parent_of
-from search.study.summary import Summary, summarise
-from search.tracking.study_run import open_parent_run
-from storage.attributes import INFEASIBLE, REASON, RUN_ID
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import one_line
-from storage.trials.outcome import Outcome
+from hpsearch.search.publish.finalists import tell_confirmation
+from hpsearch.search.publish.note import write_note
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.search.study.summary import Summary, summarise
+from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 

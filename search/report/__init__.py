@@ -1,8 +1,5 @@
-"""Reports: one HTML page of a study that needs nothing beside itself, and the lines that verbs print.
+"""Reports: one HTML page of a study that needs nothing beside itself, and the lines that verbs print."""
 
-Imports: console, curves, spec, pruning, study, finalists.
-"""
-
-from search.report.page import write_report
+from hpsearch.search.report.page import write_report
 
 __all__ = ["write_report"]

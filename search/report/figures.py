@@ -15,16 +15,16 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.foreseen import Forecast
-from search.finalists.table import Finalists
-from search.finalists.text import SHOWN
-from search.report.spent import Spent
-from search.report.trials import state_of
-from search.spec.spec import StudySpec
-from search.study.front import broken_bounds
-from search.study.ranking import first_value, in_bounds
-from search.study.study import StoredStudy
-from storage.attributes import REASON
+from hpsearch.search.curves.foreseen import Forecast
+from hpsearch.search.finalists.table import Finalists
+from hpsearch.search.finalists.text import SHOWN
+from hpsearch.search.report.spent import Spent
+from hpsearch.search.report.trials import state_of
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.front import broken_bounds
+from hpsearch.search.study.ranking import first_value, in_bounds
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import REASON
 
 _AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
 _FORESEEN = 12  # trials whose ends are drawn beside the learning curves

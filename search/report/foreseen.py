@@ -7,9 +7,9 @@ from collections.abc import Container
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
-from search.curves.foreseen import Forecast, foreseeable, told
-from search.study.ranking import best_first
-from search.study.study import StoredStudy
+from hpsearch.search.curves.foreseen import Forecast, foreseeable, told
+from hpsearch.search.study.ranking import best_first
+from hpsearch.search.study.study import StoredStudy
 
 _LINES = 10  # of trials, the best first
 
@@ -26,7 +26,7 @@ def foreseen(study: StoredStudy, of: Container[int] | None = None) -> dict[int, 
         return {}
     if not foreseeable(trials, spec.epochs):
         return {}
-    from search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need
+    from hpsearch.search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need
 
     found = forecasts(trials, epochs=spec.epochs, maximize=spec.maximize, metric=spec.metric, of=of)
     order = best_first({number: each.value for number, each in found.items()}, maximize=spec.maximize)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.console import counted
-from search.report.volume import Volume
-from search.study.study import StoredStudy
-from search.study.summary import Summary, format_value
-from storage.attributes import RUN_URL
+from hpsearch.search.console import counted
+from hpsearch.search.report.volume import Volume
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import Summary, format_value
+from hpsearch.storage.attributes import RUN_URL
 
 _ROWS = 200  # of the table
 

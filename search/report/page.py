@@ -9,29 +9,37 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from optuna.trial import TrialState
 
-from search.console import counted
-from search.curves.foreseen import CHOSEN, chosen_line
-from search.finalists.expected import LEVEL
-from search.finalists.table import Finalists, read_finalists
-from search.finalists.text import drawn, expected_words, finalist_lines, opening_line, optimism, ranked, told_verdict
-from search.pruning import study_rungs
-from search.report.figures import figure_data, importances, named
-from search.report.foreseen import foreseen
-from search.report.front import cards as front_cards
-from search.report.front import front_figure, front_section, headline
-from search.report.promotions import subject, with_refits
-from search.report.pruned import pruned_by_epoch
-from search.report.spent import spent
-from search.report.trials import parameter_names, shown_trials, state_of, trial_rows
-from search.report.volume import volume
-from search.study.devices import devices_line, devices_of
-from search.study.ranking import first_value
-from search.study.study import StoredStudy
-from search.study.summary import Summary, format_seconds, format_value, study_page, summarise
-from storage.attributes import REASON, RUN_URL, SMOKE
-from storage.records.promotions import Promotion
-from storage.records.test_openings import Opening, read_opening
-from storage.rungs.rungs import read_rungs
+from hpsearch.search.console import counted
+from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
+from hpsearch.search.finalists.expected import LEVEL
+from hpsearch.search.finalists.table import Finalists, read_finalists
+from hpsearch.search.finalists.text import (
+    drawn,
+    expected_words,
+    finalist_lines,
+    opening_line,
+    optimism,
+    ranked,
+    told_verdict,
+)
+from hpsearch.search.pruning import study_rungs
+from hpsearch.search.report.figures import figure_data, importances, named
+from hpsearch.search.report.foreseen import foreseen
+from hpsearch.search.report.front import cards as front_cards
+from hpsearch.search.report.front import front_figure, front_section, headline
+from hpsearch.search.report.promotions import subject, with_refits
+from hpsearch.search.report.pruned import pruned_by_epoch
+from hpsearch.search.report.spent import spent
+from hpsearch.search.report.trials import parameter_names, shown_trials, state_of, trial_rows
+from hpsearch.search.report.volume import volume
+from hpsearch.search.study.devices import devices_line, devices_of
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
+from hpsearch.storage.attributes import REASON, RUN_URL, SMOKE
+from hpsearch.storage.records.promotions import Promotion
+from hpsearch.storage.records.test_openings import Opening, read_opening
+from hpsearch.storage.rungs.rungs import read_rungs
 
 _BECAME = {"promoted": "went on", "waiting": "waiting", "pruned": "pruned there"}  # of trials at a rung
 _FAILURES = 20  # listed with their reasons; the table of trials has them all
@@ -51,7 +59,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     hypervolume = volume(study, at.order) if several else None
     figures["front"] = front_figure(study, summary) if several else None
     figures["volume"] = hypervolume.figure if hypervolume else None
-    loader = PackageLoader("search.report")
+    loader = PackageLoader("hpsearch.search.report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.j2").render(
         spec=study.spec,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 
-from search.study.study import StoredStudy, find_study
-from storage.records.promotions import Promotion, promotions_of
-from storage.trials.finalist_sets import refit_studies
+from hpsearch.search.study.study import StoredStudy, find_study
+from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.trials.finalist_sets import refit_studies
 
 
 def with_refits(study: StoredStudy) -> list[Promotion]:

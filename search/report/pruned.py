@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from search.study.study import StoredStudy
-from storage.attributes import PRUNING
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import PRUNING
 
 
 def pruned_by_epoch(study: StoredStudy) -> list[dict[str, str]]:

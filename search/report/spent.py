@@ -10,11 +10,11 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.pruning import study_rungs
-from search.study.front import broken_bounds
-from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE
-from storage.trials.attempts import Stretch, read_stretches
+from hpsearch.search.pruning import study_rungs
+from hpsearch.search.study.front import broken_bounds
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import INFEASIBLE
+from hpsearch.storage.trials.attempts import Stretch, read_stretches
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from search.spec.several import Direction
-from search.study.study import StoredStudy
-from storage.attributes import STOPPED
-from storage.database.statements import Database
-from storage.trials.progress import Progress, read_progress
-from storage.trials.register import Event, WorkerRow, read_events, read_workers
+from hpsearch.search.spec.several import Direction
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import STOPPED
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.trials.progress import Progress, read_progress
+from hpsearch.storage.trials.register import Event, WorkerRow, read_events, read_workers
 
 _OF_SEVERAL = ("directions", "front")
 _ENDS = 20  # of trials, by which the rest of a study's time is told

@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from search.finalists import read_finalists
-from search.finalists.text import finalist_table
-from search.report.foreseen import foreseen_table
-from search.report.promotions import promotion_lines
-from search.report.summary import summary_lines
-from search.report.trial import why_waiting
-from search.study.study import StoredStudy
-from search.study.summary import format_value, summarise
-from storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.finalists.text import finalist_table
+from hpsearch.search.report.foreseen import foreseen_table
+from hpsearch.search.report.promotions import promotion_lines
+from hpsearch.search.report.summary import summary_lines
+from hpsearch.search.report.trial import why_waiting
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import format_value, summarise
+from hpsearch.storage.attributes import ORIGIN, PARENT_TRIAL, REASON, STOPPED, WORKER
 
 _LAST = 20
 _UNSAID = {

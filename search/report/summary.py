@@ -6,15 +6,15 @@ import textwrap
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.finalists.text import confirmation_lines
-from search.spec.spec import StudySpec
-from search.study.devices import devices_line, devices_of
-from search.study.front import front_lines
-from search.study.ranking import first_value
-from search.study.rungs import rung_lines
-from search.study.study import StoredStudy
-from search.study.summary import Summary, format_seconds, format_value, study_page
-from storage.attributes import REASON, RUN_URL, TRACKING
+from hpsearch.search.finalists.text import confirmation_lines
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.devices import devices_line, devices_of
+from hpsearch.search.study.front import front_lines
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.rungs import rung_lines
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page
+from hpsearch.storage.attributes import REASON, RUN_URL, TRACKING
 
 
 def _failed(study: StoredStudy) -> list[FrozenTrial]:

@@ -9,9 +9,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from search.report.standing import Standing
-from search.study.summary import format_seconds
-from storage.trials.register import WorkerRow
+from hpsearch.search.report.standing import Standing
+from hpsearch.search.study.summary import format_seconds
+from hpsearch.storage.trials.register import WorkerRow
 
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}

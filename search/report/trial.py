@@ -8,19 +8,19 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from search.console import command
-from search.curves.foreseen import CHOSEN, chosen_line
-from search.report.foreseen import foreseen
-from search.report.promotions import promotion_lines
-from search.study.front import broken_bounds, told_values
-from search.study.rungs import seconds_run
-from search.study.steering import find_trial
-from search.study.study import StoredStudy
-from search.study.summary import format_seconds, format_value
-from storage.attributes import INFEASIBLE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
-from storage.study_storage.rungs import rung_key
-from storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
-from storage.trials.epoch_values import read_epoch_values
+from hpsearch.search.console import command
+from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
+from hpsearch.search.report.foreseen import foreseen
+from hpsearch.search.report.promotions import promotion_lines
+from hpsearch.search.study.front import broken_bounds, told_values
+from hpsearch.search.study.rungs import seconds_run
+from hpsearch.search.study.steering import find_trial
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import format_seconds, format_value
+from hpsearch.storage.attributes import INFEASIBLE, ORIGIN, PRUNING, REASON, RUN_URL, RUNG, TRACKING
+from hpsearch.storage.study_storage.rungs import rung_key
+from hpsearch.storage.trials.attempts import TIMES, AttemptRecord, last_attempts, read_attempts
+from hpsearch.storage.trials.epoch_values import read_epoch_values
 
 # What became of an attempt after which its trial waits.
 _ENDED = {"released": "was given back", "lost": "lost its worker", "failed": "failed"}

@@ -8,14 +8,14 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.foreseen import Forecast
-from search.report.trial import why_waiting
-from search.study.front import broken_bounds
-from search.study.ranking import first_value, in_bounds
-from search.study.rungs import seconds_run
-from search.study.study import StoredStudy
-from search.study.summary import format_seconds, format_value
-from storage.attributes import INFEASIBLE, REASON, RUN_URL
+from hpsearch.search.curves.foreseen import Forecast
+from hpsearch.search.report.trial import why_waiting
+from hpsearch.search.study.front import broken_bounds
+from hpsearch.search.study.ranking import first_value, in_bounds
+from hpsearch.search.study.rungs import seconds_run
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import format_seconds, format_value
+from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
 
 SHOWN = 500  # trials at most: a page of thousands opens slowly, and nobody reads them
 

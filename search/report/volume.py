@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from optuna.trial import TrialState
 
-from search.report.spent import in_hand
-from search.study.study import StoredStudy
-from storage.pareto import hypervolume, losses_of
-from storage.trials.epoch_values import read_epoch_values
+from hpsearch.search.report.spent import in_hand
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.pareto import hypervolume, losses_of
+from hpsearch.storage.trials.epoch_values import read_epoch_values
 
 _POINTS = 1000  # of the figure: of more epochs every second is looked at, or third
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from objectives import load_objective
-from search.console import command
-from search.errors import SearchError
-from search.fleet.fleet import Fleet
-from search.run.drive import drive, open_run, tell_outbox
-from search.services import Services
-from search.study.checkpoints import note_checkpoints
-from search.study.study import StoredStudy
-from search.study.tracking import with_tracking
-from search.tracking.readers import check_readers
-from search.worker.options import WorkerOptions
-from storage.attributes import STOPPED, TRACKING_URI
-from storage.checkpoints.store import Checkpoints
+from hpsearch.objectives.loading import load_objective
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.run.drive import drive, open_run, tell_outbox
+from hpsearch.search.services import Services
+from hpsearch.search.study.checkpoints import note_checkpoints
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.tracking import with_tracking
+from hpsearch.search.tracking.readers import check_readers
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import STOPPED, TRACKING_URI
+from hpsearch.storage.checkpoints.store import Checkpoints
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,25 @@ from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
-from search.console import command
-from search.entry import handling
-from search.fleet.devices import check_devices
-from search.fleet.fleet import Fleet
-from search.fleet.gpus import visible_gpus
-from search.run.live import LiveView
-from search.run.supervisor import kept_up
-from search.services import Services
-from search.steps import steps
-from search.study.checkpoints import open_checkpoints
-from search.study.study import StoredStudy
-from search.tracking.rebuild import needed, resend
-from search.tracking.study_run import open_parent_run
-from search.tracking.tracker import Tracker
-from search.worker.options import WorkerOptions
-from storage.database.locks import LockHeldError, LockLostError
-from storage.mlflow.client import RunDeletedError
-from storage.mlflow.health import TrackingAwayError, one_line
-from storage.trials.progress import Progress, read_progress
+from hpsearch.search.console import command
+from hpsearch.search.entry import handling
+from hpsearch.search.fleet.devices import check_devices
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.fleet.gpus import visible_gpus
+from hpsearch.search.run.live import LiveView
+from hpsearch.search.run.supervisor import kept_up
+from hpsearch.search.services import Services
+from hpsearch.search.steps import steps
+from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.rebuild import needed, resend
+from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.database.locks import LockHeldError, LockLostError
+from hpsearch.storage.mlflow.client import RunDeletedError
+from hpsearch.storage.mlflow.health import TrackingAwayError, one_line
+from hpsearch.storage.trials.progress import Progress, read_progress
 
 _POLL = 0.5  # seconds
 _GRACE = 10.0  # seconds for MLflow after Ctrl-C

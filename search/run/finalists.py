@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from optuna.trial import TrialState
 from rich.console import Console
 
-from search.console import command
-from search.finalists.study import create_or_join, passed_over
-from search.finalists.table import Finalists, read_finalists, tabulate
-from search.finalists.text import finalist_lines, finalist_table, opening_line
-from search.publish.study import close_study
-from search.run.beside import open_beside, train_beside
-from search.run.drive import tell_failed
-from search.services import Services
-from search.steps import steps
-from search.study.study import StoredStudy
-from search.study.summary import summarise
-from search.worker.options import WorkerOptions
-from storage.attributes import REASON, RUN_URL
-from storage.mlflow.health import one_line
-from storage.records.test_openings import read_opening
+from hpsearch.search.console import command
+from hpsearch.search.finalists.study import create_or_join, passed_over
+from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
+from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
+from hpsearch.search.publish.study import close_study
+from hpsearch.search.run.beside import open_beside, train_beside
+from hpsearch.search.run.drive import tell_failed
+from hpsearch.search.services import Services
+from hpsearch.search.steps import steps
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import REASON, RUN_URL
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.records.test_openings import read_opening
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         services: where the study is kept.
         study: the study, whose search is over.
         options: of the workers.
-        top, seeds, new_set, infeasible: for :func:`search.finalists.study.create_or_join`.
+        top, seeds, new_set, infeasible: for :func:`hpsearch.search.finalists.study.create_or_join`.
         workers: how many; none to choose and show only.
         console: told what happens.
 

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from search.fleet.fleet import Fleet
-from search.spec.spec import StudySpec
-from search.worker.identity import worker_name
-from storage.trials.progress import Progress, Running
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.worker.identity import worker_name
+from hpsearch.storage.trials.progress import Progress, Running
 
 _WINDOW = 20.0  # seconds over which the epoch rate is taken
 _PLAIN_EVERY = 10.0  # seconds between lines where there is no terminal

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from objectives import LoopObjective, load_objective
-from search.console import command, counted
-from search.errors import SearchError
-from search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
-from search.run.beside import open_beside, train_beside
-from search.run.drive import tell_failed
-from search.services import Services
-from search.steps import steps
-from search.study.study import StoredStudy
-from search.worker.options import WorkerOptions
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.search.console import command, counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
+from hpsearch.search.run.beside import open_beside, train_beside
+from hpsearch.search.run.drive import tell_failed
+from hpsearch.search.services import Services
+from hpsearch.search.steps import steps
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.worker.options import WorkerOptions
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def run_refit(
         services: where the study is kept.
         study: the search, whose finalists have a winner.
         options: of the workers.
-        trial, seeds: for :func:`search.finalists.refit.create_or_join_refit`.
+        trial, seeds: for :func:`hpsearch.search.finalists.refit.create_or_join_refit`.
         workers: how many; none to make and show only.
         console: told what happens.
 

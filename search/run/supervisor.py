@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage.embedded import stack
-from storage.errors import StorageError
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.errors import StorageError
 
 _EVERY = 5.0  # seconds; a look costs about 30 ms
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from search.console import command, counted
-from search.errors import SearchError
-from search.publish.study import close_if_spent
-from search.services import Services
-from search.steps import steps
-from search.study.checkpoints import open_checkpoints
-from search.study.folders import outbox_folder
-from search.study.study import StoredStudy, load_study
-from search.study.tracking import tracking_of, tracking_uri_of
-from search.tracking.readers import readers_of
-from search.tracking.rebuild import resend
-from search.tracking.tracker import Tracker
-from storage.mlflow.health import TrackingAwayError
-from storage.study_storage import PostgresStorage
+from hpsearch.search.console import command, counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.publish.study import close_if_spent
+from hpsearch.search.services import Services
+from hpsearch.search.steps import steps
+from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.folders import outbox_folder
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.tracking import tracking_of, tracking_uri_of
+from hpsearch.search.tracking.readers import readers_of
+from hpsearch.search.tracking.rebuild import resend
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.storage.mlflow.health import TrackingAwayError
+from hpsearch.storage.study_storage import PostgresStorage
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
-"""Samplers: a file for each, with its options and how it is built; one that is put here is found.
+"""Samplers: a file for each, with its options and how it is built; one that is put here is found."""
 
-Imports: errors, curves, bohb, discovery, kinds.
-"""
-
-from search.discovery import load_modules
-from search.samplers.base import SamplerSpec
+from hpsearch.search.discovery import load_modules
+from hpsearch.search.samplers.base import SamplerSpec
 
 load_modules(__name__, __path__)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from objectives.errors import users_code
-from objectives.search_space import NotInSpaceError, every_configuration
-from search.samplers.base import SamplerSpec
+from hpsearch.objectives.errors import users_code
+from hpsearch.objectives.search_space import NotInSpaceError, every_configuration
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
-    from objectives import BaseObjective
+    from hpsearch.objectives.base import BaseObjective
 
 MOST = 100_000  # configurations, all of which are counted
 

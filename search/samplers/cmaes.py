@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from search.kinds import Number
-from search.samplers.base import SamplerSpec
+from hpsearch.search.kinds import Number
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Curves(SamplerSpec):
     repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from search.curves.sampler import CurvesSampler
+        from hpsearch.search.curves.sampler import CurvesSampler
 
         return CurvesSampler(seed=seed, epochs=epochs, **self.options)
 
@@ -51,7 +51,7 @@ class Curves(SamplerSpec):
     ) -> dict[str, Any]:
         import numpy as np
 
-        from search.curves.earlier import EARLIER, Earlier
+        from hpsearch.search.curves.earlier import EARLIER, Earlier
 
         told = Earlier.of(
             studies,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from search.kinds import Number
-from search.samplers.base import SamplerSpec
+from hpsearch.search.kinds import Number
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

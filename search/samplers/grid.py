@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import field_validator
 
-from objectives.errors import users_code
-from objectives.search_space import Given, NotInSpaceError
-from search.errors import nearest
-from search.samplers.base import SamplerSpec
+from hpsearch.objectives.errors import users_code
+from hpsearch.objectives.search_space import Given, NotInSpaceError
+from hpsearch.search.errors import nearest
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
-    from objectives import BaseObjective
+    from hpsearch.objectives.base import BaseObjective
 
 MOST = 100_000  # points, all of which are checked
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from filelock import FileLock
 from pydantic import Field, field_validator
 
-from search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optuna.samplers import BaseSampler
 
-    from objectives import BaseObjective
+    from hpsearch.objectives.base import BaseObjective
 
 INSTALL = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on all machines"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

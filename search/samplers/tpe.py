@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from search.samplers.base import SamplerSpec
+from hpsearch.search.samplers.base import SamplerSpec
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
@@ -27,6 +27,6 @@ class TPE(SamplerSpec):
     constant_liar: bool = True
 
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
-        from search.bohb import BOHBSampler
+        from hpsearch.search.bohb import BOHBSampler
 
         return BOHBSampler(seed=seed, **self.options)

@@ -1,4 +1,1 @@
-"""Sampling: samplers by name, seeds, and the suggestion of a trial that no other trial has.
-
-Imports: curves, samplers, spec.
-"""
+"""Sampling: samplers by name, seeds, and the suggestion of a trial that no other trial has."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from objectives import BaseObjective, ObjectiveError
-from objectives.errors import users_code
-from objectives.search_space import Given, NotInSpaceError
-from storage.attributes import ORIGIN
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.search_space import Given, NotInSpaceError
+from hpsearch.storage.attributes import ORIGIN
 
 
 def default_params(objective: BaseObjective) -> dict[str, Any] | None:

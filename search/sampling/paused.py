@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from search.sampling.several import Values, View
+from hpsearch.search.sampling.several import Values, View
 
 
 class SampledStudy(optuna.Study):

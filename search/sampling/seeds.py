@@ -7,8 +7,8 @@ import warnings
 
 import optuna
 
-from search.samplers import SamplerSpec
-from search.spec.spec import StudySpec
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.spec.spec import StudySpec
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -15,9 +15,9 @@ import numpy as np
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.vectors import worth
-from storage.attributes import PLACE, VALUES
-from storage.rungs.front_order import order
+from hpsearch.search.curves.vectors import worth
+from hpsearch.storage.attributes import PLACE, VALUES
+from hpsearch.storage.rungs.front_order import order
 
 Values = Mapping[int, Mapping[int, Sequence[float]]]  # of all metrics, by the trial's id and step
 

@@ -18,13 +18,14 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.trial import FrozenTrial
 
-from objectives import BaseObjective, ObjectiveError
-from search.samplers import SamplerSpec
-from search.sampling.seeds import derive_seed, make_sampler
-from search.spec.spec import StudySpec
-from storage.database.locks import suggestion_turn
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claim
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.sampling.seeds import derive_seed, make_sampler
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claim
 
 log = logging.getLogger(__name__)
 

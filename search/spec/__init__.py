@@ -1,4 +1,1 @@
-"""The spec of a study: every setting, validated, from flags or a file.
-
-Imports: errors, kinds, samplers, pruners.
-"""
+"""The spec of a study: every setting, validated, from flags or a file."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.errors import SearchError
-from search.spec.several import USUAL
-from search.spec.spec import parse_spec, usual_trials, with_room
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.several import USUAL
+from hpsearch.search.spec.spec import parse_spec, usual_trials, with_room
 
 
 def check_settings(settings: dict[str, Any]) -> None:

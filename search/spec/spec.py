@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
-from search.errors import SearchError, nearest
-from search.kinds import Number, Options, refusal
-from search.pruners import PrunerSpec
-from search.pruners.percentile import Median
-from search.samplers import SamplerSpec
-from search.samplers.tpe import TPE
-from search.spec.several import (
+from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.kinds import Number, Options, refusal
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.pruners.percentile import Median
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.tpe import TPE
+from hpsearch.search.spec.several import (
     USUAL,
     Bound,
     Direction,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from search.errors import SearchError
+from hpsearch.search.errors import SearchError
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:

@@ -8,15 +8,15 @@ from pathlib import Path, PurePosixPath
 
 import sqlalchemy as sa
 
-from search.errors import SearchError
-from search.study.study import StoredStudy
-from storage.attributes import CHECKPOINT_URL
-from storage.checkpoints.pointers import drop_pointers, ended
-from storage.checkpoints.store import Checkpoints, checkpoint_of
-from storage.database.retry import retrying
-from storage.errors import CheckpointStoreError
-from storage.files import size_of
-from storage.urls import redact
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import CHECKPOINT_URL
+from hpsearch.storage.checkpoints.pointers import drop_pointers, ended
+from hpsearch.storage.checkpoints.store import Checkpoints, checkpoint_of
+from hpsearch.storage.database.retry import retrying
+from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.files import size_of
+from hpsearch.storage.urls import redact
 
 log = logging.getLogger(__name__)
 

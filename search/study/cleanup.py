@@ -14,20 +14,20 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from search.study.folders import runs_folder
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
-from storage.database.locks import name_lock
-from storage.errors import StorageError
-from storage.files import size_of
-from storage.mlflow.client import Tracking
-from storage.mlflow.disk_usage import RunStorage
-from storage.mlflow.registry import Registry
-from storage.mlflow.run_links import RunLinks
-from storage.records.test_openings import read_opening
-from storage.trials.finalist_sets import finalist_studies
+from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
+from hpsearch.search.study.folders import runs_folder
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
+from hpsearch.storage.database.locks import name_lock
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.files import size_of
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.disk_usage import RunStorage
+from hpsearch.storage.mlflow.registry import Registry
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.records.test_openings import read_opening
+from hpsearch.storage.trials.finalist_sets import finalist_studies
 
 KEEP_TOP = 5
 _BY_GC = "hpsearch gc removed its model and its best checkpoint"

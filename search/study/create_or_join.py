@@ -12,14 +12,14 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
-from objectives import BaseObjective
-from objectives.loading import source_hash
-from search.console import command
-from search.errors import SearchError
-from search.sampling.given import default_params, waiting_trial
-from search.spec.differences import differences
-from search.spec.several import USUAL, metrics_of
-from search.spec.spec import (
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import source_hash
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.given import default_params, waiting_trial
+from hpsearch.search.spec.differences import differences
+from hpsearch.search.spec.several import USUAL, metrics_of
+from hpsearch.search.spec.spec import (
     BUDGETS,
     MOST_TRIALS,
     StudySpec,
@@ -29,21 +29,21 @@ from search.spec.spec import (
     usual_trials,
     with_room,
 )
-from search.study.enqueue import enqueue, require_room
-from search.study.release import note_release
-from search.study.study import StoredStudy, find_study
-from search.study.warm_start import told_by_earlier
-from storage.attributes import FOLDER, SOURCE, SPEC
-from storage.database.locks import LockLostError, name_lock, still_held
-from storage.database.retry import retrying
-from storage.study_storage import PostgresStorage
-from storage.study_storage.studies import set_attrs_by
-from storage.trials.spending import open_spending
+from hpsearch.search.study.enqueue import enqueue, require_room
+from hpsearch.search.study.release import note_release
+from hpsearch.search.study.study import StoredStudy, find_study
+from hpsearch.search.study.warm_start import told_by_earlier
+from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC
+from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
+from hpsearch.storage.database.retry import retrying
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.studies import set_attrs_by
+from hpsearch.storage.trials.spending import open_spending
 
 
 def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
     """Return `settings` with the objective's own defaults where they say nothing."""
-    from objectives.training.evaluation.metrics import DIRECTIONS
+    from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     settings = {**_several(settings, objective), **settings}
     metric = settings.get("metric", objective.metric)

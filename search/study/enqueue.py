@@ -11,16 +11,16 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import BaseObjective
-from objectives.search_space import Given, NotInSpaceError, Written
-from search.console import command, counted
-from search.errors import SearchError
-from search.sampling.given import asked_for, waiting_trial
-from search.spec.spec import StudySpec, parse_spec
-from search.study.study import StoredStudy
-from storage.study_storage.creating import insert_missing_by
-from storage.trials.attempts import last_attempts
-from storage.trials.spec_change import change_spec
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
+from hpsearch.search.console import command, counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.given import asked_for, waiting_trial
+from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.study_storage.creating import insert_missing_by
+from hpsearch.storage.trials.attempts import last_attempts
+from hpsearch.storage.trials.spec_change import change_spec
 
 
 def read_rows(path: Path, objective: BaseObjective) -> list[FrozenTrial]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from search.services import Services
-from search.study.study import StoredStudy
-from storage.trials.claims import Claim
+from hpsearch.search.services import Services
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.trials.claims import Claim
 
 # What a later attempt goes on with beside the checkpoint, which is found by the database's word alone.
 _CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
-from search.spec.spec import StudySpec
-from storage.attributes import BROKEN
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.storage.attributes import BROKEN
 
 _MOST = 12  # of the front's trials in a text
 

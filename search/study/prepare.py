@@ -12,19 +12,20 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial
 
-from objectives import BaseObjective, Objective, load_objective
-from objectives.errors import MetricError
-from objectives.loading import objective_reference
-from objectives.measured import MEASURED
-from search.errors import SearchError
-from search.sampling.seeds import derive_seed, make_sampler
-from search.services import Services
-from search.spec.spec import StudySpec, parse_spec
-from search.study.create_or_join import complete_settings, create_or_join
-from search.study.study import StoredStudy
-from storage.attributes import STARTED_AT, TRACKING_URI
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import running_now
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import MetricError
+from hpsearch.objectives.loading import load_objective, objective_reference
+from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.objective import Objective
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.seeds import derive_seed, make_sampler
+from hpsearch.search.services import Services
+from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.study.create_or_join import complete_settings, create_or_join
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import STARTED_AT, TRACKING_URI
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import running_now
 
 
 def prepare_study(
@@ -76,7 +77,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
 
 def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
     """Refuse to maximise what is better when it is lower, or the other way round, where that is known."""
-    from objectives.training.evaluation.metrics import DIRECTIONS
+    from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     known: dict[str, str] = {name: measured.direction for name, measured in MEASURED.items()}
     if isinstance(objective, Objective) and objective.uses_builtin_metrics:
@@ -108,7 +109,7 @@ def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     Raises:
         ObjectiveError: with the file and line of the mistake.
     """
-    from objectives.training.loop.build import build
+    from hpsearch.objectives.training.loop.build import build
 
     config, seed = suggested(objective, spec), derive_seed(spec.seed, "trial", 0)
     if not isinstance(objective, Objective):
@@ -123,7 +124,7 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     Raises:
         ObjectiveError: with the file and line of a mistake in the objective's `suggest`.
     """
-    from objectives.errors import users_code
+    from hpsearch.objectives.errors import users_code
 
     logging.getLogger("optuna").setLevel(logging.WARNING)
     scratch = optuna.create_study(

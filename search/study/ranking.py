@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from storage import pareto
-from storage.attributes import BROKEN
-from storage.pareto import losses_of
+from hpsearch.storage import pareto
+from hpsearch.storage.attributes import BROKEN
+from hpsearch.storage.pareto import losses_of
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from search.errors import SearchError
-from search.study.study import StoredStudy
-from storage.attributes import RELEASE
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import RELEASE
 
 
 def note_release(study: StoredStudy) -> None:

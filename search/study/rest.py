@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import optuna
 
-from search.curves.gain import Left, expected_gain
-from search.sampling.seeds import derive_seed
-from search.study.study import StoredStudy
-from storage.attributes import FORESEEN
-from storage.trials.giving_up import GivenUp, give_up
+from hpsearch.search.curves.gain import Left, expected_gain
+from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import FORESEEN
+from hpsearch.storage.trials.giving_up import GivenUp, give_up
 
 FIRST = 20  # trials that have ended, before which nothing is judged; as many as Optuna's terminator waits for
 AGAIN = 1.1  # times as many as when it was judged last, from which on it is judged again

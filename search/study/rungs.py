@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
-from search.console import counted
-from search.pruning import study_rungs
-from search.study.study import StoredStudy
-from storage.attributes import RUNG
-from storage.rungs.rungs import read_rungs
-from storage.trials.attempts import seconds_of_attempts
+from hpsearch.search.console import counted
+from hpsearch.search.pruning import study_rungs
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import RUNG
+from hpsearch.storage.rungs.rungs import read_rungs
+from hpsearch.storage.trials.attempts import seconds_of_attempts
 
 
 def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from objectives import BaseObjective, Objective
-from objectives.training.checks.smoke import SmokeResult, smoke
-from search.console import command
-from search.study.prepare import suggested
-from search.study.study import StoredStudy
-from storage.attributes import RUN_ID, SMOKE
-from storage.mlflow.client import Tracking
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.checks.smoke import SmokeResult, smoke
+from hpsearch.search.console import command
+from hpsearch.search.study.prepare import suggested
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import RUN_ID, SMOKE
+from hpsearch.storage.mlflow.client import Tracking
 
 _SECONDS = 60.0  # for a large model on a CPU this decides nothing, and says so
 

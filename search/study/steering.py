@@ -14,18 +14,18 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from search.console import command
-from search.errors import SearchError
-from search.pruning import study_rungs
-from search.spec.spec import parse_spec, typed
-from search.study.enqueue import add
-from search.study.study import StoredStudy
-from storage.attributes import REASON, STOPPED
-from storage.trials.claims import running_now
-from storage.trials.giving_up import GivenUp, take_up
-from storage.trials.reopening import go_on_again, reopen_trial, wait_again
-from storage.trials.spec_change import change_spec
-from storage.trials.spending import change_budgets, spending_in
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError
+from hpsearch.search.pruning import study_rungs
+from hpsearch.search.spec.spec import parse_spec, typed
+from hpsearch.search.study.enqueue import add
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import REASON, STOPPED
+from hpsearch.storage.trials.claims import running_now
+from hpsearch.storage.trials.giving_up import GivenUp, take_up
+from hpsearch.storage.trials.reopening import go_on_again, reopen_trial, wait_again
+from hpsearch.storage.trials.spec_change import change_spec
+from hpsearch.storage.trials.spending import change_budgets, spending_in
 
 
 def stop_study(study: StoredStudy) -> str | None:

@@ -10,16 +10,16 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import BaseObjective
-from objectives.loading import source_hash
-from search.console import command
-from search.errors import SearchError, nearest
-from search.spec.spec import StudySpec, parse_spec
-from search.study.ranking import front_of, rank_trials
-from storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
-from storage.study_storage import PostgresStorage
-from storage.trials.giving_up import GivenUp
-from storage.trials.spending import Spending, done, read_spending
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import source_hash
+from hpsearch.search.console import command
+from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.study.ranking import front_of, rank_trials
+from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.giving_up import GivenUp
+from hpsearch.storage.trials.spending import Spending, done, read_spending
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
-from search.study.ranking import front_of, in_bounds
-from search.study.rungs import seconds_run
-from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, TRACKING
+from hpsearch.search.study.ranking import front_of, in_bounds
+from hpsearch.search.study.rungs import seconds_run
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import INFEASIBLE, TRACKING
 
 
 @dataclass(frozen=True)

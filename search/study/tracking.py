@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from search.errors import SearchError
-from search.services import Services, why_away
-from search.study.study import StoredStudy
-from storage.attributes import TRACKING_URI
-from storage.mlflow.client import Tracking
-from storage.mlflow.health import check_server
+from hpsearch.search.errors import SearchError
+from hpsearch.search.services import Services, why_away
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import TRACKING_URI
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server
 
 
 def known_tracking_uri(services: Services, study: StoredStudy) -> str | None:

@@ -10,12 +10,12 @@ from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import BaseObjective
-from objectives.errors import users_code
-from search.errors import SearchError
-from search.spec.spec import StudySpec
-from search.study.study import StoredStudy, load_study
-from storage.study_storage import PostgresStorage
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import users_code
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.study_storage import PostgresStorage
 
 DRAWS = 50  # configurations by which a search space is known before there are trials: enough to see its branches
 

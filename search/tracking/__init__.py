@@ -1,4 +1,1 @@
-"""Tracking: the runs of a study and of its trials in MLflow, written to the outbox or made again.
-
-Imports: errors, console, spec, study.
-"""
+"""Tracking: the runs of a study and of its trials in MLflow, written to the outbox or made again."""

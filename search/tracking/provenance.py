@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from objectives import BaseObjective
-from objectives.training.ranks import current
-from objectives.training.reproducibility.environment import environment
-from objectives.training.trainer import device_named
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reproducibility.environment import environment
+from hpsearch.objectives.training.trainer import device_named
 
 _VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer")
 

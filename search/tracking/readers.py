@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from search.errors import SearchError
-from search.spec.spec import StudySpec
-from search.study.study import StoredStudy
-from storage.journals.reader import Reader
-from storage.journals.trial_ends import TrialEnds
-from storage.tensorboard.reader import TensorBoard, check_folder
-from storage.tensorboard.reader import is_installed as has_tensorboard
-from storage.wandb_runs.account import check_account
-from storage.wandb_runs.reader import WandbRuns
-from storage.wandb_runs.reader import is_installed as has_wandb
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.journals.reader import Reader
+from hpsearch.storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
+from hpsearch.storage.tensorboard.reader import is_installed as has_tensorboard
+from hpsearch.storage.wandb_runs.account import check_account
+from hpsearch.storage.wandb_runs.reader import WandbRuns
+from hpsearch.storage.wandb_runs.reader import is_installed as has_wandb
 
 
 def check_readers(spec: StudySpec) -> None:

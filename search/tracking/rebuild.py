@@ -13,25 +13,27 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import BaseObjective, load_objective
-from objectives.fit import result_of
-from objectives.training import EpochRecord, promotable
-from objectives.training.reproducibility import checkpoint
-from objectives.training.result import RunResult
-from search.errors import USER_ERRORS, SearchError
-from search.study.checkpoints import StudyCheckpoints
-from search.study.ranking import first_value
-from search.study.study import StoredStudy
-from search.study.summary import summarise
-from search.tracking.tracker import Tracker
-from search.tracking.trial_run import TrialTracking
-from storage.attributes import ATTEMPT, REASON
-from storage.checkpoints.pointers import read_pointers
-from storage.errors import StoredCheckpointError
-from storage.mlflow.health import one_line
-from storage.mlflow.run_links import RunLinks
-from storage.trials.claims import Claim
-from storage.trials.outcome import Outcome
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.fit import result_of
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import RunResult
+from hpsearch.objectives.training.session import promotable
+from hpsearch.search.errors import USER_ERRORS, SearchError
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.study.ranking import first_value
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.tracking.trial_run import TrialTracking
+from hpsearch.storage.attributes import ATTEMPT, REASON
+from hpsearch.storage.checkpoints.pointers import read_pointers
+from hpsearch.storage.errors import StoredCheckpointError
+from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 

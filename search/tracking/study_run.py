@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.study.study import StoredStudy, parent_of
-from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
-from storage.database.locks import still_held, study_lock
-from storage.mlflow.client import Tracking
+from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
+from hpsearch.storage.database.locks import still_held, study_lock
+from hpsearch.storage.mlflow.client import Tracking
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from storage.journals import journal_records
-from storage.journals.journal import Journal
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.journal import Journal
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor

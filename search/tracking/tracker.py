@@ -9,23 +9,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from search.console import counted
-from search.study.checkpoints import StudyCheckpoints
-from search.study.folders import outbox_folder
-from search.study.study import StoredStudy
-from search.tracking.readers import readers_of
-from search.tracking.study_run import open_parent_run
-from search.tracking.system_metrics import SystemMetrics
-from storage.journals import journal_records
-from storage.journals.journal import Journal
-from storage.journals.outbox import Outbox
-from storage.journals.reader import Reader
-from storage.journals.sender import Sender
-from storage.mlflow.client import Tracking
-from storage.mlflow.run_links import RunLinks
-from storage.mlflow.shipper import Shipper
-from storage.trials.claims import Lost, Retired
-from storage.trials.outcome import Outcome
+from hpsearch.search.console import counted
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.study.folders import outbox_folder
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.readers import readers_of
+from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.search.tracking.system_metrics import SystemMetrics
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.reader import Reader
+from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.mlflow.shipper import Shipper
+from hpsearch.storage.trials.claims import Lost, Retired
+from hpsearch.storage.trials.outcome import Outcome
 
 _STARTING = 15.0  # seconds that a server may take to start
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from objectives.training import EpochRecord
-from objectives.training.result import Exported
-from search.spec.spec import StudySpec
-from storage.journals import journal_records
-from storage.mlflow import exported_model
-from storage.mlflow.weights_model import WEIGHTS_ONLY, keep_weights
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import Exported
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow.weights_model import WEIGHTS_ONLY, keep_weights
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from optuna.trial import TrialState
 
-from objectives.measured import value_of
-from objectives.training.result import RunResult
-from search.study.ranking import in_bounds, is_among_best, is_on_front
-from search.study.study import StoredStudy
-from search.tracking.tracker import Tracker, pruning_tags
-from search.tracking.trial_model import model_record, run_params, told, write_model
-from storage.attributes import PENDING
-from storage.journals import journal_records
-from storage.journals.journal import MLFLOW, Journal
-from storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
-from storage.trials.claims import Claim
-from storage.trials.outcome import Outcome
+from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.training.result import RunResult
+from hpsearch.search.study.ranking import in_bounds, is_among_best, is_on_front
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.tracker import Tracker, pruning_tags
+from hpsearch.search.tracking.trial_model import model_record, run_params, told, write_model
+from hpsearch.storage.attributes import PENDING
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.journal import MLFLOW, Journal
+from hpsearch.storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
+from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.outcome import Outcome
 
 log = logging.getLogger(__name__)
 

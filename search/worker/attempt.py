@@ -11,24 +11,24 @@ from functools import partial
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from objectives import ObjectiveError
-from objectives.training import DeviceMemoryError, NonFiniteError
-from objectives.training.ranks import RankLostError, current
-from objectives.training.result import RunResult
-from search.console import counted
-from search.sampling.seeds import division_seed, training_seed
-from search.sampling.suggest import suggest
-from search.study.devices import pace_of
-from search.study.folders import open_attempt_dir, remove_earlier
-from search.tracking.trial_run import TrialTracking
-from search.worker.context import WorkerContext
-from search.worker.epoch_values import violations
-from search.worker.ranks import Job, fit_together
-from search.worker.session import TrialSession
-from storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
-from storage.errors import CheckpointStoreError, ClaimLostError
-from storage.trials.claims import Claim
-from storage.trials.outcome import Ended, Outcome
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.result import RunResult
+from hpsearch.search.console import counted
+from hpsearch.search.sampling.seeds import division_seed, training_seed
+from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.study.devices import pace_of
+from hpsearch.search.study.folders import open_attempt_dir, remove_earlier
+from hpsearch.search.tracking.trial_run import TrialTracking
+from hpsearch.search.worker.context import WorkerContext
+from hpsearch.search.worker.epoch_values import violations
+from hpsearch.search.worker.ranks import Job, fit_together
+from hpsearch.search.worker.session import TrialSession
+from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
+from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
+from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.outcome import Ended, Outcome
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import tenacity
 
-from objectives.training import LocalSession, promotable
-from objectives.training.reproducibility import checkpoint, shards
-from search.study.checkpoints import StudyCheckpoints
-from storage.checkpoints.pointers import Pointer, read_pointers
-from storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
-from storage.database.retry import retrying
-from storage.errors import CheckpointStoreError, StoredCheckpointError
-from storage.trials.claims import Claim
+from hpsearch.objectives.training.reproducibility import checkpoint, shards
+from hpsearch.objectives.training.session import LocalSession, promotable
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.storage.checkpoints.pointers import Pointer, read_pointers
+from hpsearch.storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
+from hpsearch.storage.database.retry import retrying
+from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
+from hpsearch.storage.trials.claims import Claim
 
 log = logging.getLogger(__name__)
 

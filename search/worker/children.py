@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
-from objectives.training.data.child import ending_with_parent
+from hpsearch.objectives.training.data.child import ending_with_parent
 
 
 @functools.cache  # once is enough

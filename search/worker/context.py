@@ -8,18 +8,18 @@ from pathlib import Path
 
 import optuna
 
-from objectives import BaseObjective
-from search.pruning import StudyPruner
-from search.spec.spec import StudySpec
-from search.study.checkpoints import StudyCheckpoints
-from search.study.study import StoredStudy
-from search.tracking.tracker import Tracker
-from search.worker.leaving import Leaving
-from search.worker.pulse import Pulse
-from storage.rungs.rungs import Rungs
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claims
-from storage.trials.lease import LeaseKeeper
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.worker.leaving import Leaving
+from hpsearch.search.worker.pulse import Pulse
+from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claims
+from hpsearch.storage.trials.lease import LeaseKeeper
 
 
 @dataclass(frozen=True)

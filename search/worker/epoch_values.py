@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from objectives import ObjectiveError
-from objectives.errors import nearest
-from objectives.measured import value_of
-from search.spec.spec import StudySpec
+from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.measured import value_of
+from hpsearch.search.spec.spec import StudySpec
 
 
 class EpochValues:

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from storage.trials.process_identity import process_name
-from storage.trials.register import Identity
+from hpsearch.storage.trials.process_identity import process_name
+from hpsearch.storage.trials.register import Identity
 
 
 def worker_name(pid: int | None = None) -> str:

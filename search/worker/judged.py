@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from objectives import BaseObjective, load_objective
-from objectives.training.trainer import device_named
-from search.errors import SearchError
-from search.spec.spec import StudySpec
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.training.trainer import device_named
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.spec import StudySpec
 
 
 def judged_objective(spec: StudySpec) -> BaseObjective:

@@ -11,26 +11,26 @@ from pathlib import Path
 
 import optuna
 
-from objectives import BaseObjective
-from search.entry import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
-from search.pruning import StudyPruner, study_rungs
-from search.sampling.paused import as_sampled
-from search.study.checkpoints import StudyCheckpoints
-from search.study.folders import runs_folder
-from search.study.rest import Rest
-from search.study.study import StoredStudy
-from search.tracking.tracker import Tracker
-from search.worker.attempt import SERVICE_ERRORS, Attempt
-from search.worker.context import WorkerContext
-from search.worker.identity import worker_name
-from search.worker.leaving import Leaving
-from search.worker.pulse import Pulse
-from storage.attributes import RUNG
-from storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
-from storage.trials.epoch_values import read_epoch_values
-from storage.trials.lease import LeaseKeeper
-from storage.trials.outcome import Ended, Outcome
-from storage.trials.register import Register
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.search.entry import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
+from hpsearch.search.pruning import StudyPruner, study_rungs
+from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.study.folders import runs_folder
+from hpsearch.search.study.rest import Rest
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
+from hpsearch.search.worker.context import WorkerContext
+from hpsearch.search.worker.identity import worker_name
+from hpsearch.search.worker.leaving import Leaving
+from hpsearch.search.worker.pulse import Pulse
+from hpsearch.storage.attributes import RUNG
+from hpsearch.storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
+from hpsearch.storage.trials.epoch_values import read_epoch_values
+from hpsearch.storage.trials.lease import LeaseKeeper
+from hpsearch.storage.trials.outcome import Ended, Outcome
+from hpsearch.storage.trials.register import Register
 
 log = logging.getLogger(__name__)
 

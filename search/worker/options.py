@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from search.errors import SearchError
-from storage.trials.claims import LEASE
+from hpsearch.search.errors import SearchError
+from hpsearch.storage.trials.claims import LEASE
 
 _MOST_DEVICES = 1024
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit

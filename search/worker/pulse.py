@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from search.entry import EXIT_AWAY
+from hpsearch.search.entry import EXIT_AWAY
 
 log = logging.getLogger(__name__)
 

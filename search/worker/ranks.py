@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from objectives import BaseObjective, load_objective
-from objectives.fit import Where, fit
-from objectives.training.ranks import RankLostError, Ranks
-from objectives.training.result import RunResult
-from objectives.training.session import Session
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.fit import Where, fit
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.training.ranks import RankLostError, Ranks
+from hpsearch.objectives.training.result import RunResult
+from hpsearch.objectives.training.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from objectives.training import EpochRecord, LocalSession, Verdict
-from objectives.training.session import Due
-from search.pruning import Decision
-from search.worker.checkpoints import TrialCheckpoints
-from search.worker.context import WorkerContext
-from search.worker.epoch_values import EpochValues, violations
-from storage.files import sync_folder
-from storage.rungs.rungs import Standing
-from storage.trials.claims import Claim, Reported
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.session import Due, LocalSession, Verdict
+from hpsearch.search.pruning import Decision
+from hpsearch.search.worker.checkpoints import TrialCheckpoints
+from hpsearch.search.worker.context import WorkerContext
+from hpsearch.search.worker.epoch_values import EpochValues, violations
+from hpsearch.storage.files import sync_folder
+from hpsearch.storage.rungs.rungs import Standing
+from hpsearch.storage.trials.claims import Claim, Reported
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import signal
 import threading
 from types import FrameType
 
-from search.entry import EXIT_INTERRUPTED
-from search.worker.children import shield_children
-from search.worker.leaving import Stop
+from hpsearch.search.entry import EXIT_INTERRUPTED
+from hpsearch.search.worker.children import shield_children
+from hpsearch.search.worker.leaving import Stop
 
 
 def stop_on_signals() -> Stop:

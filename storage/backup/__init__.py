@@ -1,4 +1,1 @@
-"""Backup: all that a search needs to go on elsewhere, in one file, taken while it runs, and put back.
-
-Imports: errors, files, home, urls, attributes, database, checkpoints, mlflow, embedded.
-"""
+"""Backup: all that a search needs to go on elsewhere, in one file, taken while it runs, and put back."""

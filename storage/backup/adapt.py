@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
-from storage.mlflow.client import MODEL_ID, STUDY, TRIAL
+from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
+from hpsearch.storage.mlflow.client import MODEL_ID, STUDY, TRIAL
 
 _RUN_PAGE = "/#/experiments/"  # what follows a server's address in that of a run's page
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Self
 
-from storage.errors import StorageError
+from hpsearch.storage.errors import StorageError
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.jsonl"

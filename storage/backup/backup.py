@@ -19,13 +19,13 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
-from storage.backup import archive, places
-from storage.backup.dumps import Snapshot, snapshot
-from storage.backup.leftovers import sweep
-from storage.database.schema import VERSION_TABLE
-from storage.embedded import stack
-from storage.errors import StorageError
-from storage.files import sha256, sync_folder
+from hpsearch.storage.backup import archive, places
+from hpsearch.storage.backup.dumps import Snapshot, snapshot
+from hpsearch.storage.backup.leftovers import sweep
+from hpsearch.storage.database.schema import VERSION_TABLE
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.files import sha256, sync_folder
 
 Progress = Callable[[str], None]
 
@@ -259,7 +259,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _listed(url: str) -> Iterator[tuple[str, int]]:
     """Yield the files under a URL of fsspec's: path and bytes."""
-    from storage.checkpoints.store import Checkpoints
+    from hpsearch.storage.checkpoints.store import Checkpoints
 
     found = Checkpoints(url, setting="--artifacts").sizes()
     yield from sorted(found.items())

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.backup.programs import Programs, find_programs
-from storage.database.connect import connect
-from storage.errors import AwayError, StorageError
-from storage.urls import redact, without_secret
+from hpsearch.storage.backup.programs import Programs, find_programs
+from hpsearch.storage.database.connect import connect
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.urls import redact, without_secret
 
 
 @dataclass(frozen=True)

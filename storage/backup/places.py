@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.embedded import stack
-from storage.embedded.state import FILE
-from storage.errors import StorageError
-from storage.home import VARIABLE, home_dir
-from storage.urls import normalise
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.embedded.state import FILE
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.home import VARIABLE, home_dir
+from hpsearch.storage.urls import normalise
 
 OWNER_URL = "HPSEARCH_OWNER_URL"
 MLFLOW_URL = "MLFLOW_BACKEND_STORE_URI"

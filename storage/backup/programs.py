@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.embedded.postgres_binaries import places
-from storage.errors import StorageError
-from storage.urls import normalise, without_secret
+from hpsearch.storage.embedded.postgres_binaries import places
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import normalise, without_secret
 
 _NEEDED = ("pg_dump", "pg_restore", "psql")
 _SECRETS = ("password", "sslpassword")

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.backup import adapt, archive, places
-from storage.backup.archive import Manifest, Reader, Unpacked
-from storage.backup.dumps import check_server, count, put_back, session
-from storage.backup.leftovers import sweep
-from storage.backup.programs import Programs, find_programs
-from storage.backup.schemas import check_known, upgrade_mlflow
-from storage.database.migrate import migrate
-from storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
-from storage.embedded import stack
-from storage.errors import StorageError
-from storage.files import sha256
-from storage.urls import redact
+from hpsearch.storage.backup import adapt, archive, places
+from hpsearch.storage.backup.archive import Manifest, Reader, Unpacked
+from hpsearch.storage.backup.dumps import check_server, count, put_back, session
+from hpsearch.storage.backup.leftovers import sweep
+from hpsearch.storage.backup.programs import Programs, find_programs
+from hpsearch.storage.backup.schemas import check_known, upgrade_mlflow
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.files import sha256
+from hpsearch.storage.urls import redact
 
 Progress = Callable[[str], None]
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from storage.backup.archive import Manifest
-from storage.database import migrate
-from storage.database.connect import make_engine
-from storage.errors import StorageError
+from hpsearch.storage.backup.archive import Manifest
+from hpsearch.storage.database import migrate
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.errors import StorageError
 
 
 def check_known(manifest: Manifest) -> None:

@@ -1,4 +1,1 @@
-"""Checkpoints: files under one URL, and the rows that say which of them count.
-
-Imports: errors, files, urls, attributes.
-"""
+"""Checkpoints: files under one URL, and the rows that say which of them count."""

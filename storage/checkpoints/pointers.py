@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storage.attributes import PENDING, TRACKING
-from storage.checkpoints.store import Stored
+from hpsearch.storage.attributes import PENDING, TRACKING
+from hpsearch.storage.checkpoints.store import Stored
 
 if TYPE_CHECKING:
     import sqlalchemy as sa

@@ -2,7 +2,7 @@
 
 Everything lies under one URL of fsspec's. A file is written once, under a name that holds the attempt that wrote it,
 and is never changed: a worker that was frozen and wakes up can replace nothing of the attempt after it. Which of the
-files count is said by the study's database alone (:mod:`storage.checkpoints.pointers`).
+files count is said by the study's database alone (:mod:`hpsearch.storage.checkpoints.pointers`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
-from storage.files import place
-from storage.files import sha256 as digest
-from storage.urls import redact, without_secret
+from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
+from hpsearch.storage.files import place
+from hpsearch.storage.files import sha256 as digest
+from hpsearch.storage.urls import redact, without_secret
 
 SETTING = "--checkpoint-url"
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from storage.database.connect import check_database, make_engine
-from storage.errors import StorageError
-from storage.urls import normalise
+from hpsearch.storage.database.connect import check_database, make_engine
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import normalise
 
 if TYPE_CHECKING:
-    from storage.mlflow.artifacts import RunArtifacts
+    from hpsearch.storage.mlflow.artifacts import RunArtifacts
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -63,8 +63,8 @@ def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
     import optuna_dashboard
     from optuna_dashboard import _app
 
-    from storage.dashboard.feasible import feasible_front
-    from storage.dashboard.fresh_storage import DashboardStorage
+    from hpsearch.storage.dashboard.feasible import feasible_front
+    from hpsearch.storage.dashboard.fresh_storage import DashboardStorage
 
     _app.get_pareto_front_trials = feasible_front  # there is no setting for it
     engine = make_engine(url, application_name="hpsearch-dashboard", pool_size=4, pre_ping=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from storage.pareto import front, losses_of
+from hpsearch.storage.pareto import front, losses_of
 
 _OLDER = "constraints"  # the system attribute: numbers without names, positive where one is broken
 

@@ -7,9 +7,9 @@ from collections.abc import Container
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from storage.dashboard.feasible import in_older_form, is_feasible
-from storage.mlflow.artifacts import PREFIX
-from storage.study_storage import PostgresStorage
+from hpsearch.storage.dashboard.feasible import in_older_form, is_feasible
+from hpsearch.storage.mlflow.artifacts import PREFIX
+from hpsearch.storage.study_storage import PostgresStorage
 
 _LISTED = """
     SELECT DISTINCT trial_id FROM trial_system_attributes

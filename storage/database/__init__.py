@@ -1,4 +1,1 @@
-"""The database: how it is reached, retried, locked, migrated, and who may do what in it.
-
-Imports: errors, urls.
-"""
+"""The database: how it is reached, retried, locked, migrated, and who may do what in it."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from storage.database.connection_errors import connection_error
-from storage.database.schema import (
+from hpsearch.storage.database.connection_errors import connection_error
+from hpsearch.storage.database.schema import (
     IS_RESTORED_BY_HALF,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
@@ -15,8 +15,8 @@ from storage.database.schema import (
     REVISION,
     VERSION_TABLE,
 )
-from storage.errors import AwayError, StorageError
-from storage.urls import normalise, redact
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.urls import normalise, redact
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -120,7 +120,7 @@ def check_database(url: str, *, setting: str = "--storage-url", patience: float 
         StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
             are missing, of another version of Optuna, or may not be written.
     """
-    from storage.database.retry import retrying
+    from hpsearch.storage.database.retry import retrying
 
     patience = OPENING if patience is None else patience
     retrying(patience, also=AwayError)(_check_once, url, setting)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from storage.database.retry import may_pass
-from storage.errors import AwayError, StorageError
-from storage.urls import redact
+from hpsearch.storage.database.retry import may_pass
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.urls import redact
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL

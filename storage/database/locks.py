@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from storage.database.retry import is_transient
-from storage.errors import AwayError
+from hpsearch.storage.database.retry import is_transient
+from hpsearch.storage.errors import AwayError
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from storage.database.connect import connect, make_engine
-from storage.database.roles import grant_worker
-from storage.database.schema import OPTUNA_REVISION, REVISION, VERSION_TABLE
-from storage.errors import StorageError
-from storage.urls import normalise, redact
+from hpsearch.storage.database.connect import connect, make_engine
+from hpsearch.storage.database.roles import grant_worker
+from hpsearch.storage.database.schema import OPTUNA_REVISION, REVISION, VERSION_TABLE
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import normalise, redact
 
-# Two keys of 32 bits, beside those of storage.database.locks.
+# Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 0)
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from storage.database.connect import connect
-from storage.errors import StorageError
-from storage.urls import DRIVER, normalise
+from hpsearch.storage.database.connect import connect
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import DRIVER, normalise
 
 if TYPE_CHECKING:
     from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
@@ -27,7 +27,7 @@ MLFLOW = "mlflow"
 STUDIES = "optuna"
 TRACKING = "mlflow"
 
-# Two keys of 32 bits, beside those of storage.database.locks.
+# Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 1)
 
 # The server's half of noticing a worker whose machine is gone: its locks are released after about 35 s.

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
-from storage.database.connect import each_committed
-from storage.database.retry import PATIENCE, is_transient, retrying
+from hpsearch.storage.database.connect import each_committed
+from hpsearch.storage.database.retry import PATIENCE, is_transient, retrying
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from storage.database.statements import Database
-from storage.errors import ClaimLostError
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.errors import ClaimLostError
 
 # Everybody who makes trials, Optuna's RDBStorage included, holds the study's row while it numbers and inserts them. So
 # ids and numbers of a study rise together, and the highest number + 1, found in the index, is the count that RDBStorage

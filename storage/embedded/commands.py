@@ -39,4 +39,4 @@ def mlflow_command(
 def dashboard_command(*, host: str, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command of the Optuna dashboard and the variables to add to its environment."""
     # The whole command of ours: it notices promotions besides, which takes more than this package knows.
-    return [*_PYTHON_M, "search.cli", "serve", "dashboard", "--host", host, "--port", str(port)], {}
+    return [*_PYTHON_M, "hpsearch", "serve", "dashboard", "--host", host, "--port", str(port)], {}

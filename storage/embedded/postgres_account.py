@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.embedded.postgres_binaries import Binaries
-from storage.errors import StorageError
+from hpsearch.storage.embedded.postgres_binaries import Binaries
+from hpsearch.storage.errors import StorageError
 
 # Users that exist on most systems and own nothing of value, best first.
 _UNPRIVILEGED = ("postgres", "nobody")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.errors import StorageError
+from hpsearch.storage.errors import StorageError
 
 # Packages that carry the programs under pginstall/bin. They are looked up, never imported: their own server
 # management is not used.

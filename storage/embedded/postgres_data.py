@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from storage.embedded.postgres_account import Account
-from storage.embedded.postgres_binaries import Binaries
-from storage.errors import StorageError
-from storage.files import write_private
+from hpsearch.storage.embedded.postgres_account import Account
+from hpsearch.storage.embedded.postgres_binaries import Binaries
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.files import write_private
 
 SUPERUSER = "postgres"
 _ELSEWHERE = "set HPSEARCH_HOME to another folder"

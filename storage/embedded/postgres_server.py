@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from storage.embedded import ports, postgres_data, process
-from storage.embedded.postgres_account import Account, find_account, reachable
-from storage.embedded.postgres_binaries import Binaries, find_binaries
-from storage.embedded.postgres_data import SUPERUSER, clean_environment
-from storage.errors import StorageError
+from hpsearch.storage.embedded import ports, postgres_data, process
+from hpsearch.storage.embedded.postgres_account import Account, find_account, reachable
+from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
+from hpsearch.storage.embedded.postgres_data import SUPERUSER, clean_environment
+from hpsearch.storage.errors import StorageError
 
 # On the command line, so that a newer hpsearch changes them for an old data directory too.
 _SETTINGS = {

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.database import roles
-from storage.database.schema import IS_CURRENT
-from storage.embedded import ports
-from storage.embedded.commands import dashboard_command, mlflow_command
-from storage.embedded.postgres_account import find_folder, make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.embedded.state import State
-from storage.embedded.web_service import WebService
-from storage.home import private_folder
-from storage.urls import build
+from hpsearch.storage.database import roles
+from hpsearch.storage.database.schema import IS_CURRENT
+from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded.commands import dashboard_command, mlflow_command
+from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.embedded.state import State
+from hpsearch.storage.embedded.web_service import WebService
+from hpsearch.storage.home import private_folder
+from hpsearch.storage.urls import build
 
 Progress = Callable[[str], None]
 
@@ -43,7 +43,7 @@ class StackInfo:
 class EmbeddedStack:
     """Postgres, an MLflow server on it, and the Optuna dashboard.
 
-    Starting and stopping take the stack's lock, which the callers in `storage.embedded.stack` hold.
+    Starting and stopping take the stack's lock, which the callers in `hpsearch.storage.embedded.stack` hold.
     """
 
     def __init__(self, home: Path, state: State) -> None:
@@ -122,7 +122,7 @@ class EmbeddedStack:
             progress("starting MLflow (about 10 s)")
         self.mlflow.begin(port)
         # MLflow takes longest: the study tables and the dashboard are made meanwhile.
-        from storage.database.migrate import migrate
+        from hpsearch.storage.database.migrate import migrate
 
         migrate(self.info.owner_url, setting="the embedded Postgres")
         if not self.dashboard.find():

@@ -15,13 +15,13 @@ from typing import Literal
 
 import psutil
 
-from storage.database.roles import Databases
-from storage.embedded import ports
-from storage.embedded.services import EmbeddedStack, Progress, StackInfo
-from storage.embedded.state import FILE, State, load
-from storage.embedded.web_service import START_TIMEOUT, WebService
-from storage.errors import StorageError
-from storage.home import VARIABLE, check_writable, home_dir, private_folder
+from hpsearch.storage.database.roles import Databases
+from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo
+from hpsearch.storage.embedded.state import FILE, State, load
+from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.home import VARIABLE, check_writable, home_dir, private_folder
 
 __all__ = ["Progress", "ServiceStatus", "StackInfo", "databases", "down", "held", "info", "status", "up"]
 
@@ -46,7 +46,7 @@ def up(home: Path, *, progress: Progress = lambda _: None) -> StackInfo:
     """Start what does not run of the stack in `home`, adopt what does, and return where it is.
 
     Args:
-        home: The folder of the stack, see `storage.home.home_dir`; created where it is missing.
+        home: The folder of the stack, see `hpsearch.storage.home.home_dir`; created where it is missing.
         progress: Is told what is being done, a line at a time.
 
     Raises:

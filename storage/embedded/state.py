@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.embedded.process import Identity
-from storage.files import write_private
+from hpsearch.storage.embedded.process import Identity
+from hpsearch.storage.files import write_private
 
 FILE = "stack.json"
 _VERSION = 1

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from storage.embedded import ports, process
-from storage.embedded.state import ServiceRecord
-from storage.errors import StorageError
-from storage.urls import redact
+from hpsearch.storage.embedded import ports, process
+from hpsearch.storage.embedded.state import ServiceRecord
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import redact
 
 START_TIMEOUT = 180.0  # seconds; MLflow needs 5 to 20 on an idle machine
 _ADOPT_TIMEOUT = 60.0  # after which a process that is there but silent is started anew

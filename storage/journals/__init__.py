@@ -1,4 +1,1 @@
-"""Journals: what is logged, on disk before the call returns, and the threads that bring it to each of its readers.
-
-Imports: files, attributes, database, trials.
-"""
+"""Journals: what is logged, on disk before the call returns, and the threads that bring it to each of its readers."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from storage.journals.journal import Entry, Place
-from storage.journals.journal_records import End
-from storage.journals.reader import Failure
-from storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.journals.journal import Entry, Place
+from hpsearch.storage.journals.journal_records import End
+from hpsearch.storage.journals.reader import Failure
+from hpsearch.storage.journals.trial_ends import TrialEnds
 
 
 class Follower(ABC):

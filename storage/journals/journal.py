@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from storage.files import sync_folder
-from storage.journals.journal_records import Open, Record, decode, encode
+from hpsearch.storage.files import sync_folder
+from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
 

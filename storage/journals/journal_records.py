@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from storage.trials.outcome import Outcome
+from hpsearch.storage.trials.outcome import Outcome
 
 
 @dataclass(frozen=True)

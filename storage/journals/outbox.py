@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from storage.files import size_of
-from storage.journals.journal import JOURNAL, MLFLOW, Journal
-from storage.journals.journal_records import Open, decode
+from hpsearch.storage.files import size_of
+from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal
+from hpsearch.storage.journals.journal_records import Open, decode
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from storage.journals.journal import Place
+from hpsearch.storage.journals.journal import Place
 
 
 class NotYetError(Exception):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from storage.database.locks import LockHeldError
-from storage.journals.journal import Journal, Place
-from storage.journals.reader import Failure, NotYetError, Reader
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.journals.journal import Journal, Place
+from hpsearch.storage.journals.reader import Failure, NotYetError, Reader
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from storage.journals.journal import Journal
-from storage.journals.outbox import Outbox
-from storage.journals.reader import Reader
-from storage.journals.reader_thread import LEFT_EVERY, ReaderThread
+from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.reader import Reader
+from hpsearch.storage.journals.reader_thread import LEFT_EVERY, ReaderThread
 
 _LONGEST_REQUEST = 35.0  # seconds; see MLFLOW_HTTP_REQUEST_TIMEOUT
 

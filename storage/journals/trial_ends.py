@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import INFEASIBLE, REASON
-from storage.database.statements import Database
-from storage.journals.journal import Journal
-from storage.journals.reader import NotYetError
-from storage.trials.outcome import Ended, Outcome
+from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.journals.reader import NotYetError
+from hpsearch.storage.trials.outcome import Ended, Outcome
 
 _PATIENCE = 10.0  # seconds to wait for the database
 

@@ -1,4 +1,1 @@
-"""MLflow: what brings journals there, what it is asked, and the registry of models.
-
-Imports: errors, attributes, database, trials, journals.
-"""
+"""MLflow: what brings journals there, what it is asked, and the registry of models."""

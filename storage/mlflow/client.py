@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import tenacity
 
-from storage.errors import StorageError
-from storage.mlflow.health import is_away, is_duplicate
-from storage.trials.outcome import Outcome
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.health import is_away, is_duplicate
+from hpsearch.storage.trials.outcome import Outcome
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

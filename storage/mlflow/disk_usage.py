@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from storage.errors import StorageError
-from storage.mlflow.client import MODEL_ID, Tracking
-from storage.mlflow.health import one_line
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import MODEL_ID, Tracking
+from hpsearch.storage.mlflow.health import one_line
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -113,7 +113,7 @@ def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path)
 
     Args:
         client: of the tracking server.
-        model_id: the model, by `storage.mlflow.model_of_run.create_model`.
+        model_id: the model, by `hpsearch.storage.mlflow.model_of_run.create_model`.
         run_id: the run that made it.
         folder: what `export_model` wrote.
     """

@@ -11,8 +11,8 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from storage.errors import AwayError, StorageError
-from storage.journals.reader import Failure
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.journals.reader import Failure
 
 _LONGEST = 200  # characters of an error in a line
 

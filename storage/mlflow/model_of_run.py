@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage.attributes import MODEL
-from storage.journals.journal_records import Model
-from storage.mlflow import exported_model
-from storage.mlflow.client import MODEL_ID, Tracking, epoch_metrics
-from storage.mlflow.run_links import RunLinks
+from hpsearch.storage.attributes import MODEL
+from hpsearch.storage.journals.journal_records import Model
+from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow.client import MODEL_ID, Tracking, epoch_metrics
+from hpsearch.storage.mlflow.run_links import RunLinks
 
 
 def create_model(tracking: Tracking, run_id: str, record: Model) -> str:

@@ -6,7 +6,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from storage.mlflow.client import EXPERIMENT, Tracking
+from hpsearch.storage.mlflow.client import EXPERIMENT, Tracking
 
 _DEFAULT = "0"  # the experiment that every server has
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from storage.errors import StorageError
-from storage.mlflow.client import MODEL_ID
-from storage.mlflow.health import one_line
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import MODEL_ID
+from hpsearch.storage.mlflow.health import one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,9 +13,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import PENDING, TRACKING
-from storage.database.locks import run_lock
-from storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.attributes import PENDING, TRACKING
+from hpsearch.storage.database.locks import run_lock
+from hpsearch.storage.journals.trial_ends import TrialEnds
 
 
 class TrialGoneError(Exception):

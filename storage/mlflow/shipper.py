@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
-from storage.journals import journal_records
-from storage.journals.journal import MLFLOW, Entry, Place
-from storage.journals.reader import Failure
-from storage.mlflow import exported_model
-from storage.mlflow.artifacts import artifact_attrs
-from storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
-from storage.mlflow.health import failure, is_away, one_line
-from storage.mlflow.model_of_run import create_model, fill_model
-from storage.mlflow.run_links import RunLinks, TrialGoneError
-from storage.trials.outcome import Outcome
+from hpsearch.storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
+from hpsearch.storage.journals.reader import Failure
+from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow.artifacts import artifact_attrs
+from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
+from hpsearch.storage.mlflow.health import failure, is_away, one_line
+from hpsearch.storage.mlflow.model_of_run import create_model, fill_model
+from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
+from hpsearch.storage.trials.outcome import Outcome
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric

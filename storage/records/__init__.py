@@ -1,4 +1,1 @@
-"""Records that are written once: the opening of a test set, and promotions.
-
-Imports: errors, attributes, database.
-"""
+"""Records that are written once: the opening of a test set, and promotions."""

@@ -1,7 +1,7 @@
 """Promotions of trials, as the study database remembers them: who gave which version of a model which alias, and when.
 
 A row without an end says what an alias names now, as far as is known; the model registry has the last word, and
-:mod:`search.promotion.registry_watch` brings the rows in line with it.
+:mod:`hpsearch.search.promotion.registry_watch` brings the rows in line with it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import RUN_ID
-from storage.database.statements import Database
+from hpsearch.storage.attributes import RUN_ID
+from hpsearch.storage.database.statements import Database
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Promotion:
         alias: that names the version.
         promoted_at: by the database's clock; of a promotion made elsewhere, when it was noticed.
         promoted_by: user and host, or where it was done.
-        evidence: what was known of the trial, see `search.promotion.evidence`.
+        evidence: what was known of the trial, see `hpsearch.search.promotion.evidence`.
         ended_at: when the alias went to another version or was removed; None while it names this one.
     """
 
@@ -124,7 +124,7 @@ def record_promotion(
     """Write that an alias names a version now; what it named before has ended. Of the same version, only the evidence.
 
     Args:
-        connection: in a transaction that holds `storage.database.locks.registry_lock`.
+        connection: in a transaction that holds `hpsearch.storage.database.locks.registry_lock`.
         trial: whose model it is.
         model: name of the registered model.
         version: of it.

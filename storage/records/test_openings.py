@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
-from storage.errors import StorageError
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.errors import StorageError
 
 
 @dataclass(frozen=True)

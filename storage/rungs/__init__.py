@@ -1,4 +1,1 @@
-"""Rungs: where trials wait until they are among the best that came there, by one metric or by fronts of several.
-
-Imports: pareto, database.
-"""
+"""Rungs: where trials wait until they are among the best that came there, by one metric or by fronts of several."""

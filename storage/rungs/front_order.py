@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.pareto import ranks
+from hpsearch.storage.pareto import ranks
 
 if TYPE_CHECKING:
-    from storage.pareto import Losses
+    from hpsearch.storage.pareto import Losses
 
 
 def order(losses: Losses, most: int | None = None) -> list[int]:

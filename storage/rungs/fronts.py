@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from storage.pareto import losses_of
-from storage.rungs.front_order import order
+from hpsearch.storage.pareto import losses_of
+from hpsearch.storage.rungs.front_order import order
 
 # Behind all others, until the places are given.
 _NOTE = sa.text("""

@@ -4,7 +4,7 @@ Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), with
 trained to its end also where too few trials are begun for any to come through all rungs: the rows of
 ``hpsearch_rungs`` are all there is to know, and each decision is made in the transaction that acts on it, which holds
 the study's row as every claim does. A trial waits while its row has neither `promoted_at` nor `retired_at`, and its
-state is WAITING. Where the places end is kept beside them (:mod:`storage.rungs.cuts`).
+state is WAITING. Where the places end is kept beside them (:mod:`hpsearch.storage.rungs.cuts`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
-from storage.rungs import cuts, fronts
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.rungs import cuts, fronts
 
 
 @dataclass(frozen=True)

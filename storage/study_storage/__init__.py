@@ -1,8 +1,5 @@
-"""The study storage: Optuna's tables on Postgres, at a fraction of the statements.
+"""The study storage: Optuna's tables on Postgres, at a fraction of the statements."""
 
-Imports: database.
-"""
-
-from storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 __all__ = ["PostgresStorage"]

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from optuna.trial import FrozenTrial
 
-from storage.database.statements import Database
-from storage.database.trial_rows import restore
-from storage.study_storage.codec import STATES, distribution, to_local
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.database.trial_rows import restore
+from hpsearch.storage.study_storage.codec import STATES, distribution, to_local
 
 _OF_FINISHED = """
     FROM {table} x JOIN trials t ON t.trial_id = x.trial_id

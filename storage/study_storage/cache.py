@@ -11,10 +11,10 @@ import sqlalchemy as sa
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from storage.database.statements import Database
-from storage.study_storage.bulk import read_study
-from storage.study_storage.codec import FINISHED, STATES, skeleton, to_local
-from storage.study_storage.reading import Known, merged, read_newly_finished, read_news, whole
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.study_storage.bulk import read_study
+from hpsearch.storage.study_storage.codec import FINISHED, STATES, skeleton, to_local
+from hpsearch.storage.study_storage.reading import Known, merged, read_newly_finished, read_news, whole
 
 
 class StudyCache:

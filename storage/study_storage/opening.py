@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from storage.database.connect import make_engine
-from storage.database.retry import PATIENCE
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.retry import PATIENCE
 
 if TYPE_CHECKING:
-    from storage.study_storage import PostgresStorage
+    from hpsearch.storage.study_storage import PostgresStorage
 
 
 def open_storage(url: str, *, application_name: str, pool_size: int = 2, patience: float = PATIENCE) -> PostgresStorage:
@@ -22,7 +22,7 @@ def open_storage(url: str, *, application_name: str, pool_size: int = 2, patienc
         pool_size: Connections kept open.
         patience: For how many seconds a call waits for a database that is away.
     """
-    from storage.study_storage import PostgresStorage
+    from hpsearch.storage.study_storage import PostgresStorage
 
     # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
     engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial
 
-from storage.study_storage.codec import copy_trial
-from storage.study_storage.writing import Batch
+from hpsearch.storage.study_storage.codec import copy_trial
+from hpsearch.storage.study_storage.writing import Batch
 
 
 @dataclass

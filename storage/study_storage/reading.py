@@ -11,9 +11,9 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 
-from storage.database.statements import Database, Rows
-from storage.database.trial_rows import restore
-from storage.study_storage.codec import FINISHED, STATES, distribution, to_local
+from hpsearch.storage.database.statements import Database, Rows
+from hpsearch.storage.database.trial_rows import restore
+from hpsearch.storage.study_storage.codec import FINISHED, STATES, distribution, to_local
 
 # What belongs to a trial `t`, one row per trial. A trial with t.changes gets what was written since :horizon alone:
 # the oldest transaction that was open when the reader looked last (`xmin` is the transaction that wrote a row). Unlike

@@ -6,7 +6,7 @@ import json
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
+from hpsearch.storage.database.statements import Database
 
 _PREFIX = "completed_rung_"
 

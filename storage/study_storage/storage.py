@@ -16,15 +16,15 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
-from storage.database.connect import make_engine
-from storage.database.retry import PATIENCE
-from storage.database.statements import Database
-from storage.study_storage import creating, studies, writing
-from storage.study_storage.cache import StudyCache
-from storage.study_storage.codec import FINISHED, copy_trials, distribution, to_local, utc_now
-from storage.study_storage.owned import Deferred, Owned, overlaid, overlay
-from storage.study_storage.reading import read_in_states, read_trial
-from storage.study_storage.writing import Batch, guard_of
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.study_storage import creating, studies, writing
+from hpsearch.storage.study_storage.cache import StudyCache
+from hpsearch.storage.study_storage.codec import FINISHED, copy_trials, distribution, to_local, utc_now
+from hpsearch.storage.study_storage.owned import Deferred, Owned, overlaid, overlay
+from hpsearch.storage.study_storage.reading import read_in_states, read_trial
+from hpsearch.storage.study_storage.writing import Batch, guard_of
 
 _FIRST_DISTRIBUTION = """
     SELECT p.distribution_json FROM trial_params p JOIN trials t ON t.trial_id = p.trial_id
@@ -41,7 +41,7 @@ class PostgresStorage(BaseStorage):
     Safe to share between threads.
 
     Args:
-        engine: Of a database that `storage.database.migrate` made. Its pool may go without pre-ping.
+        engine: Of a database that `hpsearch.storage.database.migrate` made. Its pool may go without pre-ping.
         patience: For how many seconds a call waits for a database that is away.
     """
 

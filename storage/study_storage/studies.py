@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
-from storage.database.statements import Database, text
+from hpsearch.storage.database.statements import Database, text
 
 Kind = Literal["user", "system"]
 

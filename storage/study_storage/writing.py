@@ -16,9 +16,9 @@ from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from storage.database.statements import Database, Rows
-from storage.database.trial_rows import MAY_WRITE, claim_lost, store
-from storage.study_storage.codec import FINISHED, STATES
+from hpsearch.storage.database.statements import Database, Rows
+from hpsearch.storage.database.trial_rows import MAY_WRITE, claim_lost, store
+from hpsearch.storage.study_storage.codec import FINISHED, STATES
 
 # `mine` is the trial, locked against whoever would finish it at the same time; `open` is it where it may be written.
 _ANYBODY = """

@@ -1,4 +1,1 @@
-"""TensorBoard: event files of a whole search, a folder a trial.
-
-Imports: errors, database, trials, journals.
-"""
+"""TensorBoard: event files of a whole search, a folder a trial."""

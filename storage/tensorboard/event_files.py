@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from storage.database.locks import LockHeldError
+from hpsearch.storage.database.locks import LockHeldError
 
 _END = ".end"  # of the file that says how the trial ended
 _LOCK = ".lock"  # a file that TensorBoard does not look at

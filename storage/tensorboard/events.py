@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from storage.trials.outcome import Outcome
+from hpsearch.storage.trials.outcome import Outcome
 
 
 def tag_of(metric: str) -> str:

@@ -7,14 +7,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from storage.errors import AwayError, StorageError
-from storage.journals import journal_records
-from storage.journals.follower import Follower
-from storage.journals.journal import Entry, Place
-from storage.journals.reader import Failure
-from storage.journals.trial_ends import TrialEnds
-from storage.tensorboard import events
-from storage.tensorboard.event_files import EventFiles
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.follower import Follower
+from hpsearch.storage.journals.journal import Entry, Place
+from hpsearch.storage.journals.reader import Failure
+from hpsearch.storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.tensorboard import events
+from hpsearch.storage.tensorboard.event_files import EventFiles
 
 _OWNER = ".study"  # a file in a study's folder: whose it is
 

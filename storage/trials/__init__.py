@@ -1,4 +1,1 @@
-"""Trials: who runs which, by claims, leases and attempts, and how each ends.
-
-Imports: errors, attributes, database, rungs.
-"""
+"""Trials: who runs which, by claims, leases and attempts, and how each ends."""

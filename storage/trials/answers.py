@@ -60,7 +60,7 @@ class Reported:
 
 
 class Checkpoint(Protocol):
-    """Where a checkpoint is kept, and what it must be: see :mod:`storage.checkpoints.store`."""
+    """Where a checkpoint is kept, and what it must be: see :mod:`hpsearch.storage.checkpoints.store`."""
 
     @property
     def path(self) -> str:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
+from hpsearch.storage.database.statements import Database
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import GIVEN_UP, GOT_ON
-from storage.database.locks import UNLESS_FROZEN
-from storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
-from storage.rungs.rungs import BUT_PAUSED
+from hpsearch.storage.attributes import GIVEN_UP, GOT_ON
+from hpsearch.storage.database.locks import UNLESS_FROZEN
+from hpsearch.storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
+from hpsearch.storage.rungs.rungs import BUT_PAUSED
 
 # The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
 # the budget was changed reads the new one.

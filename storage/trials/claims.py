@@ -18,13 +18,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
-from storage.database.connect import each_committed
-from storage.database.retry import PATIENCE
-from storage.database.statements import Database
-from storage.database.trial_rows import claim_lost, store
-from storage.errors import ClaimLostError, StorageError
-from storage.rungs.rungs import (
+from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
+from hpsearch.storage.database.connect import each_committed
+from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.database.trial_rows import claim_lost, store
+from hpsearch.storage.errors import ClaimLostError, StorageError
+from hpsearch.storage.rungs.rungs import (
     Retired,
     Rungs,
     Standing,
@@ -35,12 +35,12 @@ from storage.rungs.rungs import (
     promote,
     standing,
 )
-from storage.trials import claim_sql as sql
-from storage.trials import settling
-from storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
-from storage.trials.outcome import Outcome
-from storage.trials.process_identity import current_machine, current_process, has_ended
-from storage.trials.spending import Spending, spending_in
+from hpsearch.storage.trials import claim_sql as sql
+from hpsearch.storage.trials import settling
+from hpsearch.storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
+from hpsearch.storage.trials.spending import Spending, spending_in
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
+from hpsearch.storage.database.statements import Database
 
 _VALUES = sa.text("""
     SELECT trial_id, step, metrics FROM hpsearch_epoch_values JOIN trials USING (trial_id) WHERE study_id = :study

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import SPEC
-from storage.database.statements import Database
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.statements import Database
 
 # In the order of a CASE: another attribute may hold a NaN, which Postgres takes for no JSON.
 _SETS = sa.text("""

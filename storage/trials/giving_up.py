@@ -12,9 +12,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import FORESEEN, GIVEN_UP, SPEC
-from storage.database.locks import UNLESS_FROZEN
-from storage.database.statements import Database
+from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from hpsearch.storage.database.locks import UNLESS_FROZEN
+from hpsearch.storage.database.statements import Database
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Self
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claims import Claim, Claims
 
 log = logging.getLogger(__name__)
 

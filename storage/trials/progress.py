@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from storage.attributes import BROKEN, GIVEN_UP, SPEC
-from storage.database.retry import PATIENCE
-from storage.database.statements import Database
-from storage.trials.spending import Spending, done
+from hpsearch.storage.attributes import BROKEN, GIVEN_UP, SPEC
+from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.trials.spending import Spending, done
 
 
 @dataclass(frozen=True)

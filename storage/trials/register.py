@@ -11,9 +11,9 @@ from datetime import datetime
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from storage.database.retry import PATIENCE
-from storage.database.statements import Database
-from storage.trials.process_identity import current_process, has_ended
+from hpsearch.storage.database.retry import PATIENCE
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.trials.process_identity import current_process, has_ended
 
 _EVERY = 10.0  # seconds between two signs of life of a worker without a trial; one with a trial renews its lease
 
@@ -175,7 +175,7 @@ _EVENTS = sa.text("""
 
 def read_events(engine: sa.Engine, study_id: int, *, limit: int = 20, patience: float = PATIENCE) -> list[Event]:
     """Return how the last attempts of a study ended, the newest first."""
-    from storage.attributes import REASON
+    from hpsearch.storage.attributes import REASON
 
     rows = Database(engine, patience).rows(_EVENTS, {"study": study_id, "limit": limit, "reason": REASON})
     return [Event(row.ended_at, row.number, row.outcome, row.worker, row.reason) for row in rows]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
-from storage.database.locks import UNLESS_FROZEN
-from storage.rungs import fronts
-from storage.rungs.rungs import Rungs, count_places
+from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
+from hpsearch.storage.database.locks import UNLESS_FROZEN
+from hpsearch.storage.rungs import fronts
+from hpsearch.storage.rungs.rungs import Rungs, count_places
 
 _LOCKED = sa.text(f"""
     {UNLESS_FROZEN}

@@ -9,8 +9,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.database.trial_rows import MAY_WRITE, store
-from storage.trials.outcome import Outcome
+from hpsearch.storage.database.trial_rows import MAY_WRITE, store
+from hpsearch.storage.trials.outcome import Outcome
 
 
 def settle(  # noqa: PLR0913 all that is written of an end, by keyword

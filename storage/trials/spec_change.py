@@ -8,9 +8,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from storage.attributes import SPEC
-from storage.database.locks import UNLESS_FROZEN
-from storage.errors import StorageError
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.locks import UNLESS_FROZEN
+from hpsearch.storage.errors import StorageError
 
 _LOCKED = sa.text(f"""
     {UNLESS_FROZEN}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from storage.database.statements import Database
+from hpsearch.storage.database.statements import Database
 
 
 @dataclass(frozen=True)

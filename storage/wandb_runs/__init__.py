@@ -1,4 +1,1 @@
-"""Weights & Biases: a run a trial, by a process of its own, whose threads, hooks and waits are no worker's.
-
-Imports: errors, database, trials, journals.
-"""
+"""Weights & Biases: a run a trial, by a process of its own, whose threads, hooks and waits are no worker's."""

@@ -9,8 +9,8 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from storage.errors import StorageError
-from storage.wandb_runs.connection import WandbAwayError
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.wandb_runs.connection import WandbAwayError
 
 _HOSTED = (
     "api.forge.coreweave.com",

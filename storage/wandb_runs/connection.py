@@ -15,9 +15,7 @@ from typing import Any
 
 import psutil
 
-from storage.errors import AwayError
-
-ROOT = Path(__file__).parents[2]
+from hpsearch.storage.errors import AwayError
 
 
 class WandbAwayError(AwayError):
@@ -65,9 +63,8 @@ class Connection:
         if self._closing:
             raise WandbAwayError("this process is about to end")
         self._folder.mkdir(parents=True, exist_ok=True)
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"WANDB_ERROR_REPORTING": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-P", "-m", "storage.wandb_runs.process"]
+        environment = {"WANDB_ERROR_REPORTING": "false", **os.environ}
+        command = [sys.executable, "-P", "-m", "hpsearch.storage.wandb_runs.process"]
         with (self._folder / "process.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,

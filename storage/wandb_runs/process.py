@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storage.wandb_runs.offline_files import records, steps_of
+from hpsearch.storage.wandb_runs.offline_files import records, steps_of
 
 _LAST_WORDS = 20.0  # seconds to finish runs when whoever started this is gone
 _WRITING = 30.0  # seconds to write a file to its end

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.database.locks import LockHeldError
-from storage.errors import AwayError, StorageError
-from storage.journals import journal_records
-from storage.journals.follower import Follower
-from storage.journals.journal import Entry, Place
-from storage.journals.reader import Failure
-from storage.journals.trial_ends import TrialEnds
-from storage.trials.outcome import Outcome
-from storage.wandb_runs.account import check_reachable, is_online
-from storage.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.journals import journal_records
+from hpsearch.storage.journals.follower import Follower
+from hpsearch.storage.journals.journal import Entry, Place
+from hpsearch.storage.journals.reader import Failure
+from hpsearch.storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.wandb_runs.account import check_reachable, is_online
+from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
 
 _OPEN, _TELL, _FINISH = 60.0, 30.0, 60.0  # seconds in which the process has to answer
 _SYSTEM = "system/"  # how the machine's load is named, whose steps are seconds

@@ -26,7 +26,7 @@ import optuna
 import psutil
 from bench_search import own_environment, say, services
 
-from storage.embedded import stack
+from hpsearch.storage.embedded import stack
 
 TRIALS, WORKERS = 20, 3
 
@@ -54,7 +54,7 @@ def idle_server(home: Path) -> Iterator[None]:
 
 def search(home: Path, info: stack.StackInfo, name: str, *, epochs: int, disturbed: bool) -> tuple[float, float]:
     """Run one search; return the seconds until its last trial was settled, and until the command's end."""
-    command = [sys.executable, "-P", "-m", "search.cli", "run", "digits", f"--name={name}", f"--trials={TRIALS}"]
+    command = [sys.executable, "-P", "-m", "hpsearch", "run", "digits", f"--name={name}", f"--trials={TRIALS}"]
     command += [f"--workers={WORKERS}", f"--epochs={epochs}", "--sampler=random", "--pruner=none", "--seed=0"]
     # With URLs given `run` leaves the services alone: else it would start the server again itself, at once.
     command += [f"--storage-url={info.storage_url}", f"--tracking-uri={info.tracking_uri}"]

@@ -35,10 +35,10 @@ import optuna
 import sqlalchemy as sa
 from bench_search import own_environment, say, services
 
-from objectives.base import BaseObjective
-from objectives.loading import load_objective
-from search.fleet.cores import cores, thread_settings
-from storage.embedded import stack
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.loading import load_objective
+from hpsearch.search.fleet.cores import cores, thread_settings
+from hpsearch.storage.embedded import stack
 from tests.benchmarks.plain_quality import worth
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
             "seed": case.seed, "sampler": sampler, "pruner": pruner,
         }  # fmt: skip
         given = [f"--{flag}={value}" for flag, value in flags.items()]
-        command = [sys.executable, "-P", "-m", "search.cli", "run", case.reference, "--no-default-first", *given]
+        command = [sys.executable, "-P", "-m", "hpsearch", "run", case.reference, "--no-default-first", *given]
         return watched(case, name, [command])
 
     return made

@@ -39,10 +39,10 @@ import mlflow
 import optuna
 from laps import FOLDER
 
-from search.fleet.cores import cores, thread_settings
-from search.services import find_services
-from search.study.prepare import load_for_search, prepare_study
-from storage.embedded import stack
+from hpsearch.search.fleet.cores import cores, thread_settings
+from hpsearch.search.services import find_services
+from hpsearch.search.study.prepare import load_for_search, prepare_study
+from hpsearch.storage.embedded import stack
 
 HERE = Path(__file__).parent
 OBJECTIVE = str(HERE / "timed_digits.py")
@@ -130,7 +130,7 @@ class Bench:
             settings, objective = load_for_search(settings)
             study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
             self._enqueue(study.open())
-        return [[sys.executable, "-P", "-m", "search.cli", "run", OBJECTIVE, *flags]], "hpsearch"
+        return [[sys.executable, "-P", "-m", "hpsearch", "run", OBJECTIVE, *flags]], "hpsearch"
 
     def _plain(self, name: str, *, careful: bool) -> tuple[list[list[str]], str]:
         study = optuna.create_study(study_name=name, storage=self.info.storage_url, direction="maximize")

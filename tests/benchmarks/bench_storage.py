@@ -30,14 +30,14 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from storage_ways import GRPC, KINDS, PUBLIC, Runner, Watched, engine_of, finished, opened, running, study_on, suggest
 
-from storage.database.migrate import migrate
-from storage.database.roles import create_databases
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.urls import build
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.urls import build
 
 warnings.simplefilter("ignore")
 optuna.logging.set_verbosity(optuna.logging.ERROR)

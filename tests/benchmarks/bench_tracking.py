@@ -42,22 +42,22 @@ import numpy as np
 import psutil
 from bench_search import REQUIREMENTS, own_environment, say, services
 
-from objectives.digits import Digits
-from objectives.training import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
-from search.fleet.cores import cores, thread_settings
-from search.sampling.suggest import suggest
-from search.services import find_services
-from search.study.checkpoints import open_checkpoints
-from search.study.prepare import load_for_search, prepare_study
-from search.study.study import StoredStudy, load_study
-from search.tracking.tracker import Tracker
-from search.tracking.trial_run import TrialTracking
-from storage.embedded import stack
-from storage.home import home_dir
-from storage.mlflow.client import Tracking
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
+from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
+from hpsearch.objectives.builtin.digits import Digits
+from hpsearch.search.fleet.cores import cores, thread_settings
+from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.services import find_services
+from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.prepare import load_for_search, prepare_study
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.tracking.trial_run import TrialTracking
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.home import home_dir
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})

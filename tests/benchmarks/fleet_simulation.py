@@ -43,20 +43,20 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 from storage_ways import SPACE, value_of
 
-from search.pruning import StudyPruner
-from search.spec.spec import StudySpec, parse_spec
-from storage.attributes import SPEC
-from storage.database.connect import make_engine
-from storage.database.migrate import migrate
-from storage.database.roles import create_databases
-from storage.embedded import postgres_server
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import LEASE, Claim, Claims
-from storage.trials.outcome import Outcome
-from storage.urls import build
+from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded import postgres_server
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import LEASE, Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.urls import build
 
 EPOCHS = 20  # of a trial
 THREADS = 24  # of a driving process: more wait for the server than it has cores

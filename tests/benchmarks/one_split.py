@@ -6,8 +6,8 @@ happen to be, which would say more of a search than how it searches.
 
 from __future__ import annotations
 
-from objectives.denoise import Denoise
-from objectives.training import Splits
+from hpsearch import Splits
+from hpsearch.objectives.builtin.denoise import Denoise
 from tests.benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 
 

@@ -34,18 +34,18 @@ import optuna
 import torch
 from torch import nn
 
-from objectives.objective import Objective
-from objectives.search_space import SearchSpace
-from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
-from objectives.training.checks.held_out import Restored
-from objectives.training.data.split import Rows
-from objectives.training.evaluation.metrics import as_metrics
-from objectives.training.loop.prepared import prepared_splits
-from objectives.training.result import FitResult
-from search.finalists.expected import Scored, expect
-from search.finalists.winner import choose
-from search.sampling.seeds import derive_seed
-from search.study.ranking import best_first
+from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluate
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.search_space import SearchSpace
+from hpsearch.objectives.training.checks.held_out import Restored
+from hpsearch.objectives.training.data.split import Rows
+from hpsearch.objectives.training.evaluation.metrics import as_metrics
+from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.result import FitResult
+from hpsearch.search.finalists.expected import Scored, expect
+from hpsearch.search.finalists.winner import choose
+from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.study.ranking import best_first
 
 EPOCHS, TRIALS, TOP, SEEDS = 15, 24, 5, 2
 RESERVE = 100_000

@@ -18,11 +18,10 @@ from typing import Any
 import optuna
 import torch
 
-from objectives import BaseObjective
-from objectives.fit import fit
-from objectives.loading import load_objective
-from objectives.training import EpochRecord, NonFiniteError, Verdict
-from search.sampling.seeds import derive_seed
+from hpsearch import BaseObjective, EpochRecord, NonFiniteError, Verdict
+from hpsearch.objectives.fit import fit
+from hpsearch.objectives.loading import load_objective
+from hpsearch.search.sampling.seeds import derive_seed
 from tests.benchmarks.search_quality.curves import Kept
 from tests.benchmarks.search_quality.peers import Flat, hyperopt, ray_domain
 from tests.benchmarks.search_quality.problems import Problem

@@ -18,10 +18,10 @@ import optuna
 import torch
 from laps import FOLDER, REST, Laps
 
-from objectives.digits import Digits
-from objectives.training import EpochRecord, Trainer, Verdict
-from objectives.training.session import Due, promotable
-from search.sampling.seeds import derive_seed
+from hpsearch import EpochRecord, Trainer, Verdict
+from hpsearch.objectives.builtin.digits import Digits
+from hpsearch.objectives.training.session import Due, promotable
+from hpsearch.search.sampling.seeds import derive_seed
 
 
 class PlainSession:

@@ -22,12 +22,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from objectives import Objective
-from objectives.training import Splits, TrainConfig, fingerprint_files, padded
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.optimizers.optimizer import parameter_groups
-from objectives.training.reproducibility.seeds import reproducible
+from hpsearch import Objective, Splits, TrainConfig, fingerprint_files, padded
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
+from hpsearch.objectives.training.reproducibility.seeds import reproducible
 
 TEXTS, WORDS, LONGEST, BATCH, EPOCHS = 6_000, 500, 40, 64, 1000
 IMAGES, SIDE = 2_000, 32

@@ -6,21 +6,21 @@ import os
 
 from laps import FOLDER, Laps
 
-import search.worker.attempt
-import search.worker.join
-import search.worker.loop
-from objectives.digits import Digits as _Digits
-from objectives.training.reports.run_dir import RunDir
-from objectives.training.trainer import Trainer
-from search.pruning import StudyPruner
-from search.study.checkpoints import StudyCheckpoints
-from search.tracking.trial_run import TrialTracking
-from search.worker.checkpoints import TrialCheckpoints
-from search.worker.session import TrialSession
-from storage.journals.sender import Sender
-from storage.mlflow import exported_model
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claims
+import hpsearch.search.worker.attempt
+import hpsearch.search.worker.join
+import hpsearch.search.worker.loop
+from hpsearch.objectives.builtin.digits import Digits as _Digits
+from hpsearch.objectives.training.reports.run_dir import RunDir
+from hpsearch.objectives.training.trainer import Trainer
+from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.tracking.trial_run import TrialTracking
+from hpsearch.search.worker.checkpoints import TrialCheckpoints
+from hpsearch.search.worker.session import TrialSession
+from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claims
 
 
 class Digits(_Digits):
@@ -39,9 +39,9 @@ def watched() -> Laps:
         (Trainer, "_finish", "judging the best weights"),
         (Sender, "flush", "waiting for MLflow at the end"),
         (exported_model, "export_model", "exporting the model"),
-        (search.worker.attempt, "suggest", "suggesting"),
-        (search.worker.loop.Worker, "_wait", "waiting for others"),
-        (search.worker.join, "close_if_spent", "closing the study"),
+        (hpsearch.search.worker.attempt, "suggest", "suggesting"),
+        (hpsearch.search.worker.loop.Worker, "_wait", "waiting for others"),
+        (hpsearch.search.worker.join, "close_if_spent", "closing the study"),
     ):
         laps.watch(owner, name, label)
     for owner, label in (
@@ -54,13 +54,13 @@ def watched() -> Laps:
         (RunDir, "run files"),
     ):
         laps.watch_all(owner, label)
-    work = search.worker.loop.Worker.work
+    work = hpsearch.search.worker.loop.Worker.work
 
-    def begin(worker: search.worker.loop.Worker) -> int:
+    def begin(worker: hpsearch.search.worker.loop.Worker) -> int:
         laps.begin()
         return work(worker)
 
-    search.worker.loop.Worker.work = begin
+    hpsearch.search.worker.loop.Worker.work = begin
     return laps
 
 

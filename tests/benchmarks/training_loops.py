@@ -18,13 +18,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from objectives import Objective
-from objectives.digits import cnn, mlp
-from objectives.training import Splits, Standardize, TrainConfig
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.optimizers.optimizer import parameter_groups
-from objectives.training.reproducibility.seeds import reproducible
+from hpsearch import Objective, Splits, Standardize, TrainConfig
+from hpsearch.objectives.builtin.digits import cnn, mlp
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
+from hpsearch.objectives.training.reproducibility.seeds import reproducible
 
 ROWS, BATCH, EPOCHS = 8_000, 64, 1000
 ROUNDS = {"mlp": 41, "cnn": 15}

@@ -18,8 +18,8 @@ import optuna
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from storage.errors import StorageError
-from storage.mlflow.health import check_server, server_version
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.health import check_server, server_version
 from tests.deployment.machine import Machine
 from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from objectives import ObjectiveError
+from hpsearch import ObjectiveError
 from tests.docs.devices import CHANGES, EXAMPLES
 from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from docs.rooms import PACKAGES, ROOT
-from search.cli import app
+from hpsearch.search.cli import app
 from tests.docs.pages import PAGES, commands
 
 TEXT = "\n".join(path.read_text() for path in PAGES)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from objectives import load_objective
-from objectives.fit import fit
-from objectives.training.reports.describe import search_space
+from hpsearch import load_objective
+from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.reports.describe import search_space
 from tests.docs.recipes import DIFFS, RECIPES, name_in
 
 

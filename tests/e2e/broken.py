@@ -9,8 +9,7 @@ import torch
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Dataset, Splits, TrainConfig
+from hpsearch import Dataset, Objective, Splits, TrainConfig
 
 
 class Broken(Objective):

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from objectives import LoopObjective
+from hpsearch import LoopObjective
 
 
 class Cheap(LoopObjective):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlflow
 import pytest
 
-from storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.e2e.browsing import CHROMIUM, FLAGS, PATIENCE
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 from tests.faults.harness import Zygote

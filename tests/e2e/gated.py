@@ -14,9 +14,8 @@ import torch
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Dataset, Splits, Standardize, TrainConfig
-from objectives.training.reports import run_dir
+from hpsearch import Dataset, Objective, Splits, Standardize, TrainConfig
+from hpsearch.objectives.training.reports import run_dir
 
 # Nobody looks at these plots, and they cost such a trial as much as all the rest.
 run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]

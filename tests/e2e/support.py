@@ -9,7 +9,7 @@ from pathlib import Path
 import mlflow
 import optuna
 
-from storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Command, Zygote
 
 

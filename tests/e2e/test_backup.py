@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from storage.embedded import stack as embedded
+from hpsearch.storage.embedded import stack as embedded
 from tests.e2e.support import Cli
 from tests.e2e.test_interruptions import GATED, values
 from tests.faults.harness import Zygote

@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 from playwright.sync_api import Page, expect
 
-from search.study.ranking import front_of
+from hpsearch.search.study.ranking import front_of
 from tests.e2e.browsing import MARKS, PATIENCE, address, fits, keep
 from tests.e2e.support import Cli
 

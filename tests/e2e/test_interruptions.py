@@ -14,8 +14,8 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from storage.database.connect import make_engine
-from storage.embedded import stack as embedded
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.embedded import stack as embedded
 from tests.e2e.support import Cli
 from tests.faults.harness import Command
 from tests.waiting import wait_for

@@ -11,10 +11,10 @@ import mlflow
 import pytest
 from optuna.trial import TrialState
 
-from objectives import load_objective
-from search.promotion.serve_check import serve_check
-from storage.mlflow.client import Tracking
-from storage.study_storage.opening import open_storage
+from hpsearch import load_objective
+from hpsearch.search.promotion.serve_check import serve_check
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.e2e.support import Cli, Search
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
@@ -99,8 +99,7 @@ BRANCHING = """
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Splits, TrainConfig
+from hpsearch import Objective, Splits, TrainConfig
 
 
 class Branch(nn.Module):
@@ -143,8 +142,7 @@ WINE = """
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Splits, Standardize, TrainConfig
+from hpsearch import Objective, Splits, Standardize, TrainConfig
 
 
 class Wine(Objective):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import load_objective
-from search.study.ranking import rank_trials
+from hpsearch import load_objective
+from hpsearch.search.study.ranking import rank_trials
 from tests.e2e.support import EPOCHS, TOP_MODELS, Cli, Search
 
 # One process runs what looks at the one search.

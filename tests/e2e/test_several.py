@@ -19,8 +19,7 @@ OBJECTIVE = """
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Splits, Standardize, TrainConfig
+from hpsearch import Objective, Splits, Standardize, TrainConfig
 
 
 class Small(Objective):

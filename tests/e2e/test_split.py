@@ -6,7 +6,7 @@ import mlflow
 import pytest
 import yaml
 
-from objectives import load_objective
+from hpsearch import load_objective
 from tests.e2e.support import Search
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]

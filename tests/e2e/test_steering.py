@@ -9,7 +9,7 @@ import mlflow
 import pytest
 from optuna.trial import TrialState
 
-from search.cli import _run
+from hpsearch.search.cli import _run
 from tests.e2e.support import Cli
 from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start
 from tests.waiting import wait_for

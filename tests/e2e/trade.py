@@ -2,7 +2,7 @@
 
 import math
 
-from objectives import LoopObjective
+from hpsearch import LoopObjective
 
 
 class Trade(LoopObjective):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.breakable import Breakable
 from tests.faults.harness import Arena, Zygote
 

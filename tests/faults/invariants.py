@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import sqlalchemy as sa
 
-from storage.checkpoints.store import checkpoint_of
+from hpsearch.storage.checkpoints.store import checkpoint_of
 from tests.faults.scripted import EPOCHS
 
 OUTCOMES = {

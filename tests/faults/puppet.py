@@ -19,48 +19,48 @@ from tests.faults import orders
 
 # The steps of a worker, in their order.
 POINTS = {
-    "rehearse": ("search.study.prepare", "rehearse"),
-    "give up": ("search.study.rest", "give_up"),
-    "in claim": ("storage.trials.claims", "Claims._take"),
-    "claim": ("storage.trials.claims", "Claims.claim"),
-    "append": ("storage.journals.journal", "Journal.append"),
-    "open run": ("search.tracking.trial_run", "TrialTracking.open"),
-    "log params": ("search.tracking.trial_run", "TrialTracking.log_params"),
-    "restore": ("search.worker.checkpoints", "TrialCheckpoints.restore"),
-    "bring": ("search.worker.checkpoints", "TrialCheckpoints._bring"),
-    "epoch": ("objectives.training.trainer", "train_epoch"),
-    "shards": ("objectives.training.strategies.shards", "write"),
-    "save": ("objectives.training.session", "LocalSession.save"),
-    "write": ("objectives.training.reproducibility.checkpoint", "_save"),
-    "put": ("storage.checkpoints.store", "Checkpoints.put"),
-    "report": ("storage.trials.claims", "Claims.report"),
-    "keep": ("storage.trials.claims", "Claims.keep"),
-    "reach": ("storage.trials.claims", "Claims.reach"),
-    "retired": ("search.tracking.tracker", "Tracker.retired"),
-    "committed": ("search.worker.checkpoints", "TrialCheckpoints.committed"),
-    "publish": ("search.tracking.trial_run", "TrialTracking.publish"),
-    "model": ("search.tracking.trial_run", "TrialTracking._log_model"),
-    "settle": ("storage.trials.claims", "Claims.settle"),
-    "finish": ("search.tracking.trial_run", "TrialTracking.finish"),
-    "forget": ("search.worker.checkpoints", "TrialCheckpoints.forget"),
-    "score test": ("objectives.training.checks.held_out", "Restored.test"),
-    "drop pointers": ("search.study.checkpoints", "drop_pointers"),
+    "rehearse": ("hpsearch.search.study.prepare", "rehearse"),
+    "give up": ("hpsearch.search.study.rest", "give_up"),
+    "in claim": ("hpsearch.storage.trials.claims", "Claims._take"),
+    "claim": ("hpsearch.storage.trials.claims", "Claims.claim"),
+    "append": ("hpsearch.storage.journals.journal", "Journal.append"),
+    "open run": ("hpsearch.search.tracking.trial_run", "TrialTracking.open"),
+    "log params": ("hpsearch.search.tracking.trial_run", "TrialTracking.log_params"),
+    "restore": ("hpsearch.search.worker.checkpoints", "TrialCheckpoints.restore"),
+    "bring": ("hpsearch.search.worker.checkpoints", "TrialCheckpoints._bring"),
+    "epoch": ("hpsearch.objectives.training.trainer", "train_epoch"),
+    "shards": ("hpsearch.objectives.training.strategies.shards", "write"),
+    "save": ("hpsearch.objectives.training.session", "LocalSession.save"),
+    "write": ("hpsearch.objectives.training.reproducibility.checkpoint", "_save"),
+    "put": ("hpsearch.storage.checkpoints.store", "Checkpoints.put"),
+    "report": ("hpsearch.storage.trials.claims", "Claims.report"),
+    "keep": ("hpsearch.storage.trials.claims", "Claims.keep"),
+    "reach": ("hpsearch.storage.trials.claims", "Claims.reach"),
+    "retired": ("hpsearch.search.tracking.tracker", "Tracker.retired"),
+    "committed": ("hpsearch.search.worker.checkpoints", "TrialCheckpoints.committed"),
+    "publish": ("hpsearch.search.tracking.trial_run", "TrialTracking.publish"),
+    "model": ("hpsearch.search.tracking.trial_run", "TrialTracking._log_model"),
+    "settle": ("hpsearch.storage.trials.claims", "Claims.settle"),
+    "finish": ("hpsearch.search.tracking.trial_run", "TrialTracking.finish"),
+    "forget": ("hpsearch.search.worker.checkpoints", "TrialCheckpoints.forget"),
+    "score test": ("hpsearch.objectives.training.checks.held_out", "Restored.test"),
+    "drop pointers": ("hpsearch.search.study.checkpoints", "drop_pointers"),
 }
 
 # The steps of its sender, which is at work on a trial of its own choice.
 SENDING = {
-    "ship": ("storage.mlflow.shipper", "Shipper._ship"),
-    "create run": ("storage.mlflow.client", "Tracking.create_trial_run"),
-    "note run": ("storage.mlflow.run_links", "TrialLinks.note"),
-    "send": ("storage.mlflow.shipper", "Shipper._log"),
-    "shipped": ("storage.journals.journal", "Place.moved"),
+    "ship": ("hpsearch.storage.mlflow.shipper", "Shipper._ship"),
+    "create run": ("hpsearch.storage.mlflow.client", "Tracking.create_trial_run"),
+    "note run": ("hpsearch.storage.mlflow.run_links", "TrialLinks.note"),
+    "send": ("hpsearch.storage.mlflow.shipper", "Shipper._log"),
+    "shipped": ("hpsearch.storage.journals.journal", "Place.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
-    "create model": ("storage.mlflow.shipper", "create_model"),
-    "upload model": ("storage.mlflow.exported_model", "upload_model"),
-    "end run": ("storage.mlflow.client", "Tracking.end_trial_run"),
-    "delivered": ("storage.mlflow.run_links", "RunLinks.delivered"),
-    "write events": ("storage.tensorboard.event_files", "EventFiles.flush"),
-    "tell a run": ("storage.wandb_runs.reader", "WandbRuns._ask"),
+    "create model": ("hpsearch.storage.mlflow.shipper", "create_model"),
+    "upload model": ("hpsearch.storage.mlflow.exported_model", "upload_model"),
+    "end run": ("hpsearch.storage.mlflow.client", "Tracking.end_trial_run"),
+    "delivered": ("hpsearch.storage.mlflow.run_links", "RunLinks.delivered"),
+    "write events": ("hpsearch.storage.tensorboard.event_files", "EventFiles.flush"),
+    "tell a run": ("hpsearch.storage.wandb_runs.reader", "WandbRuns._ask"),
 }
 
 
@@ -69,20 +69,20 @@ def main(arguments: list[str]) -> int:
     spare(models_but_of=json.loads(os.environ.get("MODELS_OF", "null")))
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))
-    wrap("storage.trials.claims", "Claims.claim", follow_claims)
-    wrap("search.worker.ranks", "_next", follow_jobs)
-    wrap("storage.mlflow.shipper", "Shipper.ship", follow_sender)
-    wrap("storage.journals.follower", "Follower.ship", follow_sender)
-    wrap("objectives.training.trainer", "train_epoch", follow_epochs)
-    wrap("objectives.training.loop.epoch", "train_step", follow_steps)
-    wrap("storage.trials.claims", "Claims.report", follow_reports)
+    wrap("hpsearch.storage.trials.claims", "Claims.claim", follow_claims)
+    wrap("hpsearch.search.worker.ranks", "_next", follow_jobs)
+    wrap("hpsearch.storage.mlflow.shipper", "Shipper.ship", follow_sender)
+    wrap("hpsearch.storage.journals.follower", "Follower.ship", follow_sender)
+    wrap("hpsearch.objectives.training.trainer", "train_epoch", follow_epochs)
+    wrap("hpsearch.objectives.training.loop.epoch", "train_step", follow_steps)
+    wrap("hpsearch.storage.trials.claims", "Claims.report", follow_reports)
     if least := os.environ.get("STALL_LEAST"):
-        from search.worker import pulse
+        from hpsearch.search.worker import pulse
 
         pulse.LEAST = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
-    from search.cli import _run
+    from hpsearch.search.cli import _run
 
     return _run(arguments)
 
@@ -200,7 +200,7 @@ def shift_clock(offset: float) -> None:
     time.time = lambda: real_time() + offset
     time.time_ns = lambda: int(time.time() * 1e9)
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").split(".")[0] in {"optuna", "storage", "search", "objectives", "datetime"}:
+        if getattr(module, "__name__", "").split(".")[0] in {"optuna", "hpsearch", "datetime"}:
             for name, value in list(vars(module).items()):
                 if value is real:
                     setattr(module, name, Shifted)
@@ -208,9 +208,9 @@ def shift_clock(offset: float) -> None:
 
 def spare(*, models_but_of: list[int] | None) -> None:
     """Leave out what costs most and is nothing that a fault could harm: plots, the smoke test, and exported models."""
-    from objectives.training.reports import run_dir
-    from search.run import search
-    from search.tracking.trial_run import TrialTracking
+    from hpsearch.objectives.training.reports import run_dir
+    from hpsearch.search.run import search
+    from hpsearch.search.tracking.trial_run import TrialTracking
 
     run_dir.curves = run_dir.gradient_flow = lambda *_args, **_kwargs: None  # type: ignore[assignment]
     search.smoke_test = lambda *_: None

@@ -9,8 +9,7 @@ import torch
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Dataset, Splits, Standardize, TrainConfig
+from hpsearch import Dataset, Objective, Splits, Standardize, TrainConfig
 from tests.faults.orders import obey
 
 EPOCHS = 4

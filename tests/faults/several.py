@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from objectives.training import TrainConfig
+from hpsearch import TrainConfig
 from tests.faults.scripted import Scripted
 
 

@@ -138,7 +138,7 @@ def soak(
 
 def main() -> None:
     """Soak by hand."""
-    from storage.embedded import stack
+    from hpsearch.storage.embedded import stack
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=200)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from objectives import LoopObjective, load_objective
-from objectives.fit import fit
-from search.finalists import read_finalists
-from search.sampling.seeds import training_seed
-from search.study.study import StoredStudy, load_study
-from storage.study_storage.opening import open_storage
-from storage.trials.attempts import read_attempts
+from hpsearch import LoopObjective, load_objective
+from hpsearch.objectives.fit import fit
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.sampling.seeds import training_seed
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.attempts import read_attempts
 from tests.docs.recipes import RECIPES, name_in
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write

@@ -9,7 +9,7 @@ import mlflow
 import optuna
 import pytest
 
-from objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.faults.harness import Arena
 from tests.faults.invariants import assert_whole
 from tests.faults.orders import Order

@@ -10,12 +10,12 @@ import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from search.cli import app
+from hpsearch.search.cli import app
 
 for _name in (
     *(
-        "search.publish.study",
-        "search.run.search",
+        "hpsearch.search.publish.study",
+        "hpsearch.search.run.search",
         "optuna_dashboard",
         "psycopg2",
         "sqlalchemy.dialects.postgresql.psycopg2",

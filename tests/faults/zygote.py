@@ -33,7 +33,7 @@ def keep(alive: Path, known: Path) -> None:
     """Start the server, write down where it listens, and go when nobody writes to the pipe `alive` any more."""
     os.environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    _context.set_forkserver_preload(["search.fleet.preload", "tests.faults.warm"])
+    _context.set_forkserver_preload(["hpsearch.search.fleet.preload", "tests.faults.warm"])
     forkserver.ensure_running()
     new = known.with_suffix(".new")
     new.write_text(json.dumps(forkserver._forkserver._forkserver_address))  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def leave(code: int) -> None:
 
 def command_line(arguments: list[str]) -> int:
     """Run the product's command line as it is."""
-    from search.cli import main
+    from hpsearch.search.cli import main
 
     sys.argv[1:] = arguments
     main()
@@ -157,9 +157,9 @@ def undisturbed(n_trials: int, path: Path) -> int:
     """Train the trials of a study one after another, without any service, and write their values."""
     import optuna
 
-    from objectives.training import Trainer
-    from search.samplers.random import Random
-    from search.sampling.seeds import derive_seed, make_sampler
+    from hpsearch import Trainer
+    from hpsearch.search.samplers.random import Random
+    from hpsearch.search.sampling.seeds import derive_seed, make_sampler
     from tests.faults.scripted import EPOCHS, Scripted
 
     values = []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from objectives import Objective
-from objectives.training.reports import run_dir
+from hpsearch import Objective
+from hpsearch.objectives.training.reports import run_dir
 from tests.objectives.training.support import Wine
 
 

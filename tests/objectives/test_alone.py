@@ -29,15 +29,15 @@ class Few(importlib.machinery.PathFinder):
 
 others = [finder for finder in sys.meta_path if finder.__module__ == "_frozen_importlib"]  # built-in and frozen
 sys.meta_path[:] = [*others, Few]
-import objectives
+import hpsearch.objectives
 
-for module in pkgutil.walk_packages(objectives.__path__, "objectives."):
-    if not module.name.startswith("objectives.adapters."):  # each is for those who have its library
+for module in pkgutil.walk_packages(hpsearch.objectives.__path__, "hpsearch.objectives."):
+    if not module.name.startswith("hpsearch.objectives.adapters."):  # each is for those who have its library
         importlib.import_module(module.name)
 
 import torch
-from objectives.digits import Digits
-from objectives.training import TrainConfig, Trainer
+from hpsearch.objectives.builtin.digits import Digits
+from hpsearch import TrainConfig, Trainer
 
 
 class Accuracy:
@@ -93,7 +93,7 @@ def _normal(name: str) -> str:
 @pytest.mark.soak  # an environment of its own
 @pytest.mark.slow
 def test_objectives_run_with_torch_numpy_scikit_learn_and_pydantic_alone(tmp_path: Path) -> None:
-    allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"objectives"}
+    allowed = _modules_of("torch", "numpy", "scikit-learn", "pydantic") | {"hpsearch"}
     assert {"torch", "sklearn", "scipy", "sympy"} <= allowed
     assert not {"torchmetrics", "pytorch_optimizer", "matplotlib", "yaml", "optuna", "mlflow"} & allowed
     done = subprocess.run(

@@ -7,10 +7,9 @@ import pytest
 import torch
 from sklearn.datasets import load_breast_cancer, load_digits
 
-from objectives import ObjectiveError, load_objective
-from objectives.breast_cancer import ERROR, BinaryCrossEntropy, GroupedScaling
-from objectives.training import TrainConfig, Trainer, evaluate
-from objectives.training.optimizers.optimizer import parameter_groups
+from hpsearch import ObjectiveError, TrainConfig, Trainer, evaluate, load_objective
+from hpsearch.objectives.builtin.breast_cancer import ERROR, BinaryCrossEntropy, GroupedScaling
+from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
 
 NAMES = ("breast_cancer", "digits")  # the others: test_builtin_kinds.py
 

@@ -9,15 +9,14 @@ import optuna
 import pytest
 import torch
 
-import objectives.molecules as module_of_molecules
-from objectives import LoopObjective, ObjectiveError, load_objective
-from objectives.fit import fit
-from objectives.gan import distance, images, networks
-from objectives.language import ALPHABET, corpus
-from objectives.series import FUTURE, PAST, weekly
-from objectives.text import LONGEST, SHORTEST, TOPICS, paragraphs
-from objectives.training import LocalSession, Verdict
-from objectives.training.data.tree import tensors
+import hpsearch.objectives.builtin.molecules as module_of_molecules
+from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict, load_objective
+from hpsearch.objectives.builtin.gan import distance, images, networks
+from hpsearch.objectives.builtin.language import ALPHABET, corpus
+from hpsearch.objectives.builtin.series import FUTURE, PAST, weekly
+from hpsearch.objectives.builtin.text import LONGEST, SHORTEST, TOPICS, paragraphs
+from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.data.tree import tensors
 
 NAMES = ("text", "molecules", "language", "series", "denoise")
 

@@ -3,9 +3,8 @@
 import optuna
 import pytest
 
-from objectives import ObjectiveError
-from objectives.search_space import Middle
-from objectives.training import TrainConfig
+from hpsearch import ObjectiveError, TrainConfig
+from hpsearch.objectives.search_space import Middle
 from tests.objectives.training.support import fit
 
 

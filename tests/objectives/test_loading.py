@@ -6,19 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from objectives import (
-    BUILTIN,
-    BaseObjective,
-    Objective,
-    ObjectiveError,
-    load_objective,
-    objective_reference,
-    source_hash,
-)
+from hpsearch import BUILTIN, BaseObjective, Objective, ObjectiveError, load_objective, objective_reference, source_hash
 
 GOOD = """
-from objectives import Objective
-from objectives.training import TrainConfig
+from hpsearch import Objective, TrainConfig
 
 class {name}(Objective):
     def suggest(self, trial): return TrainConfig()
@@ -93,7 +84,7 @@ def test_a_file_may_import_its_neighbour_and_hides_no_package(write):
 
 
 def test_an_imported_objective_is_not_one_of_the_file(write):
-    write("mine.py", "from objectives.digits import Digits\n" + GOOD.format(name="Mine"))
+    write("mine.py", "from hpsearch.objectives.builtin.digits import Digits\n" + GOOD.format(name="Mine"))
     assert type(load_objective("mine.py")).__name__ == "Mine"
 
 
@@ -112,18 +103,24 @@ def test_a_base_class_with_an_underscore_is_passed_over(write):
         ),
         ("", "unknown objective ''"),
         ("mine", "did you mean the file mine.py?"),
-        ("objectives.digits", "write package.module:Class"),
+        ("hpsearch.objectives.builtin.digits", "write package.module:Class"),
         ("nowhere.py", "no objective file nowhere.py: `hpsearch init nowhere.py` writes one"),
         ("some/nowhere.py:Mine", "no objective file some/nowhere.py"),
         ("no_such_pack.inner:Mine", "no module 'no_such_pack'"),
-        ("objectives.nothing:Mine", "no module 'objectives.nothing'"),
+        ("hpsearch.nothing:Mine", "no module 'hpsearch.nothing'"),
         ("..:Mine", "is not the name of a module"),
-        ("objectives.digits:Digit", "objectives.digits has no 'Digit': did you mean 'Digits'?"),
-        ("objectives.digits:CLASSES", "objectives.digits:CLASSES is not an Objective"),
-        ("objectives.digits:nn.Module", "objectives.digits has no 'nn.Module'"),
+        (
+            "hpsearch.objectives.builtin.digits:Digit",
+            "hpsearch.objectives.builtin.digits has no 'Digit': did you mean 'Digits'?",
+        ),
+        (
+            "hpsearch.objectives.builtin.digits:CLASSES",
+            "hpsearch.objectives.builtin.digits:CLASSES is not an Objective",
+        ),
+        ("hpsearch.objectives.builtin.digits:nn.Module", "hpsearch.objectives.builtin.digits has no 'nn.Module'"),
         ("mine.py:Yours", "mine.py has no 'Yours': known: Mine"),
         ("two.py", "two.py defines 2 objectives (First, Second): say which, as in two.py:First"),
-        ("none.py", "none.py defines no Objective: subclass objectives.Objective in it"),
+        ("none.py", "none.py defines no Objective: subclass hpsearch.Objective in it"),
         ("none.py:Mine", "none.py has no 'Mine': it defines no Objective"),
     ],
 )
@@ -147,7 +144,7 @@ def test_what_cannot_be_found_is_told_with_a_remedy(write, reference, message):
         ("import sys\nsys.exit(3)\n", "mine.py:2: SystemExit: 3"),
         ("raise RuntimeError('two\\nlines')\n", "mine.py:1: RuntimeError: two"),
         ("import wrong_neighbour\n", "wrong_neighbour.py:2: SyntaxError"),
-        ("from objectives.training import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1"),
+        ("from hpsearch import TrainConfig\nTrainConfig(lr=-1)\n", "lr must be above 0, not -1"),
     ],
 )
 @pytest.mark.parametrize("reference", ["mine.py", "mine:Mine"])
@@ -182,7 +179,7 @@ def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypa
 
 
 def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("objectives.errors._LIBRARIES", (tmp_path,))
+    monkeypatch.setattr("hpsearch.objectives.errors._LIBRARIES", (tmp_path,))
     write("deeper.py", "def f():\n    raise KeyError('x')\n")
     write("mine.py", "import deeper\n\ndeeper.f()\n")
     assert _refused("mine:Mine") == "mine.py:3: KeyError: 'x'"
@@ -199,7 +196,7 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
     [
         ("pass", "Mine lacks data, model, suggest: an Objective defines"),
         ("def __init__(self, path): ...", "Mine cannot be made: "),
-        (None, "Mine cannot be made: mine.py:6: KeyError: 'HOME_OF_DATA'"),
+        (None, "Mine cannot be made: mine.py:5: KeyError: 'HOME_OF_DATA'"),
         ("direction = 'max'", "Mine.direction must be 'maximize' or 'minimize', not 'max'"),
         ("metric = None", "Mine.metric must be a word, not None"),
         ("name = ''", "Mine.name must be a word, not ''"),
@@ -210,7 +207,7 @@ def test_an_error_in_a_file_elsewhere_has_its_whole_path(write, monkeypatch):
 def test_an_objective_that_cannot_be_used_is_told(write, body, message):
     text = GOOD.format(name="Mine")
     if body == "pass":
-        text = "from objectives import Objective\nclass Mine(Objective):\n    pass\n"
+        text = "from hpsearch import Objective\nclass Mine(Objective):\n    pass\n"
     elif body is None:
         text = text.replace("    def suggest", "    def __init__(self): {}['HOME_OF_DATA']\n    def suggest")
     else:
@@ -220,14 +217,16 @@ def test_an_objective_that_cannot_be_used_is_told(write, body, message):
 
 
 def test_finding_a_name_needs_no_torch():
-    code = "import sys, objectives; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
+    code = (
+        "import sys; from hpsearch import load_objective; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
 def test_training_imports_neither_torchmetrics_nor_matplotlib():
     code = (
-        "import sys, objectives.training, objectives.digits;"
+        "import sys, hpsearch.objectives.training, hpsearch.objectives.builtin.digits;"
         "sys.exit(bool({'torchmetrics', 'matplotlib', 'yaml', 'sklearn'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

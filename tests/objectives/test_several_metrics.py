@@ -2,9 +2,9 @@
 
 import pytest
 
-from objectives import LoopObjective, ObjectiveError, load_objective
-from objectives.errors import MetricError
-from objectives.measured import MEASURED, value_of
+from hpsearch import LoopObjective, ObjectiveError, load_objective
+from hpsearch.objectives.errors import MetricError
+from hpsearch.objectives.measured import MEASURED, value_of
 from tests.objectives.training.support import Wine
 
 ERRORS = {"error": "minimize", "model_mb": "minimize"}

@@ -1,9 +1,8 @@
 import optuna
 import pytest
 
-from objectives import ObjectiveError, load_objective
-from objectives.template import write_template
-from objectives.training import Trainer
+from hpsearch import ObjectiveError, Trainer, load_objective
+from hpsearch.objectives.template import write_template
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.embedded.stack import StackInfo
-from storage.mlflow.client import Tracking
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.promotion.support import Left, Tracked, leave, track, unregister
 
 

@@ -10,9 +10,9 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
-from search.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
-from search.sampling.paused import as_sampled
-from storage.attributes import INFEASIBLE
+from hpsearch.search.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
+from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.storage.attributes import INFEASIBLE
 
 COMPLETE, PRUNED, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING
 X = FloatDistribution(0.0, 1.0)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from optuna.study import StudyDirection
 
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 
-_PROBE = "import subprocess, sys, storage; subprocess.run([sys.executable, '-c', 'import storage'], check=True)"
+_PROBE = "import subprocess, sys, hpsearch; subprocess.run([sys.executable, '-c', 'import hpsearch'], check=True)"
 
 
 @dataclass

@@ -6,7 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from storage.files import size_of
+from hpsearch.storage.files import size_of
 
 
 def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:

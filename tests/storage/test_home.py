@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from storage.errors import StorageError
-from storage.home import home_dir, private_folder
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.home import home_dir, private_folder
 
 if TYPE_CHECKING:
     from tests.storage.conftest import OrdinaryUser
 
-_SHOW = "from storage.home import home_dir; print(home_dir())"
+_SHOW = "from hpsearch.storage.home import home_dir; print(home_dir())"
 
 
 def _mode(path: Path) -> int:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.errors import StorageError
-from storage.urls import build, normalise, redact
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import build, normalise, redact
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,1 @@
-"""Checks beside a run: overfit one batch, range of learning rates, the held-out test split.
-
-Imports: errors, reproducibility, config, data, evaluation, objective, exportable, result, loop, reports.
-"""
+"""Checks beside a run: overfit one batch, range of learning rates, the held-out test split."""

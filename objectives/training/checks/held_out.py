@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.splits import Splits
-from objectives.training.evaluation.calling import Call
-from objectives.training.evaluation.evaluate import evaluate, evaluation_rows
-from objectives.training.evaluation.metrics import as_metrics
-from objectives.training.evaluation.step import Stepping
-from objectives.training.exportable import example_of, exportable
-from objectives.training.loop.prepared import prepared_splits
-from objectives.training.loop.stepping import build_stepping, call_in
-from objectives.training.reproducibility.seeds import reproducible, set_seed
-from objectives.training.result import Exported, FitResult
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.calling import Call
+from hpsearch.objectives.training.evaluation.evaluate import evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.metrics import as_metrics
+from hpsearch.objectives.training.evaluation.step import Stepping
+from hpsearch.objectives.training.exportable import example_of, exportable
+from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.stepping import build_stepping, call_in
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.result import Exported, FitResult
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

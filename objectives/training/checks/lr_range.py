@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.errors import ObjectiveError
-from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Window
-from objectives.training.data.dataset import Batch
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.running import RunningMetrics
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import train_step
-from objectives.training.loop.guards import NonFiniteError, Point, told_apart
-from objectives.training.loop.run import Run
-from objectives.training.reports.plots import rate_range
-from objectives.training.reproducibility.seeds import reproducible, seeded_on, set_seed
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.batches import Window
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import train_step
+from hpsearch.objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.reports.plots import rate_range
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, seeded_on, set_seed
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 _PROBE = 512  # training samples, at most, on which every step is judged
 _DIVERGED = 3.0  # times the fall so far, above the lowest loss

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Pending
-from objectives.training.data.dataset import Batch
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.running import RunningMetrics
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import train_step
-from objectives.training.loop.guards import NonFiniteError, Point, told_apart
-from objectives.training.loop.run import Run
-from objectives.training.reports.plots import overfit_curve
-from objectives.training.reproducibility.seeds import reproducible, set_seed
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import train_step
+from hpsearch.objectives.training.loop.guards import NonFiniteError, Point, told_apart
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.reports.plots import overfit_curve
+from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 _RATES = (1.0, 3.0, 0.3, 10.0, 0.1)  # tried in turn: a smoke test is of the model, not of a rate
 _SHARE = 0.1  # of what the loss was: how far it must fall where nobody knows how low it can

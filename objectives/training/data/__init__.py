@@ -1,4 +1,1 @@
-"""Data: datasets and their splits, and the feed of batches in an order that a seed fixes.
-
-Imports: errors, ranks, reproducibility, config.
-"""
+"""Data: datasets and their splits, and the feed of batches in an order that a seed fixes."""

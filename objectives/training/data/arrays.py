@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.samples import Mapped
-from objectives.training.data.tree import Tree, map_tensors
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.samples import Mapped
+from hpsearch.objectives.training.data.tree import Tree, map_tensors
 
 
 def is_arrays(x: Any) -> bool:

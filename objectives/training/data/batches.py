@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from objectives.training.data.dataset import Batch, Dataset
-from objectives.training.data.loader import Augment, loaded
-from objectives.training.data.samplers import Order
-from objectives.training.data.stream import Stream
-from objectives.training.data.tree import Tree, moved, taken
-from objectives.training.ranks import ALONE, Ranks
-from objectives.training.reproducibility.seeds import derive_seed
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.loader import Augment, loaded
+from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.stream import Stream
+from hpsearch.objectives.training.data.tree import Tree, moved, taken
+from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.config import TrainConfig
 
 
 class Pending(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.arrays import plain
-from objectives.training.data.samples import (
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.arrays import plain
+from hpsearch.objectives.training.data.samples import (
     Collate,
     Mapped,
     collated,
@@ -20,8 +20,8 @@ from objectives.training.data.samples import (
     fingerprint_of,
     targets_of,
 )
-from objectives.training.data.stream import Stream
-from objectives.training.data.tree import Tree, moved, taken, tensors
+from hpsearch.objectives.training.data.stream import Stream
+from hpsearch.objectives.training.data.tree import Tree, moved, taken, tensors
 
 
 class Batch(NamedTuple):

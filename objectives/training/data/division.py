@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from objectives.training.data.split import Rows, divide
-from objectives.training.reproducibility.seeds import derive_seed
+from hpsearch.objectives.training.data.split import Rows, divide
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 # The seed of a division; of a refit all samples but the test split; or the study's own division.
 Division = int | Literal["all"] | None

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.splits import Splits
-from objectives.training.data.tree import Tree, form, refilled, tensors
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.tree import Tree, form, refilled, tensors
 
 
 def joined(splits: Splits, *, by_make: bool) -> Splits:

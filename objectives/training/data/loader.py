@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.child import ending_with_parent
-from objectives.training.data.dataset import Batch, Dataset
-from objectives.training.data.tree import Tree
-from objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.data.child import ending_with_parent
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.tree import Tree
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
 
 # A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
 Augment = Callable[[Tree], Tree]
@@ -88,7 +88,7 @@ def loaded(
     except ObjectiveError as error:
         # A worker's error comes with its traceback, whose last line is the error itself.
         last = str(error).strip().splitlines()[-1]
-        raise ObjectiveError(last.removeprefix("objectives.errors.ObjectiveError: ")) from error
+        raise ObjectiveError(last.removeprefix("hpsearch.objectives.errors.ObjectiveError: ")) from error
 
 
 def _ahead(

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.samples import (
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.samples import (
     Mapped,
     digest,
 )
-from objectives.training.data.tree import Tree, form, tensors
+from hpsearch.objectives.training.data.tree import Tree, form, tensors
 
 
 def add_part(found: Any, name: str, part: Dataset) -> None:

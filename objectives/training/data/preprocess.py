@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from objectives.training.data.samples import Mapped
+from hpsearch.objectives.training.data.samples import Mapped
 
 
 class Standardize(nn.Module):

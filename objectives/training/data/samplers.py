@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.reproducibility.seeds import derive_seed, seeded
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded
 
 if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.config import TrainConfig
 
 # A torch sampler: of rows, or of batches of rows, which then take the place of `batch_size`.
 Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import data as torch_data
 
-from objectives.errors import ObjectiveError, blame
-from objectives.training.data.tree import Tree
+from hpsearch.objectives.errors import ObjectiveError, blame
+from hpsearch.objectives.training.data.tree import Tree
 
 # A list of samples -> inputs and targets, as the model and the loss take them.
 Collate = Callable[[list[Any]], Any]

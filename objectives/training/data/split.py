@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError
 
 Rows = np.ndarray[Any, Any]
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, to_plain
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.division import Blocks, moved_back, trained_on, wanted
-from objectives.training.data.parts import add_part, check_part
-from objectives.training.data.samples import (
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, to_plain
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.division import Blocks, moved_back, trained_on, wanted
+from hpsearch.objectives.training.data.parts import add_part, check_part
+from hpsearch.objectives.training.data.samples import (
     Collate,
 )
-from objectives.training.data.split import Rows, by_time, divide
-from objectives.training.data.tree import map_tensors, tensors
+from hpsearch.objectives.training.data.split import Rows, by_time, divide
+from hpsearch.objectives.training.data.tree import map_tensors, tensors
 
 _MOST = 0.5  # share of what a study trains on that a fresh division validates on
 _CLOSE = 0.05  # sizes that differ by less are alike

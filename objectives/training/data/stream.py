@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError
 
 
 class Stream:

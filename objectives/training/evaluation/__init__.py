@@ -1,4 +1,1 @@
-"""Evaluation: metrics, as sums over all samples.
-
-Imports: errors, measured, ranks, reproducibility, config, data.
-"""
+"""Evaluation: metrics, as sums over all samples."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.metrics import Metrics, synchronises
-from objectives.training.ranks import Ranks
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.metrics import Metrics, synchronises
+from hpsearch.objectives.training.ranks import Ranks
 
 
 def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:

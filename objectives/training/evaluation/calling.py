@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.tree import Tree
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.tree import Tree
 
 Call = Callable[[nn.Module, Tree], Any]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.tree import map_tensors, refilled, taken, tensors
-from objectives.training.evaluation.evaluate import Means, as_floats
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import Step, detached
-from objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.tree import map_tensors, refilled, taken, tensors
+from hpsearch.objectives.training.evaluation.evaluate import Means, as_floats
+from hpsearch.objectives.training.evaluation.metrics import Metrics
+from hpsearch.objectives.training.evaluation.step import Step, detached
+from hpsearch.objectives.training.ranks import ALONE, Ranks
 
 MOST = 32 << 20  # bytes of outputs and targets that are kept to be resampled: they are in every checkpoint
 

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import ObjectiveError
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch, Dataset
-from objectives.training.data.loader import loaded
-from objectives.training.data.tree import moved, taken
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import LossStep, Step, Stepping
-from objectives.training.ranks import ALONE, Ranks
-from objectives.training.reproducibility.seeds import derive_seed, seeded_on
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.loader import loaded
+from hpsearch.objectives.training.data.tree import moved, taken
+from hpsearch.objectives.training.evaluation.metrics import Metrics
+from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
+from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
 _MORE = 4
 _PURPOSE = ("evaluation",)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.tree import form, map_tensors, taken, tensors
-from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, REGRESSION, unfit
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.tree import form, map_tensors, taken, tensors
+from hpsearch.objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, REGRESSION, unfit
 
 _ROUNDING = 1e-4  # of a mean of fp32 losses, and more than enough
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import MetricError, ObjectiveError, nearest
-from objectives.measured import MEASURED
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
+from hpsearch.objectives.measured import MEASURED
 
 if TYPE_CHECKING:
-    from objectives.training.data.dataset import Dataset
+    from hpsearch.objectives.training.data.dataset import Dataset
 
 
 CLASSIFICATION = ("accuracy", "macro_f1")

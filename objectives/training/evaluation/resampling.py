@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.split import Rows
-from objectives.training.evaluation.cross_fit import Outputs
-from objectives.training.evaluation.losses import mean
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import LossStep, Stepping
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.split import Rows
+from hpsearch.objectives.training.evaluation.cross_fit import Outputs
+from hpsearch.objectives.training.evaluation.losses import mean
+from hpsearch.objectives.training.evaluation.metrics import Metrics
+from hpsearch.objectives.training.evaluation.step import LossStep, Stepping
 
 RESAMPLES = 100  # a standard error of them is itself within 7 %
 _FEWEST = 4  # samples or blocks: of fewer the spread of what others would give is not known

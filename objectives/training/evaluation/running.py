@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from objectives.training.data.tree import moved
-from objectives.training.evaluation import gathered
-from objectives.training.evaluation.evaluate import Means
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import Step, detached
-from objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation import gathered
+from hpsearch.objectives.training.evaluation.evaluate import Means
+from hpsearch.objectives.training.evaluation.metrics import Metrics
+from hpsearch.objectives.training.evaluation.step import Step, detached
+from hpsearch.objectives.training.ranks import ALONE, Ranks
 
 
 class RunningMetrics:

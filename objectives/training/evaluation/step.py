@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from objectives.training.data.dataset import Batch
-from objectives.training.data.tree import map_tensors
-from objectives.training.evaluation.calling import Call, whole
-from objectives.training.evaluation.losses import mean, weigh
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import map_tensors
+from hpsearch.objectives.training.evaluation.calling import Call, whole
+from hpsearch.objectives.training.evaluation.losses import mean, weigh
 
 
 @dataclass(slots=True)

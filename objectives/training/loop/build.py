@@ -12,38 +12,38 @@ import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.config import TrainConfig
-from objectives.training.data.batches import build_feed
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.samplers import Order
-from objectives.training.data.splits import Splits
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.across_ranks import over_ranks
-from objectives.training.evaluation.calling import call_of
-from objectives.training.evaluation.metrics import Metrics, as_metrics
-from objectives.training.loop.fresh import Fresh, build_fresh
-from objectives.training.loop.guards import FiniteGuard
-from objectives.training.loop.measuring import Measuring
-from objectives.training.loop.performance import compiled, layout
-from objectives.training.loop.prepared import prepared_splits
-from objectives.training.loop.progress import Progress
-from objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
-from objectives.training.loop.run import FORMAT, Run
-from objectives.training.loop.steplog import StepLog
-from objectives.training.loop.stepping import as_module, build_stepping, call_in
-from objectives.training.optimizers.averaging import build_average
-from objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
-from objectives.training.optimizers.precision import Precision
-from objectives.training.optimizers.sam import Sharpness
-from objectives.training.optimizers.schedules import build_schedule
-from objectives.training.ranks import ALONE, Ranks
-from objectives.training.reproducibility.environment import environment, uncommitted
-from objectives.training.reproducibility.seeds import set_seed
-from objectives.training.strategies.choice import build_strategy
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.batches import build_feed
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.samplers import Order
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.across_ranks import over_ranks
+from hpsearch.objectives.training.evaluation.calling import call_of
+from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
+from hpsearch.objectives.training.loop.fresh import Fresh, build_fresh
+from hpsearch.objectives.training.loop.guards import FiniteGuard
+from hpsearch.objectives.training.loop.measuring import Measuring
+from hpsearch.objectives.training.loop.performance import compiled, layout
+from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.loop.progress import Progress
+from hpsearch.objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
+from hpsearch.objectives.training.loop.run import FORMAT, Run
+from hpsearch.objectives.training.loop.steplog import StepLog
+from hpsearch.objectives.training.loop.stepping import as_module, build_stepping, call_in
+from hpsearch.objectives.training.optimizers.averaging import build_average
+from hpsearch.objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
+from hpsearch.objectives.training.optimizers.precision import Precision
+from hpsearch.objectives.training.optimizers.sam import Sharpness
+from hpsearch.objectives.training.optimizers.schedules import build_schedule
+from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.reproducibility.environment import environment, uncommitted
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.training.strategies.choice import build_strategy
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 # What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}

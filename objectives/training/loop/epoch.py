@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Pending
-from objectives.training.data.dataset import Batch
-from objectives.training.evaluation.evaluate import as_floats
-from objectives.training.evaluation.running import RunningMetrics
-from objectives.training.loop.guards import Point
-from objectives.training.loop.run import Run
-from objectives.training.strategies.base import Strategy
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.batches import Pending
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.evaluation.evaluate import as_floats
+from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.loop.guards import Point
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.strategies.base import Strategy
 
 
 def nothing(_: object) -> None:

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from objectives.errors import users_code
-from objectives.training.data.division import halved
-from objectives.training.data.split import Rows
-from objectives.training.data.splits import Splits
-from objectives.training.evaluation.across_ranks import of_this_rank, over_ranks
-from objectives.training.evaluation.cross_fit import CrossFit, Outputs
-from objectives.training.evaluation.metrics import Metrics, as_metrics
-from objectives.training.evaluation.resampling import standard_error, value_of
-from objectives.training.evaluation.step import Stepping
-from objectives.training.loop.prepared import is_divided_anew
-from objectives.training.ranks import Ranks
-from objectives.training.result import FreshScore
+from hpsearch.objectives.errors import users_code
+from hpsearch.objectives.training.data.division import halved
+from hpsearch.objectives.training.data.split import Rows
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.across_ranks import of_this_rank, over_ranks
+from hpsearch.objectives.training.evaluation.cross_fit import CrossFit, Outputs
+from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
+from hpsearch.objectives.training.evaluation.resampling import standard_error, value_of
+from hpsearch.objectives.training.evaluation.step import Stepping
+from hpsearch.objectives.training.loop.prepared import is_divided_anew
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.result import FreshScore
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from objectives.errors import ObjectiveError, is_out_of_memory
+from hpsearch.objectives.errors import ObjectiveError, is_out_of_memory
 
 if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.config import TrainConfig
 
 
 class NonFiniteError(RuntimeError):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from objectives.errors import ObjectiveError
-from objectives.training.loop.run import Run
-from objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 TRACE = "trace.json.gz"
 EVENTS = "tensorboard"

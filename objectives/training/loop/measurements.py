@@ -1,4 +1,4 @@
-"""How fast a model is, and how large: what a number of `objectives.measured` is, and how it is measured."""
+"""How fast a model is, and how large: what a number of `hpsearch.objectives.measured` is, and how it is measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.tree import Tree, moved
-from objectives.training.evaluation.calling import call_of
-from objectives.training.reproducibility.seeds import seeded_on
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.tree import Tree, moved
+from hpsearch.objectives.training.evaluation.calling import call_of
+from hpsearch.objectives.training.reproducibility.seeds import seeded_on
 
 _WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
 _SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take longer

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.measured import MEASURED
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.calling import Call
-from objectives.training.loop.measurements import latency_ms, machine_load, sizes
-from objectives.training.loop.performance import as_served, peak_memory
-from objectives.training.ranks import Ranks
-from objectives.training.reproducibility.seeds import seeded_on
-from objectives.training.strategies.base import Strategy
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.calling import Call
+from hpsearch.objectives.training.loop.measurements import latency_ms, machine_load, sizes
+from hpsearch.objectives.training.loop.performance import as_served, peak_memory
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.reproducibility.seeds import seeded_on
+from hpsearch.objectives.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 _TAKEN = {"lr", "grad_norm", "epoch_seconds", "peak_memory_bytes", "scaling_efficiency", "latency_load"}
 _BEGINNINGS = ("train_", "val_", "samples_per_second")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from objectives.training.optimizers.layers import layers
+from hpsearch.objectives.training.optimizers.layers import layers
 
 if TYPE_CHECKING:
-    from objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.config import TrainConfig
 
 
 def layout(model: nn.Module, config: TrainConfig) -> None:

@@ -9,17 +9,17 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.division import Division, divided_anew
-from objectives.training.data.joined import joined
-from objectives.training.data.splits import Splits
-from objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.division import Division, divided_anew
+from hpsearch.objectives.training.data.joined import joined
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
-log = logging.getLogger("objectives.training")
+log = logging.getLogger("hpsearch.objectives.training")
 
 # By objective, the last division's: a worker trains many trials on one split, and data may be all of the memory.
 _PREPARED: WeakKeyDictionary[Objective, tuple[tuple[int, Division], Splits, str]] = WeakKeyDictionary()

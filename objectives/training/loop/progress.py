@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 
 @dataclass

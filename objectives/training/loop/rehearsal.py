@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch
-from objectives.training.data.splits import Splits
-from objectives.training.data.tree import moved
-from objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
-from objectives.training.evaluation.metrics import BINARY, CLASSIFICATION, DIRECTIONS, fitting, largest_class, unfit
-from objectives.training.evaluation.step import LossStep, Stepping
-from objectives.training.loop.run import Run
-from objectives.training.loop.stepping import call_in
-from objectives.training.optimizers.schedules import check_length
-from objectives.training.ranks import Ranks
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
+from hpsearch.objectives.training.evaluation.metrics import (
+    BINARY,
+    CLASSIFICATION,
+    DIRECTIONS,
+    fitting,
+    largest_class,
+    unfit,
+)
+from hpsearch.objectives.training.evaluation.step import LossStep, Stepping
+from hpsearch.objectives.training.loop.run import Run
+from hpsearch.objectives.training.loop.stepping import call_in
+from hpsearch.objectives.training.optimizers.schedules import check_length
+from hpsearch.objectives.training.ranks import Ranks
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 _UNEVEN = 0.75  # share of one class from which accuracy tells little
 _TRIED = 32  # validation samples that a loss is tried on

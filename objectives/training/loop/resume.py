@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from objectives.errors import ObjectiveError
-from objectives.training.config import TrainConfig
-from objectives.training.loop.epoch import EpochSums
-from objectives.training.loop.run import FORMAT, WITHIN, Run
-from objectives.training.reproducibility.environment import differences
-from objectives.training.reproducibility.seeds import restore_generators, set_seed
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.loop.epoch import EpochSums
+from hpsearch.objectives.training.loop.run import FORMAT, WITHIN, Run
+from hpsearch.objectives.training.reproducibility.environment import differences
+from hpsearch.objectives.training.reproducibility.seeds import restore_generators, set_seed
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from objectives.training.config import TrainConfig
-from objectives.training.data.batches import Feed
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.splits import Splits
-from objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
-from objectives.training.evaluation.metrics import Metrics
-from objectives.training.evaluation.step import Stepping
-from objectives.training.loop.fresh import Fresh
-from objectives.training.loop.guards import FiniteGuard
-from objectives.training.loop.measuring import Measuring
-from objectives.training.loop.progress import Progress
-from objectives.training.loop.steplog import StepLog
-from objectives.training.optimizers.averaging import Average
-from objectives.training.optimizers.precision import Precision
-from objectives.training.optimizers.sam import Sharpness
-from objectives.training.optimizers.schedules import Schedule
-from objectives.training.ranks import ALONE, Ranks
-from objectives.training.reproducibility.seeds import generators
-from objectives.training.strategies.base import Strategy
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.batches import Feed
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
+from hpsearch.objectives.training.evaluation.metrics import Metrics
+from hpsearch.objectives.training.evaluation.step import Stepping
+from hpsearch.objectives.training.loop.fresh import Fresh
+from hpsearch.objectives.training.loop.guards import FiniteGuard
+from hpsearch.objectives.training.loop.measuring import Measuring
+from hpsearch.objectives.training.loop.progress import Progress
+from hpsearch.objectives.training.loop.steplog import StepLog
+from hpsearch.objectives.training.optimizers.averaging import Average
+from hpsearch.objectives.training.optimizers.precision import Precision
+from hpsearch.objectives.training.optimizers.sam import Sharpness
+from hpsearch.objectives.training.optimizers.schedules import Schedule
+from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.reproducibility.seeds import generators
+from hpsearch.objectives.training.strategies.base import Strategy
 
 FORMAT = 2  # of a checkpoint's state after an epoch
 WITHIN = 3  # and in the midst of one: to a release that knows no such state it is of another run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from objectives.training.loop.guards import Point
+from hpsearch.objectives.training.loop.guards import Point
 
 DENSE = 20  # steps noted each, where a bad start shows; few enough that a short trial costs no more
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import ObjectiveError, users_code
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch
-from objectives.training.data.splits import Splits
-from objectives.training.evaluation.calling import Call, call_of, whole
-from objectives.training.evaluation.losses import adding_up
-from objectives.training.evaluation.step import LossStep, Step, Stepping
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.calling import Call, call_of, whole
+from hpsearch.objectives.training.evaluation.losses import adding_up
+from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
+    from hpsearch.objectives.objective import Objective
 
 
 class OwnStep:

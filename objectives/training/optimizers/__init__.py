@@ -1,4 +1,1 @@
-"""What moves the weights: optimizers, schedules, averages of weights, precision.
-
-Imports: errors, config.
-"""
+"""What moves the weights: optimizers, schedules, averages of weights, precision."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import TrainConfig
 
 
 class Average:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from objectives.errors import ObjectiveError
-from objectives.training.config import TrainConfig
-from objectives.training.optimizers.layers import NORMS, Placed, placed
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.optimizers.layers import NORMS, Placed, placed
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups, TrainConfig, torch.device], Optimizer]

@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from objectives.errors import ObjectiveError
-from objectives.training.config import TrainConfig
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import TrainConfig
 
 
 @dataclass(frozen=True)

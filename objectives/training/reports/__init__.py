@@ -1,4 +1,1 @@
-"""What a run leaves to read: its directory, its report, its plots.
-
-Imports: reproducibility, config, data, evaluation, base, objective, result, loop.
-"""
+"""What a run leaves to read: its directory, its report, its plots."""

@@ -7,10 +7,10 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from objectives.training.config import FIELDS, TrainConfig, type_name
+from hpsearch.objectives.training.config import FIELDS, TrainConfig, type_name
 
 if TYPE_CHECKING:
-    from objectives.base import BaseObjective
+    from hpsearch.objectives.base import BaseObjective
 
 
 class Setting(NamedTuple):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from objectives.training.data.dataset import Dataset
-from objectives.training.data.tree import tensors
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.tree import tensors
 
 if TYPE_CHECKING:
-    from objectives.training.loop.run import Run
-    from objectives.training.result import FitResult
+    from hpsearch.objectives.training.loop.run import Run
+    from hpsearch.objectives.training.result import FitResult
 
 _CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
 _VANISHED = 1e-7  # norm of a layer's gradient

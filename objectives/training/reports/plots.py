@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from objectives.training.loop.steplog import DENSE
-from objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.loop.steplog import DENSE
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 _COLUMNS = 2  # of panels
 _BESIDE, _LONGEST = 2.4, 32  # inches for the names of layers, and how many characters go there

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from objectives.training.evaluation.metrics import largest_class
-from objectives.training.reports.diagnosis import instabilities, leakage
+from hpsearch.objectives.training.evaluation.metrics import largest_class
+from hpsearch.objectives.training.reports.diagnosis import instabilities, leakage
 
 if TYPE_CHECKING:
-    from objectives.objective import Objective
-    from objectives.training.loop.run import Run
-    from objectives.training.result import FitResult
+    from hpsearch.objectives.objective import Objective
+    from hpsearch.objectives.training.loop.run import Run
+    from hpsearch.objectives.training.result import FitResult
 
 
 def write_report(

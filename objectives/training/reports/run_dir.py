@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from objectives.training.reports.plots import curves, gradient_flow
-from objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
+from hpsearch.objectives.training.reports.plots import curves, gradient_flow
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord, MetricsFile, StepsFile
 
 if TYPE_CHECKING:
-    from objectives.training.result import RunResult
+    from hpsearch.objectives.training.result import RunResult
 
 
 FILES = (
@@ -44,8 +44,8 @@ class RunDir:
     def __init__(self, path: Path | None, *, told: bool = True) -> None:
         self.path = path
         level = logging.INFO if told else logging.CRITICAL
-        self.log = logging.Logger("objectives.training.loop.run", level)  # unregistered: one for each run
-        self.log.parent = logging.getLogger("objectives.training")
+        self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered: one for each run
+        self.log.parent = logging.getLogger("hpsearch.objectives.training")
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             self._metrics = MetricsFile(path / "metrics.jsonl")

@@ -1,4 +1,1 @@
-"""What it takes to repeat or resume a run: seeds, environment, checkpoint files, records.
-
-Imports: nothing.
-"""
+"""What it takes to repeat or resume a run: seeds, environment, checkpoint files, records."""

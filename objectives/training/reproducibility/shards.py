@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from objectives.training.reproducibility.checkpoint import CheckpointError
+from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError
 
 FOLDER = "shards"  # of a run directory
 

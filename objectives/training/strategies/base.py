@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from objectives.training.config import TrainConfig
-from objectives.training.data.dataset import Batch
-from objectives.training.evaluation.step import Step, Stepping
-from objectives.training.ranks import Ranks
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.evaluation.step import Step, Stepping
+from hpsearch.objectives.training.ranks import Ranks
 
 
 class Strategy:
@@ -90,7 +90,7 @@ class Strategy:
         """
         if folder is None:
             return self.own(kept, like)
-        from objectives.training.strategies import shards  # a sixth of a second, for those who need it
+        from hpsearch.objectives.training.strategies import shards  # a sixth of a second, for those who need it
 
         return self.own(shards.read(kept, folder), like)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from objectives.training.config import TrainConfig
-from objectives.training.ranks import Ranks
-from objectives.training.strategies.base import Strategy
-from objectives.training.strategies.ddp import Replicated
-from objectives.training.strategies.fsdp import Sharded
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.strategies.base import Strategy
+from hpsearch.objectives.training.strategies.ddp import Replicated
+from hpsearch.objectives.training.strategies.fsdp import Sharded
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from objectives.training.data.dataset import Batch
-from objectives.training.evaluation.step import Step, Stepping
-from objectives.training.reproducibility.seeds import generators, restore_generators
-from objectives.training.strategies.base import Strategy
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.evaluation.step import Step, Stepping
+from hpsearch.objectives.training.reproducibility.seeds import generators, restore_generators
+from hpsearch.objectives.training.strategies.base import Strategy
 
 
 class Replicated(Strategy):

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from objectives.errors import ObjectiveError
-from objectives.training.data.dataset import Batch
-from objectives.training.evaluation.step import Step
-from objectives.training.optimizers.layers import layers
-from objectives.training.strategies.base import Strategy
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.evaluation.step import Step
+from hpsearch.objectives.training.optimizers.layers import layers
+from hpsearch.objectives.training.strategies.base import Strategy
 
-log = logging.getLogger("objectives.training")
+log = logging.getLogger("hpsearch.objectives.training")
 
 
 class Sharded(Strategy):
@@ -148,7 +148,7 @@ class Sharded(Strategy):
 
     def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
         """What a checkpoint has of a state: where it is large, each rank writes its own part to `place`."""
-        from objectives.training.strategies import shards  # only here: see `Strategy.restored`
+        from hpsearch.objectives.training.strategies import shards  # only here: see `Strategy.restored`
 
         if place is not None and shards.size(parts) > self._config.shard_above * 2**30:
             written = shards.write(parts, place, self._ranks)
@@ -167,7 +167,7 @@ class Sharded(Strategy):
         """What this rank has of what `kept` gave; `like` as of `own`."""
         if folder is None:
             return self.own(kept, like)
-        from objectives.training.strategies import shards
+        from hpsearch.objectives.training.strategies import shards
 
         if all(self._ranks.each(folder.is_dir())):
             return shards.read(kept, folder, like, self._ranks)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from objectives.training.ranks import Ranks
-from objectives.training.reproducibility import shards
+from hpsearch.objectives.training.ranks import Ranks
+from hpsearch.objectives.training.reproducibility import shards
 
 
 def size(value: Any) -> int:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 if TYPE_CHECKING:
-    from storage.backup.archive import Manifest
+    from hpsearch.storage.backup.archive import Manifest
 
 OwnerUrl = Annotated[
     str | None,
@@ -57,10 +57,10 @@ def backup(
     """
     from rich.filesize import decimal
 
-    from search.console import PlainConsole
-    from search.entry import handling
-    from search.steps import steps
-    from storage.backup.backup import backup as make
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.entry import handling
+    from hpsearch.search.steps import steps
+    from hpsearch.storage.backup.backup import backup as make
 
     with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
         made = make(
@@ -87,11 +87,11 @@ def restore(
 
     Trials that were running wait for the next worker, which goes on with them.
     """
-    from search.console import PlainConsole, command
-    from search.entry import handling
-    from search.services import MLFLOW_UI_URL
-    from search.steps import steps
-    from storage.backup.restore import restore as put_back
+    from hpsearch.search.console import PlainConsole, command
+    from hpsearch.search.entry import handling
+    from hpsearch.search.services import MLFLOW_UI_URL
+    from hpsearch.search.steps import steps
+    from hpsearch.storage.backup.restore import restore as put_back
 
     with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
         done = put_back(
@@ -112,7 +112,7 @@ def restore(
 
 
 def _counted(manifest: Manifest) -> str:
-    from search.console import counted
+    from hpsearch.search.console import counted
 
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
     parts = [studies, counted(manifest.trials, "trial")]

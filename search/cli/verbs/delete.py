@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
-from search.cli.confirm import confirm
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.confirm import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -23,8 +23,8 @@ def delete(
     home: o.Home = None,
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
-    from search.api.deletion import what_goes
-    from search.api.study import Study
+    from hpsearch.search.api.deletion import what_goes
+    from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, checkpoint_url=checkpoint_url, home=home)
     if not yes and not confirm(f"delete {what_goes(study.stored)}?"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +28,9 @@ def doctor(
     """Check what a worker on this machine needs: the services, the rights in them, disk, devices, versions; with
     STUDY, whether it can join that. Exit code 0 when nothing failed, 1 otherwise. Nothing is started.
     """
-    from search.console import PlainConsole
-    from search.doctor.examine import examine
-    from search.doctor.text import finding_line, summary_line
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.doctor.examine import examine
+    from hpsearch.search.doctor.text import finding_line, summary_line
 
     console, findings = PlainConsole(), []
     for finding in examine(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def extend(
     home: o.Home = None,
 ) -> None:
     """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
-    from search.api.study import Study
+    from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     given_up = study.stored.given_up

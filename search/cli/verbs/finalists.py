@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
-from search.cli.loading import loading
-from search.entry import EXIT_INTERRUPTED
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.loading import loading
+from hpsearch.search.entry import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -61,18 +61,18 @@ def finalists(
     it on new data. The test split stays as it is. Called again it goes on where it stopped, and shows the table when
     all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
-    from search.fleet.forking import load_ahead
-    from search.services import check_pair
+    from hpsearch.search.fleet.forking import load_ahead
+    from hpsearch.search.services import check_pair
 
     check_pair(storage_url, tracking_uri)  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.api.study import Study
-        from search.console import PlainConsole
-        from search.run import finalists as _  # noqa: F401 all that the study will need
-        from search.steps import steps
+        from hpsearch.search.api.study import Study
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
+        from hpsearch.search.steps import steps
 
     with steps(PlainConsole()) as tell:
         opened = Study.open(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -52,11 +52,11 @@ def print_(
     """Print what an engine is given to run workers of a study: for sbatch, `kubectl apply -f -`, `python -`, or as a
     unit of systemd. Nothing is started, and no password is printed: a URL that holds one is refused.
     """
-    from search.errors import SearchError
-    from search.launch.known import why_unknown
-    from search.launch.printed import printed
-    from search.launch.settings import Launch
-    from storage.home import home_dir
+    from hpsearch.search.errors import SearchError
+    from hpsearch.search.launch.known import why_unknown
+    from hpsearch.search.launch.printed import printed
+    from hpsearch.search.launch.settings import Launch
+    from hpsearch.storage.home import home_dir
 
     try:
         words = tuple(shlex.split(command or ""))

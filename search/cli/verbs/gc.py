@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from search.cli import options as o
-from search.cli.confirm import confirm
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.confirm import confirm
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from search.study.cleanup import Garbage
+    from hpsearch.search.study.cleanup import Garbage
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +36,9 @@ def gc(
     """
     from rich.filesize import decimal
 
-    from search.api.study import Study
-    from search.console import PlainConsole
-    from search.study.cleanup import remove_garbage
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.study.cleanup import remove_garbage
 
     found: list[Garbage] = []
     problems: list[str] = []
@@ -63,7 +63,7 @@ def gc(
 
 
 def _all(storage_url: str | None, home: str | None) -> list[str]:
-    from search.api.study import Study
+    from hpsearch.search.api.study import Study
 
     return [row.name for row in Study.list(storage_url=storage_url, home=home) if row.ours]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from search.console import command
+from hpsearch.search.console import command
 
 
 def register(app: typer.Typer) -> None:
@@ -19,7 +19,7 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="FILE.py", help="File to write; it must not exist.")],
 ) -> None:
     """Write a small objective that runs as it is, to be made one's own."""
-    from objectives.template import write_template
+    from hpsearch.objectives.template import write_template
 
     write_template(path)
     typer.echo(f"wrote {path}; run it with: {command('run', str(path))}")

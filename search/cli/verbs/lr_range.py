@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+from hpsearch.search.cli.assignments import Device, Objective_, RunSeed, Set, configured
 
 
 def register(app: typer.Typer) -> None:
@@ -27,10 +27,10 @@ def lr_range(
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png.")] = Path(),
 ) -> None:
     """Train with a climbing learning rate until the loss diverges; print a rate to start from and draw the loss."""
-    from objectives import load_objective
-    from objectives.fit import model_objective
-    from objectives.training.checks.lr_range import lr_range as climb
-    from objectives.training.trainer import device_named
+    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.checks.lr_range import lr_range as climb
+    from hpsearch.objectives.training.trainer import device_named
 
     found = model_objective(load_objective(objective), "lr-range")
     result = climb(

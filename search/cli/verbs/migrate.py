@@ -33,10 +33,10 @@ def migrate(
     ] = False,
 ) -> None:
     """Create or upgrade the tables; the embedded stack does it by itself. Safe to repeat, and many at once."""
-    from search.errors import SearchError
-    from storage.database.migrate import migrate as migrate_tables
-    from storage.database.roles import create_databases
-    from storage.urls import redact
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.database.migrate import migrate as migrate_tables
+    from hpsearch.storage.database.roles import create_databases
+    from hpsearch.storage.urls import redact
 
     url = storage_url
     if bootstrap:
@@ -54,7 +54,7 @@ def migrate(
 
 
 def _required(name: str) -> str:
-    from search.errors import SearchError
+    from hpsearch.search.errors import SearchError
 
     if value := os.environ.get(name):
         return value

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from search.cli.assignments import Objective_, Set, configured
-from search.cli.listing import listed
+from hpsearch.search.cli.assignments import Objective_, Set, configured
+from hpsearch.search.cli.listing import listed
 
 if TYPE_CHECKING:
-    from objectives.training.reports.describe import Setting
+    from hpsearch.objectives.training.reports.describe import Setting
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +28,10 @@ def _group() -> None:
 
 def show(objective: Objective_, settings: Set = None) -> None:
     """Show an objective's configuration, setting by setting, and its search space."""
-    from objectives import LoopObjective, load_objective
-    from objectives.training.reports import describe
-    from search.console import PlainConsole
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.objectives.training.reports import describe
+    from hpsearch.search.console import PlainConsole
 
     found = load_objective(objective)
     config = configured(found, settings)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
-from search.cli.confirm import confirm
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.confirm import confirm
 
 
 def register(app: typer.Typer) -> None:
@@ -44,10 +44,10 @@ def open_test(
     home: o.Home = None,
 ) -> None:
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
-    from search.api import test_set
-    from search.api.study import Study
-    from search.errors import SearchError
-    from search.finalists.text import confirmation_lines
+    from hpsearch.search.api import test_set
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.errors import SearchError
+    from hpsearch.search.finalists.text import confirmation_lines
 
     if trial is not None and prefer is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")

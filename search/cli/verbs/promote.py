@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
-from search.entry import EXIT_INTERRUPTED
+from hpsearch.search.cli import options as o
+from hpsearch.search.entry import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -75,10 +75,10 @@ def promote(
     With --refit it is the winner's configuration, trained anew on all data but the test split. Other machines join with
     'worker --study STUDY.refit'.
     """
-    from search.api.study import Study
-    from search.console import command
-    from search.errors import SearchError
-    from storage.mlflow.registry import check_alias, check_model_name
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
         if value is not None and not refit:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -26,8 +26,8 @@ def report(
     home: o.Home = None,
 ) -> None:
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
-    from search.api import reporting
-    from search.api.study import Study
+    from hpsearch.search.api import reporting
+    from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     path = reporting.write(study.services, study.stored, output)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def retry(
     home: o.Home = None,
 ) -> None:
     """Run a failed or infeasible trial again: same number, same parameters, same MLflow run, retries counted anew."""
-    from search.api.study import Study
+    from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     for number in dict.fromkeys(trial):

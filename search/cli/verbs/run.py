@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from search.cli import options as o
-from search.cli.loading import loading
-from search.cli.settings import takes_settings
-from search.entry import EXIT_INTERRUPTED
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.loading import loading
+from hpsearch.search.cli.settings import takes_settings
+from hpsearch.search.entry import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -45,10 +45,10 @@ def run(
     home: o.Home = None,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
-    from search.fleet.forking import load_ahead
-    from search.fleet.gpus import visible_gpus, workers_on
-    from search.services import check_pair
-    from search.spec.check import check_settings
+    from hpsearch.search.fleet.forking import load_ahead
+    from hpsearch.search.fleet.gpus import visible_gpus, workers_on
+    from hpsearch.search.services import check_pair
+    from hpsearch.search.spec.check import check_settings
 
     check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded
@@ -58,8 +58,8 @@ def run(
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from search.api.study import Study
-        from search.run import search as _  # noqa: F401 all that the study will need
+        from hpsearch.search.api.study import Study
+        from hpsearch.search.run import search as _  # noqa: F401 all that the study will need
 
     study = Study.from_spec(
         settings, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; neither service knows users.")]
 
@@ -39,10 +39,10 @@ def mlflow(
     ] = None,
 ) -> None:
     """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
-    from search.errors import SearchError
-    from storage.database.connect import connect
-    from storage.embedded.commands import mlflow_command
-    from storage.urls import normalise
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.database.connect import connect
+    from hpsearch.storage.embedded.commands import mlflow_command
+    from hpsearch.storage.urls import normalise
 
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
@@ -56,7 +56,7 @@ def mlflow(
 
 
 def _check_free(host: str, port: int) -> None:
-    from search.errors import SearchError
+    from hpsearch.search.errors import SearchError
 
     try:
         with socket.create_server((host, port)):
@@ -83,8 +83,8 @@ def dashboard(
     ] = False,
 ) -> None:
     """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
-    from search.dashboard import serve
-    from search.errors import SearchError
+    from hpsearch.search.dashboard import serve
+    from hpsearch.search.errors import SearchError
 
     if storage_url is None:
         raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -29,10 +29,10 @@ def serve_check(
 
     Exit code 0 when it scores what its trial recorded, 1 when it does not.
     """
-    from search.errors import SearchError
-    from search.promotion.serve_check import serve_check as check
-    from search.services import find_services
-    from storage.study_storage.opening import open_storage
+    from hpsearch.search.errors import SearchError
+    from hpsearch.search.promotion.serve_check import serve_check as check
+    from hpsearch.search.services import find_services
+    from hpsearch.storage.study_storage.opening import open_storage
 
     services = find_services(storage_url, tracking_uri, home=home)
     if services.tracking_uri is None:

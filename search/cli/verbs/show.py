@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -25,11 +25,11 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
-    from search.api.study import Study
-    from search.api.telling import notice_promotions
-    from search.console import PlainConsole
-    from search.report.study import print_study
-    from search.report.trial import print_trial
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.api.telling import notice_promotions
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.report.study import print_study
+    from hpsearch.search.report.trial import print_trial
 
     study = Study.open(name, storage_url=storage_url, home=home)
     stored = study.stored

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+from hpsearch.search.cli.assignments import Device, Objective_, RunSeed, Set, configured
 
 _LINES = 20  # of the curve that is printed
 
@@ -32,10 +32,10 @@ def smoke(
     """Overfit one batch: a model that cannot bring its loss near zero has a fault. Exit code 1 when it does not."""
     import dataclasses
 
-    from objectives import load_objective
-    from objectives.fit import model_objective
-    from objectives.training.checks.smoke import smoke as overfit
-    from objectives.training.trainer import device_named
+    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.checks.smoke import smoke as overfit
+    from hpsearch.objectives.training.trainer import device_named
 
     found = model_objective(load_objective(objective), "smoke")
     config = configured(found, settings)

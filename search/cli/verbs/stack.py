@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -17,10 +17,10 @@ def register(app: typer.Typer) -> None:
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
 
-    from search.console import PlainConsole
-    from search.steps import steps
-    from storage.embedded import stack
-    from storage.home import home_dir
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.steps import steps
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
 
     with steps(PlainConsole(stderr=True)) as tell:
         info = stack.up(home_dir(home), progress=tell)
@@ -31,8 +31,8 @@ def up(home: o.Home = None) -> None:
 
 def down(home: o.Home = None) -> None:
     """Stop the embedded services; everything they hold stays for the next start."""
-    from storage.embedded import stack
-    from storage.home import home_dir
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
 
     stopped = stack.down(home_dir(home))
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
@@ -40,8 +40,8 @@ def down(home: o.Home = None) -> None:
 
 def status(home: o.Home = None) -> int:
     """Show the embedded services; exit code 0 when all run, 3 when not."""
-    from storage.embedded import stack
-    from storage.home import home_dir
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
 
     services = stack.status(home_dir(home))
     for service in services:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -14,8 +14,8 @@ def register(app: typer.Typer) -> None:
 
 def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """Let a study go on that was stopped, or stopped early by itself; start workers with 'run' or 'worker'."""
-    from search.api.study import Study
-    from search.console import command
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
 
     study = Study.open(name, storage_url=storage_url, home=home)
     why = study.start()

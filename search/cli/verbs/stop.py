@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -21,8 +21,8 @@ def stop(
     home: o.Home = None,
 ) -> None:
     """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
-    from search.api.study import Study
-    from search.console import command
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
 
     study = Study.open(name, storage_url=storage_url, home=home)
     before, running = study.stop(), study.running

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 if TYPE_CHECKING:
-    from search.api.opening import StudyRow
+    from hpsearch.search.api.opening import StudyRow
 
 
 _NUMBERS = ("trials", "complete", "pruned", "failed", "running")
@@ -27,8 +27,8 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
     """List the studies and where they stand."""
     from rich.table import Table
 
-    from search.api.study import Study
-    from search.console import PlainConsole, command
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole, command
 
     found = [_cells(row) for row in Study.list(storage_url=storage_url, home=home)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -46,7 +46,7 @@ def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
-    from objectives.errors import shown
+    from hpsearch.objectives.errors import shown
 
     if not row.ours:
         return {"study": row.name, "objective": "(not made by hpsearch)"}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def sync(
     home: o.Home = None,
 ) -> int:
     """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
-    from search.api.study import Study
+    from hpsearch.search.api.study import Study
 
     studies = Study.waiting(
         study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
+from hpsearch.search.cli import options as o
 
 
 def register(app: typer.Typer) -> None:
@@ -31,10 +31,10 @@ def top(
     """
     from rich.live import Live
 
-    from search.api.study import Study
-    from search.console import PlainConsole
-    from search.report.standing import read_standing
-    from search.report.top import Pace, render
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.report.standing import read_standing
+    from hpsearch.search.report.top import Pace, render
 
     study, console, pace = Study.open(name, storage_url=storage_url, home=home), PlainConsole(), Pace()
     if as_json:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from search.cli.assignments import Device, Objective_, RunSeed, Set, configured
-from search.entry import EXIT_INTERRUPTED
+from hpsearch.search.cli.assignments import Device, Objective_, RunSeed, Set, configured
+from hpsearch.search.entry import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from objectives import BaseObjective
-    from objectives.training.result import RunResult
+    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.training.result import RunResult
 
 
 def register(app: typer.Typer) -> None:
@@ -47,10 +47,12 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
 ) -> int:
     """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
-    from objectives import load_objective
-    from objectives.fit import Where, fit, model_objective
-    from objectives.training import DeviceMemoryError, EpochRecord, LocalSession, NonFiniteError, Verdict
-    from objectives.training.loop.instruments import Instruments
+    from hpsearch.objectives.fit import Where, fit, model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+    from hpsearch.objectives.training.loop.instruments import Instruments
+    from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+    from hpsearch.objectives.training.session import LocalSession, Verdict
 
     class Printing(LocalSession):
         def report(self, record: EpochRecord) -> Verdict:
@@ -85,7 +87,7 @@ def _warnings_shown() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
-    logger = logging.getLogger("objectives.training")
+    logger = logging.getLogger("hpsearch.objectives.training")
     logger.addHandler(handler)
     try:
         yield
@@ -100,9 +102,9 @@ def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
 
 
 def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
-    from objectives.fit import restore
-    from objectives.measured import value_of
-    from objectives.training.reproducibility import checkpoint
+    from hpsearch.objectives.fit import restore
+    from hpsearch.objectives.measured import value_of
+    from hpsearch.objectives.training.reproducibility import checkpoint
 
     best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
     report = folder / "report.md"

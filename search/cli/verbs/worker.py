@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from search.cli import options as o
-from search.cli.loading import loading
-from search.entry import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.loading import loading
+from hpsearch.search.entry import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
 
 
 def register(app: typer.Typer) -> None:
@@ -88,9 +88,9 @@ def worker(
     does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
     """
     with loading():
-        from search.fleet.devices import join_on_devices
-        from search.worker.join import join_study
-        from search.worker.options import WorkerOptions
+        from hpsearch.search.fleet.devices import join_on_devices
+        from hpsearch.search.worker.join import join_study
+        from hpsearch.search.worker.options import WorkerOptions
 
     options = WorkerOptions(
         storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,

@@ -1,4 +1,4 @@
-"""Alembic's entry point: runs the migrations on the connection that `storage.database.migrate` gives."""
+"""Alembic's entry point: runs the migrations on the connection that `hpsearch.storage.database.migrate` gives."""
 
 from alembic import context
 

@@ -25,11 +25,11 @@ from typing import Any
 import optuna
 import torch
 
-from objectives.fit import fit
-from objectives.training import NonFiniteError
-from objectives.training.reproducibility.metrics_file import EpochRecord
-from objectives.training.session import Due, Verdict
-from search.sampling.seeds import derive_seed
+from hpsearch import NonFiniteError
+from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.session import Due, Verdict
+from hpsearch.search.sampling.seeds import derive_seed
 from tests.benchmarks.search_quality.problems import PROBLEMS, Problem
 
 DATA = Path(__file__).parent / "data"

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric, MetricCollection
 
-from objectives.breast_cancer import BreastCancer
-from objectives.digits import Digits
+from hpsearch.objectives.builtin.breast_cancer import BreastCancer
+from hpsearch.objectives.builtin.digits import Digits
 
 if TYPE_CHECKING:
-    from objectives.training import Dataset
-    from objectives.training.evaluation.metrics import Metrics
+    from hpsearch import Dataset
+    from hpsearch.objectives.training.evaluation.metrics import Metrics
 
 
 class NegativeLogLikelihood(MeanMetric):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from objectives.base import BaseObjective
-from objectives.denoise import Denoise
-from objectives.gan import Gan
-from objectives.series import Series
+from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.builtin.denoise import Denoise
+from hpsearch.objectives.builtin.gan import Gan
+from hpsearch.objectives.builtin.series import Series
 from tests.benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 
 NO_END = 10**6

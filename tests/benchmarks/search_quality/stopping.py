@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import optuna
 
-from search.curves.gain import Left, expected_gain
-from search.study.rest import AGAIN, FIRST
+from hpsearch.search.curves.gain import Left, expected_gain
+from hpsearch.search.study.rest import AGAIN, FIRST
 from tests.benchmarks.search_quality.problems import PROBLEMS
 from tests.benchmarks.search_quality.production import Production
 from tests.benchmarks.search_quality.simulation import History, Simulation, Work

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import optuna
 
-from search.pruning import StudyPruner
-from search.pruning.study_pruner import study_rungs
-from search.sampling.paused import as_sampled
-from search.sampling.suggest import suggest
-from search.spec.spec import parse_spec
-from search.study.study import StoredStudy
-from storage.attributes import SPEC
-from storage.database.connect import make_engine
-from storage.database.migrate import migrate
-from storage.database.roles import create_databases
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claim, Claims, Nothing, Retired
-from storage.trials.outcome import Outcome
-from storage.urls import build
+from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.pruning.study_pruner import study_rungs
+from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.spec.spec import parse_spec
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.urls import build
 from tests.benchmarks.search_quality.problems import Problem
 from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.simulation import Work

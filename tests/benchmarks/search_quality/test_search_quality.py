@@ -12,9 +12,9 @@ import numpy as np
 import optuna
 import pytest
 
-from objectives.breast_cancer import BreastCancer
-from search.samplers import SamplerSpec
-from search.sampling.seeds import make_sampler
+from hpsearch.objectives.builtin.breast_cancer import BreastCancer
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.sampling.seeds import make_sampler
 from tests.benchmarks.search_quality.curves import DATA, read_curves
 from tests.benchmarks.search_quality.optuna_study import OptunaStudy
 from tests.benchmarks.search_quality.peers import Optuna

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from objectives import LoopObjective
-from objectives.training import TrainConfig
+from hpsearch import LoopObjective, TrainConfig
 from tests.faults.orders import obey
 from tests.faults.scripted import EPOCHS, Scripted
 

@@ -96,7 +96,7 @@ def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[
 
 _IN_THE_HANDLER = """
 import os, signal, sys
-from search.worker import signals
+from hpsearch.search.worker import signals
 
 def at_line(wanted, seen):
     def trace(frame, event, _):
@@ -166,8 +166,8 @@ def test_the_exit_code_says_whether_there_is_work_left(arena: Arena) -> None:
 
 _IN_A_THREAD = """
 import sys, threading
-from search.worker.join import join_study
-from search.worker.options import WorkerOptions
+from hpsearch.search.worker.join import join_study
+from hpsearch.search.worker.options import WorkerOptions
 
 stop, codes = threading.Event(), []
 if sys.argv[1] == "told":
@@ -206,7 +206,7 @@ def may_unshare() -> bool:
 @pytest.mark.skipif(not may_unshare(), reason="this user may not make a namespace of process ids")
 def test_the_first_process_of_a_container_hears_sigterm_before_it_has_loaded_anything(arena: Arena) -> None:
     arena.create(1, [])
-    command = [*_UNSHARE, sys.executable, "-P", "-m", "search", "worker", "--study", arena.name]
+    command = [*_UNSHARE, sys.executable, "-P", "-m", "hpsearch", "worker", "--study", arena.name]
     environment = {**os.environ, **arena.environment(), "PYTHONPATH": str(ROOT)}
     started = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE)
     try:

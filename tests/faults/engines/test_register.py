@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from storage.attributes import RELEASE
+from hpsearch.storage.attributes import RELEASE
 from tests.faults.harness import Arena, Worker
 from tests.faults.orders import Order
 from tests.waiting import wait_for

@@ -12,9 +12,9 @@ import optuna
 import pytest
 import sqlalchemy as sa
 
-from objectives.training import Trainer
-from search.samplers.random import Random
-from search.sampling.seeds import derive_seed, make_sampler
+from hpsearch import Trainer
+from hpsearch.search.samplers.random import Random
+from hpsearch.search.sampling.seeds import derive_seed, make_sampler
 from tests.faults.engines.loading import Longer
 from tests.faults.harness import Arena, Worker
 from tests.faults.invariants import assert_whole, read_trials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from search.study.study import StoredStudy
+from hpsearch.search.study.study import StoredStudy
 
 
 def outcomes(study: StoredStudy, name: str) -> list[str]:

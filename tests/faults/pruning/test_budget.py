@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import sqlalchemy as sa
 
-from storage.attributes import CUT, REASON
+from hpsearch.storage.attributes import CUT, REASON
 from tests.faults.harness import Arena
 from tests.faults.invariants import Trial, read_trials
 from tests.faults.orders import Order

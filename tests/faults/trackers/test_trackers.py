@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.embedded import stack as embedded
+from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
 from tests.faults.orders import Order

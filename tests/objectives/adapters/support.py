@@ -2,8 +2,8 @@
 
 import torch
 
-from objectives.fit import fit
-from objectives.training import LocalSession
+from hpsearch import LocalSession
+from hpsearch.objectives.fit import fit
 from tests.objectives.training.support import Stopped, exact
 
 

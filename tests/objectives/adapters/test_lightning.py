@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from objectives import LoopObjective, ObjectiveError
-from objectives.adapters import lightning
-from objectives.training import LocalSession, Verdict
+from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
+from hpsearch.objectives.adapters import lightning
 from tests.objectives.adapters.support import assert_resumed_exactly, trained
 from tests.objectives.training.support import Memory
 

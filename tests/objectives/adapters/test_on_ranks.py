@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from objectives.adapters import lightning
-from objectives.adapters.transformers import train
-from objectives.training.ranks import current
+from hpsearch.objectives.adapters import lightning
+from hpsearch.objectives.adapters.transformers import train
+from hpsearch.objectives.training.ranks import current
 from tests.objectives.adapters import test_lightning, test_transformers
 from tests.objectives.own_loop.support import whole_and_resumed
 

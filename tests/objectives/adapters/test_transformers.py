@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from objectives import LoopObjective, ObjectiveError
-from objectives.adapters.transformers import train, training_arguments
-from objectives.training import LocalSession, Verdict
+from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
+from hpsearch.objectives.adapters.transformers import train, training_arguments
 from tests.objectives.adapters.support import assert_resumed_exactly, trained
 from tests.objectives.training.support import Memory
 

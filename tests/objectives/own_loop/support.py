@@ -1,7 +1,7 @@
 """An own loop on ranks, stopped after an epoch and gone on with in new processes."""
 
-from objectives import load_objective
-from objectives.fit import fit
+from hpsearch import load_objective
+from hpsearch.objectives.fit import fit
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped, exact
 

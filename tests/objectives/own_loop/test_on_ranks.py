@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import LoopObjective, ObjectiveError
-from objectives.fit import fit
-from objectives.training import LocalSession, Verdict
-from objectives.training.ranks import ALONE, RankError
-from objectives.training.reproducibility import checkpoint
+from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
+from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.ranks import ALONE, RankError
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Memory

@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import LoopObjective, ObjectiveError, load_objective
-from objectives.fit import fit, restore
-from objectives.own_loop.report import drawn
-from objectives.training import EpochRecord, LocalSession, NonFiniteError, Verdict, promotable
-from objectives.training.reports.describe import search_space
-from objectives.training.reproducibility import checkpoint
+from hpsearch import (
+    EpochRecord,
+    LocalSession,
+    LoopObjective,
+    NonFiniteError,
+    ObjectiveError,
+    Verdict,
+    load_objective,
+    promotable,
+)
+from hpsearch.objectives.fit import fit, restore
+from hpsearch.objectives.own_loop.report import drawn
+from hpsearch.objectives.training.reports.describe import search_space
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
 
 

@@ -4,14 +4,13 @@ import torch
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective
-from objectives.training import LocalSession, Splits, Standardize, TrainConfig, Trainer, Verdict
-from objectives.training.evaluation.running import RunningMetrics
-from objectives.training.loop.build import build
-from objectives.training.loop.epoch import train_step
-from objectives.training.loop.guards import Point
-from objectives.training.reproducibility.seeds import set_seed
-from objectives.training.session import Due
+from hpsearch import LocalSession, Objective, Splits, Standardize, TrainConfig, Trainer, Verdict
+from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.loop.epoch import train_step
+from hpsearch.objectives.training.loop.guards import Point
+from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.training.session import Due
 
 
 class Wine(Objective):

@@ -7,10 +7,9 @@ import pydantic.dataclasses
 import pytest
 from pydantic import Field
 
-from objectives import ObjectiveError
-from objectives.training import TrainConfig
-from objectives.training import config as config_module
-from objectives.training.reports import describe
+from hpsearch import ObjectiveError, TrainConfig
+from hpsearch.objectives.training import config as config_module
+from hpsearch.objectives.training.reports import describe
 
 
 def test_a_round_trip_through_json_keeps_every_field():

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler
 
-from objectives import ObjectiveError
-from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
-from objectives.training.data.samplers import ByLength, Order
+from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
+from hpsearch.objectives.training.data.samplers import ByLength, Order
 from tests.objectives.training.support import Memory, Wine, built, fit, same_result
 
 CPU = torch.device("cpu")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError, load_objective
-from objectives.training import Dataset, Splits, Trainer
+from hpsearch import Dataset, ObjectiveError, Splits, Trainer, load_objective
 from tests.objectives.training.support import Memory, fit
 
 

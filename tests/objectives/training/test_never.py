@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.training import TrainConfig, Trainer
-from objectives.training.reproducibility import checkpoint
+from hpsearch import ObjectiveError, TrainConfig, Trainer
+from hpsearch.objectives.training.reproducibility import checkpoint
 
 SOURCES = sorted((Path(__file__).parents[3] / "objectives").rglob("*.py"))
 

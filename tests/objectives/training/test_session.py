@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from objectives import ObjectiveError
-from objectives.training import LocalSession, TrainConfig, Trainer
-from objectives.training.reproducibility import checkpoint
+from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import same_result
 
 ABOUT = dict.fromkeys(("format", "objective", "config", "seed", "split_seed", "split_hash"), 0)

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from objectives import Objective, ObjectiveError
-from objectives.training import Splits, TrainConfig, Trainer
-from objectives.training.checks.lr_range import lr_range
-from objectives.training.checks.smoke import smoke
-from objectives.training.data.samples import padded
-from objectives.training.data.tree import tensors
-from objectives.training.evaluation.step import Step
-from objectives.training.exportable import exportable
+from hpsearch import Objective, ObjectiveError, Splits, TrainConfig, Trainer
+from hpsearch.objectives.training.checks.lr_range import lr_range
+from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.data.samples import padded
+from hpsearch.objectives.training.data.tree import tensors
+from hpsearch.objectives.training.evaluation.step import Step
+from hpsearch.objectives.training.exportable import exportable
 from tests.objectives.training.support import Memory, built, exact, fit, same_result, take_step, weights_of
 
 VARIANTS = (
@@ -156,7 +155,7 @@ def test_it_is_resumed_to_the_last_bit(problem, tmp_path):
     objective = problem()
     config = objective.default_config()
     whole = Trainer(objective, config, epochs=4, seed=3, session=Memory()).fit()
-    from objectives.training import LocalSession, Verdict
+    from hpsearch import LocalSession, Verdict
 
     class Stopped(LocalSession):
         def report(self, record):

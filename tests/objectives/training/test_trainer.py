@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Standardize, TrainConfig, Verdict, evaluate
-from objectives.training.reproducibility import checkpoint
+from hpsearch import Standardize, TrainConfig, Verdict, evaluate
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from objectives.template import write_template
+from hpsearch.objectives.template import write_template
 
 
 @pytest.fixture

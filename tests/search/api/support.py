@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Command, Zygote
-
-ROOT = Path(__file__).parents[3]
 
 
 def run_program(source: str, *, cwd: Path) -> str:
@@ -19,7 +16,6 @@ def run_program(source: str, *, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

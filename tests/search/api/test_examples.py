@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from search import Study
-from storage.embedded.stack import StackInfo
+from hpsearch import Study
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Zygote
 from tests.search.api.support import run_forked
 
@@ -32,7 +32,7 @@ def example(doc: str) -> str:
 # In another thread than the main one, as a server or a user interface runs a study: signals are not for it to set.
 PROGRAM = """
 from concurrent.futures import ThreadPoolExecutor
-from search import SearchError, Study
+from hpsearch import SearchError, Study
 
 print("from the first line")
 names = {{"Study": Study, "SearchError": SearchError}}

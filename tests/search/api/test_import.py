@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import search
+import hpsearch
 from tests.search.api.support import run_program
 
 LARGE = ("torch", "mlflow", "optuna", "pandas", "numpy", "sqlalchemy", "plotly", "sklearn")
 
 
 def test_the_import_loads_nothing_large(tmp_path: Path) -> None:
-    source = "import sys, json\nfrom search import Study, SearchError, StorageError, ObjectiveError\n"
+    source = "import sys, json\nfrom hpsearch import Study, SearchError, StorageError, ObjectiveError\n"
     said = run_program(f"{source}print(json.dumps([name for name in {LARGE} if name in sys.modules]))", cwd=tmp_path)
     assert json.loads(said) == []
 
 
 def test_the_package_lists_what_it_has() -> None:
-    assert set(search.__all__) <= set(dir(search))
-    assert {name: getattr(search, name).__name__ for name in search.__all__} == {name: name for name in search.__all__}
-    assert not hasattr(search, "Stduy")
+    assert set(hpsearch.__all__) <= set(dir(hpsearch))
+    found = {name: getattr(hpsearch, name) for name in hpsearch.__all__}
+    assert {name: getattr(value, "__name__", name) for name, value in found.items()} == {name: name for name in found}
+    assert not hasattr(hpsearch, "Stduy")

@@ -9,8 +9,8 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from search import Study
-from storage.embedded.stack import StackInfo
+from hpsearch import Study
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Zygote
 from tests.search.api.support import ROOT, run_forked
 
@@ -25,7 +25,7 @@ def test_the_script_is_short_and_needs_the_study_alone() -> None:
         node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     assert len(lines) <= 15
-    assert [ast.unparse(node) for node in imports] == ["from search import Study"]
+    assert [ast.unparse(node) for node in imports] == ["from hpsearch import Study"]
 
 
 def test_the_script_calls_what_there_is() -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from objectives import load_objective
-from objectives.digits import Digits
-from objectives.objective import Objective
-from search import SearchError, Study
-from search.api.objective import reference_of
-from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, REASON
-from storage.study_storage.opening import open_storage
+from hpsearch import SearchError, Study, load_objective
+from hpsearch.objectives.builtin.digits import Digits
+from hpsearch.objectives.objective import Objective
+from hpsearch.search.api.objective import reference_of
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.finalists.support import SPACE, params, search
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from search import Study
-from storage.study_storage.opening import open_storage
+from hpsearch import Study
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
 

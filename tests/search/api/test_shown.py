@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from search.entry import handling
-from search.fleet.fleet import Fleet
-from search.run.live import LiveView
-from search.worker.options import WorkerOptions
-from storage.trials.progress import Progress, Running
+from hpsearch.search.entry import handling
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.run.live import LiveView
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.trials.progress import Progress, Running
 from tests.search.pruning.test_reasons import spec_of
 
 RUNNING = Running(number=3, worker="elsewhere:1", step=1, value=0.75)

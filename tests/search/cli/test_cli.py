@@ -12,17 +12,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import search.cli
-from search.cli import _run
-from search.cli.confirm import confirm
-from search.cli.verbs.secrets import NAMES
-from search.errors import SearchError
+import hpsearch.search.cli
+from hpsearch.search.cli import _run
+from hpsearch.search.cli.confirm import confirm
+from hpsearch.search.cli.verbs.secrets import NAMES
+from hpsearch.search.errors import SearchError
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `run` that is refused ends before what its workers need is loaded, and the process of the tests does not."""
-    monkeypatch.setattr("search.fleet.forking.can_fork", lambda: False)
+    monkeypatch.setattr("hpsearch.search.fleet.forking.can_fork", lambda: False)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
 BAD = [
     (["run", "digts"], ["'digts'", "digits"]),
     (["run", "no.such.module:Class"], ["no.such.module"]),
-    (["run", "objectives.digits:Digit"], ["Digit", "Digits"]),
+    (["run", "hpsearch.objectives.builtin.digits:Digit"], ["Digit", "Digits"]),
     (["run", "nowhere.py"], ["nowhere.py"]),
     (["run"], ["OBJECTIVE", "--spec"]),
     (["run", "digits", "--trials", "0"], ["--trials", "0"]),
@@ -124,7 +124,7 @@ def services(url: str) -> list[str]:
 
 
 def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr("storage.database.connect.OPENING", 0.0)
+    monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.0)
     for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
         assert _run([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
@@ -195,8 +195,8 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
-    from objectives import load_objective
-    from search.study.create_or_join import complete_settings
+    from hpsearch import load_objective
+    from hpsearch.search.study.create_or_join import complete_settings
 
     digits = load_objective("digits")
     assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"
@@ -219,11 +219,11 @@ def test_a_verb_from_outside_is_found_by_its_file(tmp_path: Path, monkeypatch: p
         "def register(app):\n    app.command()(toy_verb)\n"
         "def toy_verb(name: str):\n    '''Greet somebody.'''\n    typer.echo(f'hello {name}')\n"
     )
-    monkeypatch.setattr(search.cli.verbs, "__path__", [*search.cli.verbs.__path__, str(tmp_path)])
+    monkeypatch.setattr(hpsearch.search.cli.verbs, "__path__", [*hpsearch.search.cli.verbs.__path__, str(tmp_path)])
     app = typer.Typer(rich_markup_mode=None)
-    search.cli.add_verbs(app)
+    hpsearch.search.cli.add_verbs(app)
     assert CliRunner().invoke(app, ["toy-verb", "Ada"]).output == "hello Ada\n"
     listed = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    before = typer.main.get_command(search.cli.app).commands  # type: ignore[attr-defined]
+    before = typer.main.get_command(hpsearch.search.cli.app).commands  # type: ignore[attr-defined]
     assert sorted(listed) == sorted([*before, "toy-verb"])
     assert [verb for verb in listed if verb != "toy-verb"] == list(before), "in the order that it has without"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from search.cli import _run
-from search.errors import SearchError
-from search.secret_files import NAMES, read_secret_files
+from hpsearch.search.cli import _run
+from hpsearch.search.errors import SearchError
+from hpsearch.search.secret_files import NAMES, read_secret_files
 
 
 @pytest.mark.parametrize("name", NAMES)

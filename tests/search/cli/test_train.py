@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from search.cli import _run
+from hpsearch.search.cli import _run
 from tests.faults.harness import Zygote
 
 SMALL = ["--set", "model.kind=mlp", "--set", "model.width=16", "--epochs", "3"]
@@ -102,7 +102,7 @@ def test_smoke_prints_the_curve_and_keeps_it(capsys) -> None:
 
 
 BROKEN = """
-from objectives.digits import Digits
+from hpsearch.objectives.builtin.digits import Digits
 from torch import nn
 
 class Broken(Digits):
@@ -131,7 +131,7 @@ def test_lr_range_suggests_and_draws(capsys) -> None:
 
 
 def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, monkeypatch) -> None:
-    from objectives.training import TrainConfig
+    from hpsearch import TrainConfig
 
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = call(capsys, "objective", "show", "digits", "--set", "lr=0.123")
@@ -148,7 +148,7 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
 
 @pytest.mark.parametrize("columns", [80, 60, 50])
 def test_an_objective_is_shown_in_a_terminal_of_any_width(capsys, monkeypatch, columns: int) -> None:
-    from objectives.training.config import FIELDS
+    from hpsearch.objectives.training.config import FIELDS
 
     monkeypatch.setenv("COLUMNS", str(columns))
     _, out, _ = call(capsys, "objective", "show", "digits")
@@ -163,7 +163,7 @@ OWN = """
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
-from objectives import LoopObjective
+from hpsearch import LoopObjective
 
 @dataclass
 class Config:
@@ -192,7 +192,7 @@ def test_the_settings_of_an_own_loop_have_words(capsys, monkeypatch) -> None:
 
 
 SEVERAL = """
-from objectives.digits import Digits
+from hpsearch.objectives.builtin.digits import Digits
 
 class Several(Digits):
     directions = {"accuracy": "maximize", "latency_ms": "minimize"}

@@ -11,13 +11,13 @@ import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.study import StudyDirection
 
-from search.curves.earlier import EARLIER, TRIALS, Earlier
-from search.curves.foreseen import CHOSEN, chosen_line
-from search.curves.learning import Others
-from search.curves.points import MOST
-from search.curves.process import Points, Process
-from search.curves.sampler import FITTED
-from search.curves.space import Space
+from hpsearch.search.curves.earlier import EARLIER, TRIALS, Earlier
+from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
+from hpsearch.search.curves.learning import Others
+from hpsearch.search.curves.points import MOST
+from hpsearch.search.curves.process import Points, Process
+from hpsearch.search.curves.sampler import FITTED
+from hpsearch.search.curves.space import Space
 from tests.search.curves.test_sampler import EPOCHS, X, curve, pruned, study_of, suggestion
 
 SPACE = {"x": X}

@@ -10,9 +10,9 @@ import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from search.curves.forecast import MOST, forecasts
-from search.curves.foreseen import ENOUGH
-from storage.attributes import INFEASIBLE
+from hpsearch.search.curves.forecast import MOST, forecasts
+from hpsearch.search.curves.foreseen import ENOUGH
+from hpsearch.storage.attributes import INFEASIBLE
 
 EPOCHS = 27
 RUNGS = (1, 3, 9)

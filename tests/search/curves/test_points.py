@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from search.curves.points import MOST, seen
+from hpsearch.search.curves.points import MOST, seen
 
 RANDOM = np.random.default_rng(0)
 

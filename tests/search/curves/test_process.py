@@ -10,7 +10,7 @@ import torch
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from search.curves.process import OWN_DECAY, Points, Process, log_expected_improvement
+from hpsearch.search.curves.process import OWN_DECAY, Points, Process, log_expected_improvement
 
 OWNER = np.array([0, 0, 1])  # of two columns and of one
 

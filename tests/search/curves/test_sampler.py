@@ -12,10 +12,10 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from search.curves.fitting import FITTED, REFIT
-from search.curves.foreseen import CHOSEN, band, chosen_line
-from search.curves.points import Seen
-from search.curves.sampler import CurvesSampler
+from hpsearch.search.curves.fitting import FITTED, REFIT
+from hpsearch.search.curves.foreseen import CHOSEN, band, chosen_line
+from hpsearch.search.curves.points import Seen
+from hpsearch.search.curves.sampler import CurvesSampler
 
 EPOCHS = 9
 LR = FloatDistribution(1e-4, 1.0, log=True)
@@ -198,9 +198,9 @@ def test_a_note_fits_a_line_of_eighty_columns():
 
 SCRIPT = """
 import sys, optuna
-from search.curves.foreseen import CHOSEN, band, chosen_line
-from search.curves.points import Seen
-from search.curves.sampler import CurvesSampler
+from hpsearch.search.curves.foreseen import CHOSEN, band, chosen_line
+from hpsearch.search.curves.points import Seen
+from hpsearch.search.curves.sampler import CurvesSampler
 study = optuna.load_study(study_name="s", storage=sys.argv[1])
 study.sampler = CurvesSampler(seed=5, epochs=9, random_fraction=0.0)
 print(repr(study.ask().suggest_float("x", 0.0, 1.0)))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from search.curves.space import Space
+from hpsearch.search.curves.space import Space
 
 ALL = {
     "lr": FloatDistribution(1e-5, 1e-1, log=True),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from search.curves.vectors import path, values_by_epoch, worth
-from storage.attributes import INFEASIBLE, VALUES
+from hpsearch.search.curves.vectors import path, values_by_epoch, worth
+from hpsearch.storage.attributes import INFEASIBLE, VALUES
 
 MAXIMIZE = [True, False]
 

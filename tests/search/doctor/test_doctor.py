@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 import optuna
 import pytest
 
-from objectives import load_objective, source_hash
-from objectives.template import write_template
-from search.cli import _run
-from storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
-from storage.embedded import stack as embedded
-from storage.embedded.stack import StackInfo
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch import load_objective, source_hash
+from hpsearch.objectives.template import write_template
+from hpsearch.search.cli import _run
+from hpsearch.storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
+from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.conftest import execute
 from tests.search.pruning.test_reasons import spec_of
 
@@ -146,8 +146,8 @@ def test_a_database_without_tables_is_to_be_migrated(look: Look, empty_database_
 
 
 def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, database_url: str, monkeypatch) -> None:
-    monkeypatch.setattr("search.doctor.database.SKEW", -1.0)
-    monkeypatch.setattr("search.doctor.database.FEW_CONNECTIONS", 100_000)
+    monkeypatch.setattr("hpsearch.search.doctor.database.SKEW", -1.0)
+    monkeypatch.setattr("hpsearch.search.doctor.database.FEW_CONNECTIONS", 100_000)
     code, checks = look("--storage-url", database_url)
     assert code == 0
     assert checks["clock"]["status"] == checks["connections"]["status"] == "warning"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from search.cli import _run
-from search.study.study import StoredStudy
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch.search.cli import _run
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.finalists.support import VALUES, Say, finished, search
 
 

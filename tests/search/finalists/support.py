@@ -8,13 +8,13 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
-from search.finalists import Finalists, read_finalists
-from search.spec.spec import parse_spec
-from search.study.study import StoredStudy, load_study
-from storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claim, Claims, Nothing
-from storage.trials.outcome import Outcome
+from hpsearch.search.finalists import Finalists, read_finalists
+from hpsearch.search.spec.spec import parse_spec
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.pruning.test_reasons import spec_of
 
 Say = Callable[..., str]

@@ -8,8 +8,8 @@ import statistics
 import numpy as np
 import pytest
 
-from search.finalists.expected import LEVEL, Expected, Scored, expect
-from search.finalists.winner import choose
+from hpsearch.search.finalists.expected import LEVEL, Expected, Scored, expect
+from hpsearch.search.finalists.winner import choose
 
 SIZES = (600, 200, 200)
 

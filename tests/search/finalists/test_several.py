@@ -6,20 +6,20 @@ import copy
 
 import pytest
 
-from search.console import PlainConsole
-from search.errors import SearchError
-from search.finalists.refit import create_or_join_refit, read_refit
-from search.finalists.study import best_configurations, create_or_join
-from search.finalists.table import Finalists
-from search.finalists.text import confirmation_lines, finalist_table, ranked
-from search.promotion.evidence import why_unconfirmed
-from search.promotion.open_test import choose_candidate
-from search.promotion.prefer import parse_preference, preferred
-from search.publish.finalists import table_record
-from search.study.study import StoredStudy
-from storage.attributes import REMOVED
-from storage.records.test_openings import open_test_set, write_scores
-from storage.study_storage import PostgresStorage
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
+from hpsearch.search.finalists.study import best_configurations, create_or_join
+from hpsearch.search.finalists.table import Finalists
+from hpsearch.search.finalists.text import confirmation_lines, finalist_table, ranked
+from hpsearch.search.promotion.evidence import why_unconfirmed
+from hpsearch.search.promotion.open_test import choose_candidate
+from hpsearch.search.promotion.prefer import parse_preference, preferred
+from hpsearch.search.publish.finalists import table_record
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import REMOVED
+from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.study_storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
 
 BOUND = {"constraints": {"latency_ms": "<= 10"}}

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from search.console import PlainConsole
-from search.finalists.study import (
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.finalists.study import (
     create_or_join,
 )
-from search.finalists.text import confirmation_lines, finalist_table
-from search.sampling.seeds import division_seed
-from search.study.study import StoredStudy
-from storage.attributes import SPEC
-from storage.records.test_openings import open_test_set, write_scores
+from hpsearch.search.finalists.text import confirmation_lines, finalist_table
+from hpsearch.search.sampling.seeds import division_seed
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.records.test_openings import open_test_set, write_scores
 from tests.search.finalists.support import table, train
 
 

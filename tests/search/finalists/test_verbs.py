@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from search.errors import SearchError
-from search.finalists import read_finalists
-from search.finalists.study import create_or_join
-from search.study.study import StoredStudy, parent_of
-from storage.records.test_openings import open_test_set, write_scores
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists import read_finalists
+from hpsearch.search.finalists.study import create_or_join
+from hpsearch.search.study.study import StoredStudy, parent_of
+from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 

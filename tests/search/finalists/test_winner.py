@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from search.finalists.winner import choose
+from hpsearch.search.finalists.winner import choose
 
 
 @pytest.mark.parametrize(("maximize", "winner"), [(True, 4), (False, 2)])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from search.fleet import cores
-from search.fleet.gpus import visible_gpus
+from hpsearch.search.fleet import cores
+from hpsearch.search.fleet.gpus import visible_gpus
 
 
 def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:

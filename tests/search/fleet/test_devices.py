@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from search.errors import SearchError
-from search.fleet.devices import check_devices
-from search.fleet.gpus import gpus_of, workers_on
-from search.fleet.rendezvous import rendezvous
-from search.worker.options import WorkerOptions
+from hpsearch.search.errors import SearchError
+from hpsearch.search.fleet.devices import check_devices
+from hpsearch.search.fleet.gpus import gpus_of, workers_on
+from hpsearch.search.fleet.rendezvous import rendezvous
+from hpsearch.search.worker.options import WorkerOptions
 
 
 def test_workers_of_several_devices_have_gpus_of_their_own() -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search.cli import main
-from search.fleet import fleet as fleets
-from search.fleet.fleet import MAX_DEATHS, Fleet
-from search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from search.worker.options import WorkerOptions
+from hpsearch.search.cli import main
+from hpsearch.search.fleet import fleet as fleets
+from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
+from hpsearch.search.fleet.forking import ForkedProcess, can_fork, load_ahead
+from hpsearch.search.worker.options import WorkerOptions
 
 # Of those who fork, one process of pytest-xdist loads what workers need.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked")]
@@ -120,7 +120,7 @@ def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -
 _WATCH = """
 import os, signal, sys
 from pathlib import Path
-from search.fleet import forking
+from hpsearch.search.fleet import forking
 
 if __name__ == "__main__":
     # A fleet of one, which is killed; its worker is this very script.
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from pathlib import Path
-from search.worker.orphan import watch_fleet
+from hpsearch.search.worker.orphan import watch_fleet
 gone = watch_fleet(fleet)
 assert not gone()
 print("watching", flush=True)
@@ -162,6 +162,8 @@ def test_what_workers_are_forked_from_has_one_thread(tmp_path: Path) -> None:
         partial(main, ["--help"]), ["--help"], dict(os.environ), tmp_path / "log"
     )  # it answers when all is loaded
     assert ended(forked) == 0
-    (server,) = [one for one in psutil.Process().children() if "search.fleet.preload" in "".join(one.cmdline())]
+    (server,) = [
+        one for one in psutil.Process().children() if "hpsearch.search.fleet.preload" in "".join(one.cmdline())
+    ]
     names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{server.pid}/task").iterdir()]
     assert len([name for name in names if name != "jemalloc_bg_thd"]) == 1, names

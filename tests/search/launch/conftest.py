@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.stack import StackInfo
 from tests.search.launch.site import Site
 
 

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from objectives.training import Dataset, TrainConfig
+from hpsearch import Dataset, TrainConfig
 from tests.faults.scripted import Scripted
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import optuna
 
 from docs.rooms import ROOT
-from storage.urls import redact
+from hpsearch.storage.urls import redact
 
 PACED = f"{ROOT}/tests/search/launch/paced.py:Paced"
 
@@ -34,7 +34,7 @@ class Site:
 
     def __call__(self, *arguments: str, **environment: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "search", *arguments], env={**os.environ, **self.environment, **environment},
+            [sys.executable, "-P", "-m", "hpsearch", *arguments], env={**os.environ, **self.environment, **environment},
             cwd=self.folder, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

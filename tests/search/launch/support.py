@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from search.launch.printed import printed
-from search.launch.settings import Launch
+from hpsearch.search.launch.printed import printed
+from hpsearch.search.launch.settings import Launch
 
 AWAY = "postgresql://user@127.0.0.1:1/optuna"
 # Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from search.launch import printed
+from hpsearch.search.launch import printed
 from tests.search.launch.support import HOME, URL, text
 
 
@@ -35,7 +35,7 @@ def test_it_is_started_again_on_two_codes_alone(monkeypatch: pytest.MonkeyPatch)
     assert found["User"] == ["someone"]
     assert found["WorkingDirectory"] == ["/srv/100%% mine"]
     assert found["EnvironmentFile"] == ["-/etc/hpsearch/worker.env"]
-    assert found["ExecStart"] == [f'"{sys.executable}" "-P" "-m" "search" "worker" "--study" "wine" "--grace" "85"']
+    assert found["ExecStart"] == [f'"{sys.executable}" "-P" "-m" "hpsearch" "worker" "--study" "wine" "--grace" "85"']
     assert "CUDA_VISIBLE_DEVICES=" in found["Environment"]
 
 

@@ -10,11 +10,11 @@ import mlflow
 import optuna
 from optuna.trial import TrialState, create_trial
 
-from search.study.study import StoredStudy, load_study
-from storage.attributes import REASON, RUN_ID, SPEC
-from storage.mlflow.client import Tracking
-from storage.records.promotions import Promotion, promotions_of
-from storage.study_storage import PostgresStorage
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import REASON, RUN_ID, SPEC
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.study_storage import PostgresStorage
 from tests.search.pruning.test_reasons import spec_of
 
 

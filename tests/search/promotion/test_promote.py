@@ -11,23 +11,23 @@ import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from search.console import PlainConsole
-from search.errors import SearchError
-from search.promotion.promote import promote, refresh_evidence
-from search.promotion.registry_watch import Watch, notice
-from search.publish.note import study_note
-from search.report import write_report
-from search.report.promotions import promotion_lines
-from search.report.trial import print_trial
-from search.study.study import load_study
-from search.study.summary import summarise
-from storage.attributes import REASON, REMOVED, TRACKING
-from storage.database.locks import registry_lock
-from storage.errors import StorageError
-from storage.mlflow.run_links import RunLinks
-from storage.records.promotions import TrialOfRun, end_promotion, record_promotion
-from storage.records.test_openings import open_test_set, write_scores
-from storage.trials.finalist_sets import finalist_studies
+from hpsearch.search.console import PlainConsole
+from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion.promote import promote, refresh_evidence
+from hpsearch.search.promotion.registry_watch import Watch, notice
+from hpsearch.search.publish.note import study_note
+from hpsearch.search.report import write_report
+from hpsearch.search.report.promotions import promotion_lines
+from hpsearch.search.report.trial import print_trial
+from hpsearch.search.study.study import load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import REASON, REMOVED, TRACKING
+from hpsearch.storage.database.locks import registry_lock
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.records.promotions import TrialOfRun, end_promotion, record_promotion
+from hpsearch.storage.records.test_openings import open_test_set, write_scores
+from hpsearch.storage.trials.finalist_sets import finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 
 WHO = r"\S+@\S+"

@@ -12,25 +12,24 @@ import torch
 from sklearn.datasets import load_wine
 from torch import nn
 
-from objectives import Objective, ObjectiveError
-from objectives.training import Batch, Splits, Step, TrainConfig
-from search.errors import SearchError
-from search.promotion import predict_alone
-from search.promotion.serve_check import _judge, find_version
-from storage.mlflow.registry import Registry
+from hpsearch import Batch, Objective, ObjectiveError, Splits, Step, TrainConfig
+from hpsearch.search.errors import SearchError
+from hpsearch.search.promotion import predict_alone
+from hpsearch.search.promotion.serve_check import _judge, find_version
+from hpsearch.storage.mlflow.registry import Registry
 from tests.search.promotion.support import Tracked
 
 
 def alone(code: str) -> str:
     """What a Python of the kind that serves says to some code, once it refuses our packages."""
     path = Path(predict_alone.__file__)
-    refusing = "sys.meta_path.insert(0, alone['Refusing'](['search', 'objectives', 'storage', 'json5']))"
+    refusing = "sys.meta_path.insert(0, alone['Refusing'](['hpsearch', 'json5']))"
     start = f"import runpy, sys; alone = runpy.run_path({str(path)!r}); {refusing}; "
     done = subprocess.run([sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["search", "objectives.training", "storage.urls"])
+@pytest.mark.parametrize("name", ["hpsearch", "hpsearch.objectives.training", "hpsearch.storage.urls"])
 def test_our_packages_are_refused_although_they_are_installed(name: str) -> None:
     assert f"the model needs {name.partition('.')[0]}, which is not there where it is served" in alone(f"import {name}")
 

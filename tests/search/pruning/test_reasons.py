@@ -9,9 +9,9 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
-from search.pruning import Decision, StudyPruner
-from search.pruning.study_pruner import StoredPeers
-from search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.pruning import Decision, StudyPruner
+from hpsearch.search.pruning.study_pruner import StoredPeers
+from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 
 def spec_of(direction: str = "maximize", epochs: int = 20, **pruner: object) -> StudySpec:

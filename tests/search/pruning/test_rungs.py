@@ -9,10 +9,10 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from search.pruning import Decision, StudyPruner
-from search.spec.spec import StudySpec
-from storage.study_storage.opening import open_storage
-from storage.study_storage.rungs import read_rung, rung_key
+from hpsearch.search.pruning import Decision, StudyPruner
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.rungs import read_rung, rung_key
 from tests.search.pruning.test_reasons import spec_of
 
 HALVING = {"name": "successive_halving", "reduction_factor": 2}

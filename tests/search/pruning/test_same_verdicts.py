@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.pruning import Decision, StudyPruner
-from search.pruning.study_pruner import StoredPeers
-from search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.pruning import Decision, StudyPruner
+from hpsearch.search.pruning.study_pruner import StoredPeers
+from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12
 # Few distinct numbers make ties, at the cut-off and elsewhere.

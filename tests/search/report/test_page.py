@@ -11,11 +11,11 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.report import trials as shown
-from search.report import write_report
-from search.report.figures import importances
-from storage.attributes import INFEASIBLE, REASON
-from storage.study_storage.opening import open_storage
+from hpsearch.search.report import trials as shown
+from hpsearch.search.report import write_report
+from hpsearch.search.report.figures import importances
+from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.finalists.support import search
 
 HOSTILE = "</script><script>alert(1)</script>"

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from search.report.foreseen import foreseen
-from search.report.standing import read_standing
-from search.report.study import print_study
-from search.report.top import render
-from search.report.trial import print_trial
-from search.study.study import StoredStudy
-from storage.study_storage.opening import open_storage
+from hpsearch.search.report.foreseen import foreseen
+from hpsearch.search.report.standing import read_standing
+from hpsearch.search.report.study import print_study
+from hpsearch.search.report.top import render
+from hpsearch.search.report.trial import print_trial
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
 Shown = Callable[[Console], object]

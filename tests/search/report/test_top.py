@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from search.report.standing import Standing
-from search.report.top import render
-from storage.trials.progress import Progress
-from storage.trials.register import Event, Identity, WorkerRow
+from hpsearch.search.report.standing import Standing
+from hpsearch.search.report.top import render
+from hpsearch.storage.trials.progress import Progress
+from hpsearch.storage.trials.register import Event, Identity, WorkerRow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import optuna
 import pytest
 
-from search.samplers import SamplerSpec
-from search.samplers.optunahub import _loaded
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.optunahub import _loaded
 
 REF = "0123456789abcdef0123456789abcdef01234567"
 CODE = """

@@ -13,8 +13,8 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISample
 from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from search.sampling.paused import SampledStudy, as_sampled
-from storage.attributes import INFEASIBLE, PLACE, VALUES
+from hpsearch.search.sampling.paused import SampledStudy, as_sampled
+from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
 
 X = FloatDistribution(0.0, 1.0)
 DIRECTIONS = ("maximize", "minimize")

@@ -13,17 +13,16 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from objectives import Objective
-from objectives.training import TrainConfig
-from search.sampling.seeds import make_sampler
-from search.sampling.suggest import _Untried, suggest
-from search.spec.spec import StudySpec, parse_spec
-from storage.attributes import SPEC
-from storage.database.locks import suggestion_turn
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
+from hpsearch import Objective, TrainConfig
+from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.sampling.suggest import _Untried, suggest
+from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.locks import suggestion_turn
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
 
 Space = Callable[[optuna.Trial], object]
 

@@ -12,15 +12,15 @@ from optuna.trial import create_trial
 from pydantic import Field
 from typer.testing import CliRunner
 
-from search.cli.settings import takes_settings
-from search.errors import SearchError
-from search.pruners import PrunerSpec
-from search.pruners.decision import Case, Decision, Peers
-from search.pruning import StudyPruner
-from search.samplers import SamplerSpec
-from search.sampling.seeds import make_sampler
-from search.spec import spec as specs
-from search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.cli.settings import takes_settings
+from hpsearch.search.errors import SearchError
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.pruners.decision import Case, Decision, Peers
+from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.spec import spec as specs
+from hpsearch.search.spec.spec import StudySpec, parse_spec
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.spec.test_spec import BASE
 

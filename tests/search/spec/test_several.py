@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from search.errors import SearchError
-from search.spec.several import Bound
-from search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.several import Bound
+from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 BASE = {"name": "s", "objective": "x", "n_trials": 100, "epochs": 9}
 WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}

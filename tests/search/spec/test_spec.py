@@ -7,13 +7,13 @@ from typing import Any
 import optuna
 import pytest
 
-from search.errors import SearchError
-from search.pruners import PrunerSpec
-from search.pruners.hyperband import bracket_of, shares
-from search.samplers import SamplerSpec
-from search.sampling.seeds import derive_seed, make_sampler
-from search.spec.differences import differences
-from search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.errors import SearchError
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.pruners.hyperband import bracket_of, shares
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.sampling.seeds import derive_seed, make_sampler
+from hpsearch.search.spec.differences import differences
+from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 BASE: dict[str, Any] = {
     "name": "night",

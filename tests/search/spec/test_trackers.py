@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from search.errors import SearchError
-from search.finalists import companion
-from search.spec.spec import FinalistsOf, parse_spec
-from search.tracking.readers import check_readers
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists import companion
+from hpsearch.search.spec.spec import FinalistsOf, parse_spec
+from hpsearch.search.tracking.readers import check_readers
 
 BASE: dict[str, Any] = {
     "name": "s", "objective": "digits", "metric": "accuracy", "direction": "maximize", "n_trials": 3, "epochs": 2,

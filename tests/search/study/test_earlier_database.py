@@ -7,15 +7,15 @@ from pathlib import Path
 import psycopg2
 import pytest
 
-from objectives import load_objective
-from search.cli import _run
-from search.sampling.seeds import training_seed
-from search.sampling.suggest import suggest
-from search.study.study import load_study
-from storage.database.migrate import migrate
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claim, Claims
+from hpsearch import load_objective
+from hpsearch.search.cli import _run
+from hpsearch.search.sampling.seeds import training_seed
+from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claim, Claims
 
 DUMP = Path(__file__).with_name("database-0.1.0.sql")
 

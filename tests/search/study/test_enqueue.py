@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from objectives import LoopObjective, ObjectiveError, load_objective
-from objectives.loading import BUILTIN
-from search.errors import SearchError
-from search.sampling.given import default_params
-from search.spec.check import check_settings
-from search.study.create_or_join import create_or_join
-from search.study.enqueue import enqueue, read_rows
-from search.study.steering import extend_study
-from search.study.study import StoredStudy, load_study
-from storage.attributes import ORIGIN
-from storage.study_storage.opening import open_storage
+from hpsearch import LoopObjective, ObjectiveError, load_objective
+from hpsearch.objectives.loading import BUILTIN
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.given import default_params
+from hpsearch.search.spec.check import check_settings
+from hpsearch.search.study.create_or_join import create_or_join
+from hpsearch.search.study.enqueue import enqueue, read_rows
+from hpsearch.search.study.steering import extend_study
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import ORIGIN
+from hpsearch.storage.study_storage.opening import open_storage
 
 
 class Wide(LoopObjective):

@@ -7,8 +7,8 @@ import random
 import pytest
 from optuna.trial import FrozenTrial, create_trial
 
-from search.study.ranking import best_first, front_of, is_among_best, is_on_front, rank_trials
-from storage.attributes import BROKEN
+from hpsearch.search.study.ranking import best_first, front_of, is_among_best, is_on_front, rank_trials
+from hpsearch.storage.attributes import BROKEN
 
 
 @pytest.mark.parametrize("maximize", [True, False])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import optuna
 
-from objectives import load_objective, source_hash
-from objectives.template import write_template
-from search.study.study import load_study
-from storage.attributes import SOURCE, SPEC
-from storage.study_storage.opening import open_storage
+from hpsearch import load_objective, source_hash
+from hpsearch.objectives.template import write_template
+from hpsearch.search.study.study import load_study
+from hpsearch.storage.attributes import SOURCE, SPEC
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.pruning.test_reasons import spec_of
 
 

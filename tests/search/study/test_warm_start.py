@@ -9,17 +9,17 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from objectives import load_objective
-from search.cli import _run
-from search.curves.earlier import EARLIER
-from search.errors import SearchError
-from search.sampling.seeds import make_sampler
-from search.spec.spec import parse_spec
-from search.study.create_or_join import create_or_join
-from search.study.study import StoredStudy, load_study
-from storage.attributes import SPEC
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch import load_objective
+from hpsearch.search.cli import _run
+from hpsearch.search.curves.earlier import EARLIER
+from hpsearch.search.errors import SearchError
+from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.spec.spec import parse_spec
+from hpsearch.search.study.create_or_join import create_or_join
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 
 LR = FloatDistribution(1e-4, 1e-1, log=True)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from search.study.checkpoints import open_checkpoints
-from search.study.study import StoredStudy, load_study
-from search.tracking.rebuild import resend
-from search.tracking.tracker import Tracker
-from storage.attributes import TRACKING
-from storage.mlflow.run_links import RunLinks
-from storage.study_storage.opening import open_storage
+from hpsearch.search.study.checkpoints import open_checkpoints
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.tracking.rebuild import resend
+from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.storage.attributes import TRACKING
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.study_storage.opening import open_storage
 from tests.search.promotion.support import Tracked
 
 PENDING = "pending: on its way from host"

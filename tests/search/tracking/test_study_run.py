@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from search.tracking.study_run import open_parent_run
-from storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
-from storage.database.locks import LockLostError, study_lock
-from storage.mlflow.client import Tracking
+from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
+from hpsearch.storage.database.locks import LockLostError, study_lock
+from hpsearch.storage.mlflow.client import Tracking
 from tests.search.promotion.support import Tracked
 
 

@@ -9,16 +9,16 @@ import fsspec
 import optuna
 import torch
 
-from objectives.training import LocalSession
-from objectives.training.reproducibility import shards
-from search.study.checkpoints import StudyCheckpoints
-from search.worker.checkpoints import TrialCheckpoints
-from storage.attributes import SPEC
-from storage.checkpoints.pointers import read_pointers
-from storage.checkpoints.store import Checkpoints
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
+from hpsearch import LocalSession
+from hpsearch.objectives.training.reproducibility import shards
+from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.worker.checkpoints import TrialCheckpoints
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.checkpoints.pointers import read_pointers
+from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 

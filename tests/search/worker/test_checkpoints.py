@@ -10,11 +10,11 @@ import tenacity
 import torch
 from optuna.trial import TrialState
 
-from objectives.training import LocalSession, promotable
-from objectives.training.reproducibility import checkpoint
-from search.worker import checkpoints
-from storage.checkpoints.store import Checkpoints
-from storage.errors import CheckpointStoreError
+from hpsearch import LocalSession, promotable
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.search.worker import checkpoints
+from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.errors import CheckpointStoreError
 from tests.faults.harness import Zygote
 from tests.search.worker.checkpointed import Study, state_after
 
@@ -212,7 +212,7 @@ def test_a_session_that_saves_less_often_puts_each_file_once(folder_study: Study
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility import checkpoint
 path = Path(sys.argv[1])
 checkpoint.write(path, {"w": torch.zeros(10)})
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from objectives.training.reproducibility import checkpoint, shards
-from storage.checkpoints.store import Stored
-from storage.errors import CheckpointStoreError
+from hpsearch.objectives.training.reproducibility import checkpoint, shards
+from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.errors import CheckpointStoreError
 from tests.search.worker.checkpointed import Study, state_after
 
 PARTS = ("", ".0_0.distcp", ".1_0.distcp", ".metadata")

@@ -11,15 +11,15 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from objectives import ObjectiveError
-from search.api.study import Study
-from search.study.ranking import front_of, rank_trials
-from search.worker.epoch_values import EpochValues, violations
-from storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
-from storage.embedded.stack import StackInfo
-from storage.mlflow.client import Tracking
-from storage.trials.epoch_values import read_epoch_values
-from storage.trials.progress import read_progress
+from hpsearch import ObjectiveError
+from hpsearch.search.api.study import Study
+from hpsearch.search.study.ranking import front_of, rank_trials
+from hpsearch.search.worker.epoch_values import EpochValues, violations
+from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.trials.epoch_values import read_epoch_values
+from hpsearch.storage.trials.progress import read_progress
 from tests.search.spec.test_several import spec
 
 # All of them have the run of a study s in MLflow, by their number.
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from objectives import LoopObjective
+from hpsearch import LoopObjective
 
 KINDS = ["good", "better", "small", "silent", "large", "costly", "nan", "memory", "poor", "poorer"]
 

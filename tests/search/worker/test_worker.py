@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from docs.rooms import ROOT
-from search.worker.attempt import _as_text
-from search.worker.identity import worker_name
-from storage.trials import process_identity
+from hpsearch.search.worker.attempt import _as_text
+from hpsearch.search.worker.identity import worker_name
+from hpsearch.storage.trials import process_identity
 
 
 @pytest.mark.parametrize(

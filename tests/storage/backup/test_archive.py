@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.backup import archive
-from storage.backup.archive import ARTIFACTS, MLFLOW_DUMP, STUDIES_DUMP, Manifest, Reader, Unpacked, writing
-from storage.errors import StorageError
+from hpsearch.storage.backup import archive
+from hpsearch.storage.backup.archive import ARTIFACTS, MLFLOW_DUMP, STUDIES_DUMP, Manifest, Reader, Unpacked, writing
+from hpsearch.storage.errors import StorageError
 
 MANIFEST = Manifest(
     made_at="2026-11-22T12:00:00+00:00",

@@ -17,19 +17,19 @@ import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
-from storage.backup import adapt, archive
-from storage.backup.backup import Made, backup
-from storage.backup.programs import _connection, find_programs
-from storage.backup.restore import restore
-from storage.checkpoints.store import Stored
-from storage.database.connect import check_database
-from storage.database.migrate import migrate
-from storage.database.roles import OWNER, WORKER
-from storage.errors import StorageError
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claim, Claims
+from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
+from hpsearch.storage.backup import adapt, archive
+from hpsearch.storage.backup.backup import Made, backup
+from hpsearch.storage.backup.programs import _connection, find_programs
+from hpsearch.storage.backup.restore import restore
+from hpsearch.storage.checkpoints.store import Stored
+from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import OWNER, WORKER
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claim, Claims
 from tests.conftest import PostgresServer
 
 OLD = Path(__file__).parents[2] / "search" / "study" / "database-0.1.0.sql"

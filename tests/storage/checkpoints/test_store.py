@@ -12,9 +12,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from storage import files
-from storage.checkpoints.store import Checkpoints, Stored, is_file
-from storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
+from hpsearch.storage import files
+from hpsearch.storage.checkpoints.store import Checkpoints, Stored, is_file
+from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -155,8 +155,8 @@ def test_a_name_that_is_taken_by_what_is_torn_is_replaced_whole(tmp_path: Path, 
 FULL = """
 import resource, sys
 from pathlib import Path
-from storage.checkpoints.store import Checkpoints
-from storage.errors import CheckpointStoreError
+from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.errors import CheckpointStoreError
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 import os
 os.link = lambda *_: (_ for _ in ()).throw(OSError(18, "another file system"))

@@ -15,11 +15,11 @@ from wsgiref.util import setup_testing_defaults
 import optuna
 import pytest
 
-from storage.dashboard import app
-from storage.embedded import ports
-from storage.embedded.stack import StackInfo
-from storage.errors import StorageError
-from storage.study_storage import PostgresStorage
+from hpsearch.storage.dashboard import app
+from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.study_storage import PostgresStorage
 
 
 def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **headers: str) -> int:
@@ -63,7 +63,7 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
 def read_only(database_url: str) -> Iterator[str]:
     """The address of a dashboard that only shows, served as its own command serves it."""
     port = ports.choose(None)
-    arguments = [sys.executable, "-m", "search", "serve", "dashboard", "--port", str(port), "--read-only"]
+    arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}
     with subprocess.Popen(arguments, env=environment, cwd=Path(app.__file__).parents[2]) as process:
         while not answers(port):

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from storage.database.connect import check_database, make_engine
-from storage.database.roles import OWNER, WORKER
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.embedded.stack import StackInfo
-from storage.errors import AwayError, StorageError
+from hpsearch.storage.database.connect import check_database, make_engine
+from hpsearch.storage.database.roles import OWNER, WORKER
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.errors import AwayError, StorageError
 
 
 def _refused(url: str, *, away: bool = False) -> str:

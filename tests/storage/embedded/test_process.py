@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.embedded import process
+from hpsearch.storage.embedded import process
 
 _SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 _STUBBORN = [

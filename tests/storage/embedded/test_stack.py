@@ -19,12 +19,12 @@ import psutil
 import psycopg2
 import pytest
 
-from storage.database.connect import check_database
-from storage.embedded import process, web_service
-from storage.embedded.services import EmbeddedStack
-from storage.embedded.stack import StackInfo, down, info, status, up
-from storage.embedded.state import State, load
-from storage.errors import StorageError
+from hpsearch.storage.database.connect import check_database
+from hpsearch.storage.embedded import process, web_service
+from hpsearch.storage.embedded.services import EmbeddedStack
+from hpsearch.storage.embedded.stack import StackInfo, down, info, status, up
+from hpsearch.storage.embedded.state import State, load
+from hpsearch.storage.errors import StorageError
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _UP = """
 import sys, time
 from pathlib import Path
-from storage.embedded.stack import up
+from hpsearch.storage.embedded.stack import up
 print(up(Path(sys.argv[1]), progress=lambda line: print(line, flush=True)).tracking_uri, flush=True)
 """
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
@@ -278,9 +278,10 @@ def _set_mlflows_revision(stack: StackInfo, revision: str) -> str:
 def test_as_an_ordinary_user(ordinary_user: OrdinaryUser, open_folder: Path) -> None:
     login = ordinary_user.own(open_folder / "a login")
     home = login / ".local" / "share" / "hpsearch"
-    code = _UP.replace("sys.argv[1]", "__import__('storage.home').home.home_dir()")
+    code = _UP.replace("sys.argv[1]", "__import__('hpsearch.storage.home').storage.home.home_dir()")
     stop = (
-        "from pathlib import Path; import sys; from storage.embedded.stack import down; print(down(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from hpsearch.storage.embedded.stack import down; "
+        "print(down(Path(sys.argv[1])))"
     )
     try:
         started = ordinary_user.python(code, HOME=str(login))

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.embedded import process, web_service
-from storage.embedded.state import ServiceRecord, State, load
-from storage.embedded.web_service import WebService
-from storage.errors import StorageError
+from hpsearch.storage.embedded import process, web_service
+from hpsearch.storage.embedded.state import ServiceRecord, State, load
+from hpsearch.storage.embedded.web_service import WebService
+from hpsearch.storage.errors import StorageError
 
 # Answers each request with 200, or tells why it cannot and ends; -S spares the interpreter its packages.
 _PROGRAM = """

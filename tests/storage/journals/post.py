@@ -9,14 +9,14 @@ from pathlib import Path
 import optuna
 import sqlalchemy as sa
 
-from storage.journals.journal import Journal, Place
-from storage.journals.journal_records import End, Epoch, Leave, Open, Params
-from storage.journals.outbox import Outbox
-from storage.journals.reader import Reader
-from storage.journals.trial_ends import TrialEnds
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.outcome import Outcome
+from hpsearch.storage.journals.journal import Journal, Place
+from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.reader import Reader
+from hpsearch.storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.outcome import Outcome
 
 
 class Post:

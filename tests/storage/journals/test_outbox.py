@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.journals import journal as journals
-from storage.journals.journal import JOURNAL, MLFLOW, Journal, Place
-from storage.journals.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
-from storage.journals.outbox import Outbox
-from storage.trials.outcome import Outcome
+from hpsearch.storage.journals import journal as journals
+from hpsearch.storage.journals.journal import JOURNAL, MLFLOW, Journal, Place
+from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params, Problem, Unknown, decode, encode
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.trials.outcome import Outcome
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 
@@ -55,8 +55,8 @@ def full_disk(journal: Journal) -> Iterator[None]:
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from storage.journals.outbox import Outbox
-from storage.journals.journal_records import Epoch, Open
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.journal_records import Epoch, Open
 journal = Outbox(Path(sys.argv[1])).open("0007-1", Open("s", 1, 7, 1, False, "val_loss", {}))
 for epoch in range(50):
     journal.append(Epoch(epoch, 0.0, {"loss": 1 / 3}))

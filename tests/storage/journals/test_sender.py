@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.database.locks import LockHeldError
-from storage.errors import AwayError
-from storage.journals.journal import MLFLOW, Journal, Place, position_file
-from storage.journals.journal_records import Epoch, Leave, Open, Record
-from storage.journals.outbox import Outbox
-from storage.journals.reader import Failure, NotYetError
-from storage.journals.sender import Sender
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.errors import AwayError
+from hpsearch.storage.journals.journal import MLFLOW, Journal, Place, position_file
+from hpsearch.storage.journals.journal_records import Epoch, Leave, Open, Record
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.reader import Failure, NotYetError
+from hpsearch.storage.journals.sender import Sender
 from tests.waiting import wait_for
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})

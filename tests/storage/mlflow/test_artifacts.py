@@ -14,11 +14,11 @@ from optuna.artifacts import get_all_artifact_meta
 from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import create_trial
 
-from storage.embedded.stack import StackInfo
-from storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
-from storage.mlflow.client import Tracking
-from storage.mlflow.run_links import RunLinks
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.study_storage.opening import open_storage
 
 RUN = "0123456789abcdef" * 2
 

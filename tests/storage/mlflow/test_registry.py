@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.errors import StorageError
-from storage.mlflow.registry import check_alias, check_model_name, is_previous, previous_alias
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.registry import check_alias, check_model_name, is_previous, previous_alias
 
 
 @pytest.mark.parametrize("alias", ["", "two words", "a.b", "latest", "Latest", "v3", "V3", "a" * 256])

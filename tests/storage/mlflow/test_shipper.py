@@ -19,24 +19,35 @@ import sqlalchemy as sa
 import torch
 from mlflow.exceptions import MlflowException
 
-from storage.attributes import RUN_ID, TRACKING
-from storage.database.roles import MLFLOW
-from storage.database.roles import TRACKING as TRACKING_DATABASE
-from storage.embedded.ports import LOOPBACK
-from storage.embedded.stack import StackInfo
-from storage.embedded.state import load
-from storage.errors import StorageError
-from storage.journals.journal import Journal, Place
-from storage.journals.journal_records import Data, End, Epoch, Files, Leave, Model, Open, Params, Published, Tags
-from storage.journals.outbox import Outbox
-from storage.journals.sender import Sender
-from storage.mlflow import exported_model
-from storage.mlflow.client import Tracking
-from storage.mlflow.run_links import RunLinks
-from storage.mlflow.shipper import Shipper
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.outcome import Outcome
+from hpsearch.storage.attributes import RUN_ID, TRACKING
+from hpsearch.storage.database.roles import MLFLOW
+from hpsearch.storage.database.roles import TRACKING as TRACKING_DATABASE
+from hpsearch.storage.embedded.ports import LOOPBACK
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.embedded.state import load
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.journals.journal import Journal, Place
+from hpsearch.storage.journals.journal_records import (
+    Data,
+    End,
+    Epoch,
+    Files,
+    Leave,
+    Model,
+    Open,
+    Params,
+    Published,
+    Tags,
+)
+from hpsearch.storage.journals.outbox import Outbox
+from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.run_links import RunLinks
+from hpsearch.storage.mlflow.shipper import Shipper
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.outcome import Outcome
 
 _numbers = itertools.count()
 

@@ -14,14 +14,14 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from storage.attributes import RUNG
-from storage.database.connect import make_engine
-from storage.pareto import dominating, losses_of
-from storage.rungs.front_order import order
-from storage.rungs.rungs import Rungs, Standing, note
-from storage.trials.claims import Claim, Claims, Nothing, Retired
-from storage.trials.outcome import Outcome
-from storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.attributes import RUNG
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.pareto import dominating, losses_of
+from hpsearch.storage.rungs.front_order import order
+from hpsearch.storage.rungs.rungs import Rungs, Standing, note
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, wait_again
 from tests.storage.trials.support import budget, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))

@@ -12,12 +12,12 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from storage.attributes import PRUNING, REASON, RUNG, STOPPED
-from storage.errors import ClaimLostError
-from storage.rungs.rungs import Rungs
-from storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
-from storage.trials.outcome import Outcome
-from storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
+from hpsearch.storage.errors import ClaimLostError
+from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.reopening import reopen_trial, wait_again
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
@@ -312,10 +312,10 @@ def test_in_a_larger_budget_who_waited_in_vain_waits_again_where_there_is_a_plac
 
 WORKER_PROGRAM = """
 import sys, random
-from storage.database.connect import make_engine
-from storage.trials.claims import Claim, Claims, Retired
-from storage.trials.outcome import Outcome
-from storage.rungs.rungs import Rungs
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.trials.claims import Claim, Claims, Retired
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.rungs.rungs import Rungs
 rungs = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", rungs=rungs)
 print("ready", flush=True)

@@ -9,9 +9,9 @@ import pytest
 from optuna.study import StudyDirection
 from optuna.testing.pytest_storages import StorageTestCase
 
-from storage.database.statements import Database
-from storage.study_storage import PostgresStorage, creating
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.database.statements import Database
+from hpsearch.storage.study_storage import PostgresStorage, creating
+from hpsearch.storage.study_storage.opening import open_storage
 
 
 @pytest.fixture

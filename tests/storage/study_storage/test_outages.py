@@ -17,16 +17,16 @@ import sqlalchemy as sa
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from storage.database.migrate import migrate
-from storage.database.retry import is_transient, retrying
-from storage.database.roles import create_databases
-from storage.embedded import ports
-from storage.embedded.postgres_account import make_folder
-from storage.embedded.postgres_data import SUPERUSER
-from storage.embedded.postgres_server import Server
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.urls import build
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.retry import is_transient, retrying
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.embedded.postgres_data import SUPERUSER
+from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.urls import build
 from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, X, check, run_trials
 
@@ -86,7 +86,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     study_id = storage.create_new_study([StudyDirection.MAXIMIZE], "killed")
     port = server.port()
     progress = open_storage(url, application_name="watch", patience=120)
-    with caplog.at_level(logging.WARNING, "storage.database.retry"), ThreadPoolExecutor(2) as pool:
+    with caplog.at_level(logging.WARNING, "hpsearch.storage.database.retry"), ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run_trials, storage, study_id, 8) for _ in range(2)]
         for reached in (3, 8):
             while len(progress.get_all_trials(study_id, states=COMPLETE)) < reached:

@@ -10,8 +10,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from storage.errors import ClaimLostError
-from storage.study_storage import PostgresStorage
+from hpsearch.storage.errors import ClaimLostError
+from hpsearch.storage.study_storage import PostgresStorage
 from tests.storage.conftest import Open
 from tests.storage.statements import statements
 

@@ -19,8 +19,8 @@ from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
 
 SPACE = {
     "x": FloatDistribution(0, 1),

@@ -24,12 +24,12 @@ from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 
-from storage.database.locks import LockHeldError
-from storage.errors import StorageError
-from storage.journals.journal_records import Epoch, Metrics, Tags
-from storage.tensorboard.event_files import EventFiles
-from storage.tensorboard.reader import TensorBoard, check_folder
-from storage.trials.outcome import Outcome
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
+from hpsearch.storage.tensorboard.event_files import EventFiles
+from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
+from hpsearch.storage.trials.outcome import Outcome
 from tests.storage.journals.post import Post, log
 
 
@@ -117,8 +117,8 @@ def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: P
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from storage.tensorboard.event_files import EventFiles
-from storage.tensorboard.events import scalars
+from hpsearch.storage.tensorboard.event_files import EventFiles
+from hpsearch.storage.tensorboard.events import scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
     with files.alone():

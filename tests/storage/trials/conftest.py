@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 from optuna.storages import BaseStorage
 
-from storage.database.connect import make_engine
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claims
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claims
 from tests.storage.trials.support import Join, budget
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.storages import BaseStorage
 
-from storage.attributes import SPEC
-from storage.trials.claims import Claim, Claims
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.trials.claims import Claim, Claims
 
 
 def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
@@ -41,7 +41,7 @@ def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
     return [tuple(row) for row in rows(engine, query)]
 
 
-_NAME = "from storage.trials.process_identity import current_process; print(current_process())"
+_NAME = "from hpsearch.storage.trials.process_identity import current_process; print(current_process())"
 
 
 def kill(engine: sa.Engine, claim: Claim) -> None:

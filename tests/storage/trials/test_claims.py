@@ -12,10 +12,10 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
-from storage.errors import StorageError
-from storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
-from storage.trials.outcome import Outcome
+from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
+from hpsearch.storage.trials.outcome import Outcome
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 

@@ -12,12 +12,12 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from storage.trials.claims import (
+from hpsearch.storage.trials.claims import (
     Claim,
     ClaimLostError,
     Nothing,
 )
-from storage.trials.outcome import Outcome
+from hpsearch.storage.trials.outcome import Outcome
 from tests.storage.trials.support import Join, outcomes, rows, take
 
 

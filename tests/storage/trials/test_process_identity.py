@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.trials.process_identity import _start, current_process, has_ended
+from hpsearch.storage.trials.process_identity import _start, current_process, has_ended
 
 _PROGRAM = """
 import sys
-from storage.trials.process_identity import current_process
+from hpsearch.storage.trials.process_identity import current_process
 print(current_process(), flush=True)
 sys.stdin.read()
 """
@@ -67,7 +67,7 @@ def test_a_program_whose_name_has_spaces_and_parentheses(tmp_path: Path) -> None
 _HIDDEN = """
 import os, sys
 from pathlib import Path
-from storage.trials import process_identity
+from hpsearch.storage.trials import process_identity
 machine, _ = process_identity._machine(), process_identity._sees_itself()
 process_identity._PROC = Path("/nonexistent")  # as the option hidepid shows it
 if not os.getuid():
@@ -83,7 +83,8 @@ def test_a_process_of_another_user_that_proc_hides_may_live() -> None:
 
 def in_namespaces(*options: str) -> list[str]:
     """What a process says of this one, where it has namespaces of its own: whether it has ended; and its own name."""
-    said = f"from storage.trials.process_identity import *; print(has_ended({current_process()!r}), current_process())"
+    source = "from hpsearch.storage.trials.process_identity import *; "
+    said = f"{source}print(has_ended({current_process()!r}), current_process())"
     command = ["unshare", *options, sys.executable, "-c", said]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and "unshare" in done.stderr:

@@ -17,9 +17,9 @@ from tests.storage.trials.support import begin_at_once, budget, outcomes, rows
 
 WORKER_PROGRAM = """
 import sys
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
-from storage.database.connect import make_engine
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.database.connect import make_engine
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
 print("ready", flush=True)
 sys.stdin.readline()
@@ -62,9 +62,9 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
 
 EIGHT_PROGRAM = """
 import sys
-from storage.trials.claims import Claim, Claims
-from storage.trials.outcome import Outcome
-from storage.database.connect import make_engine
+from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.database.connect import make_engine
 engine = make_engine(sys.argv[1], application_name="w")
 print("ready", flush=True)
 for line in sys.stdin:

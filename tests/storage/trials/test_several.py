@@ -11,14 +11,14 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from storage.attributes import REASON
-from storage.errors import ClaimLostError
-from storage.rungs.rungs import Rungs
-from storage.trials.claims import Claims, Retired
-from storage.trials.epoch_values import read_epoch_values
-from storage.trials.outcome import Outcome
-from storage.trials.reopening import go_on_again, reopen_trial
-from storage.trials.spending import open_spending
+from hpsearch.storage.attributes import REASON
+from hpsearch.storage.errors import ClaimLostError
+from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.claims import Claims, Retired
+from hpsearch.storage.trials.epoch_values import read_epoch_values
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
+from hpsearch.storage.trials.spending import open_spending
 from tests.storage.trials.support import budget, kill, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))

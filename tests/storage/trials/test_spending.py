@@ -12,13 +12,13 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from search.spec.spec import MOST_TRIALS
-from storage.attributes import CUT, REASON, SPEC
-from storage.rungs.rungs import Rungs
-from storage.trials.claims import Claim, Claims, Nothing, Retired
-from storage.trials.outcome import Outcome
-from storage.trials.reopening import go_on_again, reopen_trial
-from storage.trials.spending import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
+from hpsearch.search.spec.spec import MOST_TRIALS
+from hpsearch.storage.attributes import CUT, REASON, SPEC
+from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
+from hpsearch.storage.trials.spending import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # of a full trial
@@ -237,9 +237,9 @@ def test_what_a_person_reads() -> None:
 
 WORKER_PROGRAM = """
 import sys, random
-from storage.database.connect import make_engine
-from storage.trials.claims import Claim, Claims, Nothing, Retired
-from storage.trials.outcome import Outcome
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.outcome import Outcome
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered=5)
 print("ready", flush=True)
 sys.stdin.readline()

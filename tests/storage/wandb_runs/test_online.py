@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("wandb", reason="the package wandb is not installed")
 
-from storage.database.locks import LockHeldError
-from storage.journals.journal import Journal
-from storage.trials.outcome import Outcome
-from storage.wandb_runs import reader as wandb_reader
-from storage.wandb_runs.connection import WandbAwayError
-from storage.wandb_runs.reader import WandbRuns
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.wandb_runs import reader as wandb_reader
+from hpsearch.storage.wandb_runs.connection import WandbAwayError
+from hpsearch.storage.wandb_runs.reader import WandbRuns
 from tests.storage.journals.post import Post, log
 from tests.storage.wandb_runs.fake_server import FakeServer, fake_server
 from tests.waiting import wait_for

@@ -17,16 +17,16 @@ import pytest
 
 pytest.importorskip("wandb", reason="the package wandb is not installed")
 
-from storage.database.locks import LockHeldError
-from storage.errors import StorageError
-from storage.journals.journal import Journal
-from storage.journals.journal_records import Metrics, Tags
-from storage.journals.sender import Sender
-from storage.trials.outcome import Outcome
-from storage.wandb_runs.account import check_account
-from storage.wandb_runs.connection import Connection, WandbAwayError
-from storage.wandb_runs.offline_files import records, rows
-from storage.wandb_runs.reader import WandbRuns
+from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.journals.journal_records import Metrics, Tags
+from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.wandb_runs.account import check_account
+from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.wandb_runs.offline_files import records, rows
+from hpsearch.storage.wandb_runs.reader import WandbRuns
 from tests.storage.journals.post import Post, log
 
 KEY = "a" * 40
@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers:
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
     assert not post.ship(reader, journal)
-    named = {"process": "storage.wandb_runs.process", "service": "wandb-core"}[victim]
+    named = {"process": "hpsearch.storage.wandb_runs.process", "service": "wandb-core"}[victim]
     [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
     os.kill(found_one, signal.SIGKILL)
     log(journal, [3], end=Outcome.COMPLETE)
@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers:
 _PUPPET = """
 import os, signal, sys
 from pathlib import Path
-from storage.wandb_runs.connection import Connection
+from hpsearch.storage.wandb_runs.connection import Connection
 line = Connection(Path(sys.argv[1]))
 assert line.ask(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
 line.ask(120, "tell", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})

@@ -1,7 +1,7 @@
 """hpsearch's samplers on a study of several metrics, and its promotion from rungs by the order of fronts.
 
 The study is in memory, where a worker's is in Postgres. Samplers see it through the view that a worker's do, and who
-goes on from a rung is decided by the order and the rule of `storage.trials`.
+goes on from a rung is decided by the order and the rule of `hpsearch.storage.trials`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
-from search.curves.vectors import path
-from search.pruners import PrunerSpec
-from search.samplers import SamplerSpec
-from search.sampling.paused import as_sampled
-from search.sampling.seeds import make_sampler
-from storage.rungs.front_order import order
+from hpsearch.search.curves.vectors import path
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.storage.rungs.front_order import order
 from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.simulation import Work

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError, load_objective
-from objectives.training import Splits, TrainConfig, Trainer
-from objectives.training.checks.lr_range import _judged, lr_range
+from hpsearch import ObjectiveError, Splits, TrainConfig, Trainer, load_objective
+from hpsearch.objectives.training.checks.lr_range import _judged, lr_range
 
 
 @pytest.mark.slow
@@ -61,7 +60,7 @@ def test_it_repeats_and_touches_neither_the_process_nor_a_model(objective_with):
 
 def test_groups_keep_the_ratio_of_their_rates(wine, monkeypatch):
     seen = []
-    from objectives.training.checks import lr_range as module
+    from hpsearch.objectives.training.checks import lr_range as module
 
     original = module.train_step
 

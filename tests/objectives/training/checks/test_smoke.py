@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError, load_objective
-from objectives.training import TrainConfig
-from objectives.training.checks.smoke import smoke
+from hpsearch import ObjectiveError, TrainConfig, load_objective
+from hpsearch.objectives.training.checks.smoke import smoke
 
 
 @pytest.mark.parametrize("name", ["digits", "breast_cancer"])

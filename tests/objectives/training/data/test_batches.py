@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch.utils import data as torch_data
 
-from objectives import ObjectiveError
-from objectives.training import Dataset, Splits, TrainConfig, Trainer
-from objectives.training.data.dataset import Batch
-from objectives.training.data.loader import loaded
+from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, Trainer
+from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.loader import loaded
 from tests.objectives.training.support import exact, same_result, started
 
 CPU = torch.device("cpu")

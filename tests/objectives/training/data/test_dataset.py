@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from objectives import ObjectiveError
-from objectives.training import Dataset, Splits, Standardize
-from objectives.training.data.samplers import steps_per_epoch, windows
+from hpsearch import Dataset, ObjectiveError, Splits, Standardize
+from hpsearch.objectives.training.data.samplers import steps_per_epoch, windows
 
 
 def _make(seed=0, n=100, **kwargs):

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objectives import ObjectiveError
-from objectives.training import Splits
-from objectives.training.data.division import Blocks, divided_anew, halved
+from hpsearch import ObjectiveError, Splits
+from hpsearch.objectives.training.data.division import Blocks, divided_anew, halved
 
 seeds = st.integers(0, 2**32 - 1)
 shares = st.sampled_from([(0.2, 0.2), (0.1, 0.3), (0.4, 0.3)])

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils import data as torch_data
 
-from objectives import ObjectiveError
-from objectives.training import Dataset, Splits, Standardize
-from objectives.training.data.samples import Mapped, fingerprint_files, padded
+from hpsearch import Dataset, ObjectiveError, Splits, Standardize
+from hpsearch.objectives.training.data.samples import Mapped, fingerprint_files, padded
 
 LENGTHS = np.random.default_rng(0).integers(2, 9, 40)
 SEQUENCES = [np.arange(1, length + 1) for length in LENGTHS]

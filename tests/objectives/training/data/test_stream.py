@@ -8,8 +8,17 @@ import torch
 from torch import nn
 from torch.utils import data as torch_data
 
-from objectives import Objective, ObjectiveError
-from objectives.training import Dataset, LocalSession, Splits, TrainConfig, Trainer, Verdict, classification
+from hpsearch import (
+    Dataset,
+    LocalSession,
+    Objective,
+    ObjectiveError,
+    Splits,
+    TrainConfig,
+    Trainer,
+    Verdict,
+    classification,
+)
 from tests.objectives.training.support import exact, fit, same_result
 
 

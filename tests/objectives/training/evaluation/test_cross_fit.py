@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Dataset, Step
-from objectives.training.evaluation.cross_fit import MOST, CrossFit, Outputs
-from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.evaluation.metrics import binary, classification
-from objectives.training.evaluation.resampling import standard_error, value_of
-from objectives.training.evaluation.step import LossStep
+from hpsearch import Dataset, Step
+from hpsearch.objectives.training.evaluation.cross_fit import MOST, CrossFit, Outputs
+from hpsearch.objectives.training.evaluation.evaluate import evaluate
+from hpsearch.objectives.training.evaluation.metrics import binary, classification
+from hpsearch.objectives.training.evaluation.resampling import standard_error, value_of
+from hpsearch.objectives.training.evaluation.step import LossStep
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")

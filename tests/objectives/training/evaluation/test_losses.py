@@ -6,12 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from objectives import ObjectiveError
-from objectives.training import Dataset, Splits, TrainConfig, classification
-from objectives.training.evaluation.evaluate import evaluate
-from objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
-from objectives.training.evaluation.metrics import binary
-from objectives.training.loop.rehearsal import oddities
+from hpsearch import Dataset, ObjectiveError, Splits, TrainConfig, classification
+from hpsearch.objectives.training.evaluation.evaluate import evaluate
+from hpsearch.objectives.training.evaluation.losses import BinaryLogits, SquaredError, adding_up, usual_loss
+from hpsearch.objectives.training.evaluation.metrics import binary
+from hpsearch.objectives.training.loop.rehearsal import oddities
 from tests.objectives.training.support import Wine, built, fit, take_step, weights_of
 
 

@@ -4,10 +4,9 @@ import torch
 from sklearn import metrics as reference
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.errors import MetricError
-from objectives.training import Dataset, evaluate
-from objectives.training.evaluation.metrics import binary, classification, fitting, metrics_for, regression
+from hpsearch import Dataset, ObjectiveError, evaluate
+from hpsearch.objectives.errors import MetricError
+from hpsearch.objectives.training.evaluation.metrics import binary, classification, fitting, metrics_for, regression
 
 
 def _over_batches(metrics, output, target, size=7):

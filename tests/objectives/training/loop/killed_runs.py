@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from objectives.digits import Digits
-from objectives.training import LocalSession, Splits, TrainConfig, Trainer
-from objectives.training.reports import run_dir as run_dir_module
+from hpsearch import LocalSession, Splits, TrainConfig, Trainer
+from hpsearch.objectives.builtin.digits import Digits
+from hpsearch.objectives.training.reports import run_dir as run_dir_module
 from tests.objectives.training.support import exact
 
 EPOCHS = 5

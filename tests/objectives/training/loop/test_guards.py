@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import DeviceMemoryError, NonFiniteError, TrainConfig
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.loop.guards import FiniteGuard, Point
+from hpsearch import DeviceMemoryError, NonFiniteError, TrainConfig
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.loop.guards import FiniteGuard, Point
 from tests.objectives.training.support import Memory, built, fit, weights_of
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from objectives import load_objective
-from objectives.training import Splits, evaluate
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.loop.guards import FiniteGuard
+from hpsearch import Splits, evaluate, load_objective
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.loop.guards import FiniteGuard
 from tests.objectives.training.support import built
 
 

@@ -3,9 +3,8 @@ import json
 
 import pytest
 
-from objectives import ObjectiveError
-from objectives.training import TrainConfig, Trainer
-from objectives.training.loop.instruments import Instruments
+from hpsearch import ObjectiveError, TrainConfig, Trainer
+from hpsearch.objectives.training.loop.instruments import Instruments
 from tests.objectives.training.support import Memory, same_result
 
 CONFIG = TrainConfig(lr=0.02, batch_size=16)

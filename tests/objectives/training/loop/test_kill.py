@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from objectives.training import LocalSession, TrainConfig, Trainer
-from objectives.training.config import OPTIMIZERS, SCHEDULES
+from hpsearch import LocalSession, TrainConfig, Trainer
+from hpsearch.objectives.training.config import OPTIMIZERS, SCHEDULES
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS
 from tests.objectives.training.support import same_result
 

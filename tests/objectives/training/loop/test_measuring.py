@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.errors import MetricError
-from objectives.measured import MEASURED
-from objectives.training import NonFiniteError, Step, TrainConfig
-from objectives.training.checks.smoke import smoke
-from objectives.training.loop.measurements import latency_ms, sizes
-from objectives.training.loop.performance import as_served, layout
+from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
+from hpsearch.objectives.errors import MetricError
+from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.loop.measurements import latency_ms, sizes
+from hpsearch.objectives.training.loop.performance import as_served, layout
 from tests.objectives.training.loop.test_resume import DiedError, Dying, _die
 from tests.objectives.training.support import Stopped, Wine, fit, same_result
 

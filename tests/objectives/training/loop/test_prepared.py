@@ -2,8 +2,8 @@ import threading
 
 import torch
 
-from objectives.training import Dataset, Splits
-from objectives.training.loop.prepared import is_divided_anew, prepared_splits
+from hpsearch import Dataset, Splits
+from hpsearch.objectives.training.loop.prepared import is_divided_anew, prepared_splits
 from tests.objectives.training.support import exact, fit
 
 

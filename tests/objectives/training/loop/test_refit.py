@@ -5,12 +5,11 @@ import pytest
 import torch
 from sklearn.datasets import load_wine
 
-from objectives import LoopObjective, ObjectiveError
-from objectives.fit import fit as fit_any
-from objectives.training import Dataset, LocalSession, Splits, TrainConfig
-from objectives.training.checks.held_out import restore_best
-from objectives.training.loop.prepared import prepared_splits
-from objectives.training.reproducibility import checkpoint
+from hpsearch import Dataset, LocalSession, LoopObjective, ObjectiveError, Splits, TrainConfig
+from hpsearch.objectives.fit import fit as fit_any
+from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.loop.prepared import prepared_splits
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Stopped, exact, fit, same_result
 
 CONFIG = TrainConfig(lr=0.05, batch_size=16, patience=1, schedule="cosine")

@@ -5,8 +5,7 @@ import signal
 import pytest
 import torch
 
-from objectives import ObjectiveError, load_objective
-from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
+from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict, load_objective
 from tests.objectives.training.support import exact, same_result
 
 EPOCHS = 3
@@ -127,7 +126,7 @@ def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbe
 def test_a_finished_run_returns_what_it_came_to_without_training(tmp_path, undisturbed, monkeypatch):
     expected = undisturbed("cnn")
     _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
-    monkeypatch.setattr("objectives.training.trainer.train_epoch", None)
+    monkeypatch.setattr("hpsearch.objectives.training.trainer.train_epoch", None)
     again = _trainer(CONFIGS["cnn"], run_dir=tmp_path).fit()
     assert again.status == "completed"
     same_result(again, expected)

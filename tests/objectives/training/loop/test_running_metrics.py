@@ -2,8 +2,8 @@
 
 import torch
 
-from objectives.training.evaluation.running import RunningMetrics
-from objectives.training.evaluation.step import Step
+from hpsearch.objectives.training.evaluation.running import RunningMetrics
+from hpsearch.objectives.training.evaluation.step import Step
 
 
 class _Noting:

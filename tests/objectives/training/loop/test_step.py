@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Splits
-from objectives.training.loop.epoch import train_epoch
+from hpsearch import Splits
+from hpsearch.objectives.training.loop.epoch import train_epoch
 from tests.objectives.training.support import built, take_step, weights_of
 
 

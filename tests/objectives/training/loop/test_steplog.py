@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.loop.epoch import train_epoch
 from tests.objectives.training.support import built, weights_of
 
 ONE = torch.ones(1)
 
 
 def test_every_nth_step_is_noted_with_the_gradient_of_each_layer(wine, monkeypatch):
-    monkeypatch.setattr("objectives.training.loop.steplog.DENSE", 2)
+    monkeypatch.setattr("hpsearch.objectives.training.loop.steplog.DENSE", 2)
     run = built(wine, batch_size=16, log_every=4, clip_grad_norm=1e-3)
     seen = {}
 

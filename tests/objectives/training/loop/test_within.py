@@ -9,12 +9,11 @@ import torch
 import torchmetrics
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.training import LocalSession, TrainConfig, Trainer, Verdict
-from objectives.training.evaluation import gathered
-from objectives.training.evaluation.metrics import binary
-from objectives.training.reproducibility import checkpoint
-from objectives.training.session import Due
+from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict
+from hpsearch.objectives.training.evaluation import gathered
+from hpsearch.objectives.training.evaluation.metrics import binary
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.session import Due
 from tests.objectives.training.data.test_stream import Sums
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS, Augmented
 from tests.objectives.training.support import Wine, exact, fit, same_result
@@ -191,7 +190,7 @@ def test_what_is_kept_within_an_epoch_is_plain_and_told_apart(tmp_path):
 def test_the_time_that_an_epoch_will_take_is_told(tmp_path, monkeypatch):
     """By its pace so far; from the second epoch on with what came after the steps of the one before."""
     clock = iter(range(10_000))
-    monkeypatch.setattr("objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("hpsearch.objectives.training.trainer.time.perf_counter", lambda: float(next(clock)))
     session = Leaving(tmp_path, math.inf)
     Trainer(Wine(), TrainConfig(batch_size=16), epochs=2, seed=0, session=session).fit()
     first, second = session.left[:6], session.left[6:]

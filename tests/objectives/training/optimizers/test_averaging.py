@@ -2,11 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import load_objective
-from objectives.training import Standardize, TrainConfig, Trainer, evaluate
-from objectives.training.evaluation.calling import whole
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.optimizers.averaging import EvenAverage, build_average
+from hpsearch import Standardize, TrainConfig, Trainer, evaluate, load_objective
+from hpsearch.objectives.training.evaluation.calling import whole
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.optimizers.averaging import EvenAverage, build_average
 from tests.objectives.training.support import built, started, take_step
 
 SWA = TrainConfig(optimizer="sgd", lr=0.2, batch_size=16, swa_fraction=0.5, schedule="constant", warmup_fraction=0.0)

@@ -5,12 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.training import Standardize, TrainConfig
-from objectives.training.config import BASES, OPTIMIZERS
-from objectives.training.optimizers.optimizer import FACTORIES, build_optimizer, parameter_groups
-from objectives.training.optimizers.sam import Sharpness
-from objectives.training.reproducibility import checkpoint
+from hpsearch import ObjectiveError, Standardize, TrainConfig
+from hpsearch.objectives.training.config import BASES, OPTIMIZERS
+from hpsearch.objectives.training.optimizers.optimizer import FACTORIES, build_optimizer, parameter_groups
+from hpsearch.objectives.training.optimizers.sam import Sharpness
+from hpsearch.objectives.training.reproducibility import checkpoint
 
 CPU = torch.device("cpu")
 

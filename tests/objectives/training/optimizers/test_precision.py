@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import NonFiniteError
-from objectives.training.loop.epoch import train_epoch
+from hpsearch import NonFiniteError
+from hpsearch.objectives.training.loop.epoch import train_epoch
 from tests.objectives.training.support import built, take_step, weights_of
 
 

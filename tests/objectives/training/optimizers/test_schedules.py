@@ -6,10 +6,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from objectives import ObjectiveError
-from objectives.training import TrainConfig, Trainer
-from objectives.training.config import SCHEDULES
-from objectives.training.optimizers.schedules import _DECAYS, build_schedule, check_length
+from hpsearch import ObjectiveError, TrainConfig, Trainer
+from hpsearch.objectives.training.config import SCHEDULES
+from hpsearch.objectives.training.optimizers.schedules import _DECAYS, build_schedule, check_length
 
 STEPS = 40
 

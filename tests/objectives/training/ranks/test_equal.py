@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import Objective
-from objectives.training import Dataset, Splits, Step, TrainConfig, Trainer
+from hpsearch import Dataset, Objective, Splits, Step, TrainConfig, Trainer
 from tests.objectives.training.ranks.support import apart, on_ranks, outcome
 
 
@@ -104,7 +103,7 @@ class Loaded(Sides):
         return Splits(*(Dataset.of(part) for part in parts))
 
     def metrics(self, train):
-        from objectives.training.evaluation.metrics import classification
+        from hpsearch.objectives.training.evaluation.metrics import classification
 
         return classification(2)
 

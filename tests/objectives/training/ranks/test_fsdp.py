@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from objectives.errors import ObjectiveError
-from objectives.training import Step, TrainConfig, Trainer
-from objectives.training.loop.epoch import train_epoch
-from objectives.training.ranks import current
-from objectives.training.reproducibility import checkpoint
-from objectives.training.session import Due, LocalSession, Verdict
+from hpsearch import Step, TrainConfig, Trainer
+from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.loop.epoch import train_epoch
+from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.session import Due, LocalSession, Verdict
 from tests.objectives.training.ranks.support import apart, on_ranks, outcome
 from tests.objectives.training.ranks.test_equal import Sides as Points
 
@@ -313,7 +313,7 @@ def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
     assert (fresh(val.x).argmax(1) == val.y).double().mean().item() == pytest.approx(best)
     load = (
         "import sys, torch; x, expected = torch.load(sys.argv[2]); found = torch.export.load(sys.argv[1]).module()(x);"
-        "assert torch.allclose(found, expected, atol=1e-6), found; assert 'objectives' not in sys.modules"
+        "assert torch.allclose(found, expected, atol=1e-6), found; assert 'hpsearch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", load, two[0] / "model.pt2", two[0] / "expected.pt"], check=True)
 

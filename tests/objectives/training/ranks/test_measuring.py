@@ -2,9 +2,8 @@
 
 import pytest
 
-from objectives import ObjectiveError
-from objectives.training import TrainConfig, Trainer
-from objectives.training.loop.measurements import sizes
+from hpsearch import ObjectiveError, TrainConfig, Trainer
+from hpsearch.objectives.training.loop.measurements import sizes
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.ranks.test_equal import Sides
 from tests.objectives.training.support import Stopped

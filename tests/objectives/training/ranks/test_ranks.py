@@ -6,9 +6,8 @@ import os
 import pytest
 import torch
 
-from objectives import ObjectiveError
-from objectives.training import LocalSession, NonFiniteError, Trainer
-from objectives.training.ranks import ALONE, RankLostError
+from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Trainer
+from hpsearch.objectives.training.ranks import ALONE, RankLostError
 from tests.objectives.training.ranks.support import apart, on_ranks, outcome
 from tests.objectives.training.ranks.test_equal import UNEVEN, Sides
 from tests.objectives.training.support import Stopped

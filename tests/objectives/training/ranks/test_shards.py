@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 
-from objectives.training import Trainer
-from objectives.training.reproducibility import checkpoint
-from objectives.training.session import Due, LocalSession, Verdict
-from objectives.training.strategies.shards import read
+from hpsearch import Trainer
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.session import Due, LocalSession, Verdict
+from hpsearch.objectives.training.strategies.shards import read
 from tests.objectives.training.ranks.support import on_ranks, outcome
 from tests.objectives.training.ranks.test_fsdp import AVERAGED, Sides
 
@@ -156,7 +156,7 @@ def apart_at_first(ranks, folder, warned):
     """As on two machines: rank 1 does not see what rank 0 writes."""
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
-    logging.getLogger("objectives.training").addHandler(handler)
+    logging.getLogger("hpsearch.objectives.training").addHandler(handler)
     if ranks.rank == 1:
         import pathlib
 

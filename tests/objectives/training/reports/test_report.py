@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from objectives.training import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
-from objectives.training.checks.smoke import smoke
-from objectives.training.reports.diagnosis import instabilities, shared_inputs, tracks
+from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
+from hpsearch.objectives.training.checks.smoke import smoke
+from hpsearch.objectives.training.reports.diagnosis import instabilities, shared_inputs, tracks
 from tests.objectives.training.support import Memory, built, fit
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from objectives.training import EpochRecord, TrainConfig
-from objectives.training.reports import plots
-from objectives.training.reports.plots import curves, gradient_flow
-from objectives.training.reproducibility import checkpoint
+from hpsearch import EpochRecord, TrainConfig
+from hpsearch.objectives.training.reports import plots
+from hpsearch.objectives.training.reports.plots import curves, gradient_flow
+from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, fit
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from objectives.training import EpochRecord, LocalSession
-from objectives.training.reproducibility import checkpoint
-from objectives.training.reproducibility.checkpoint import CheckpointError
-from objectives.training.reproducibility.metrics_file import MetricsFile
+from hpsearch import EpochRecord, LocalSession
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError
+from hpsearch.objectives.training.reproducibility.metrics_file import MetricsFile
 
 STATE = {
     "model": {"weight": torch.arange(1000.0)},
@@ -104,7 +104,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 WRITER = """
 import sys, torch
 from pathlib import Path
-from objectives.training.session import LocalSession
+from hpsearch.objectives.training.session import LocalSession
 session = LocalSession(Path(sys.argv[1]))
 print("ready", flush=True)
 number = 0

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from objectives import load_objective
-from objectives.training import TrainConfig, Trainer
-from objectives.training.loop.resume import restore
-from objectives.training.reproducibility.environment import uncommitted
+from hpsearch import TrainConfig, Trainer, load_objective
+from hpsearch.objectives.training.loop.resume import restore
+from hpsearch.objectives.training.reproducibility.environment import uncommitted
 from tests.objectives.training.support import built
 
 SOURCE = """

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from objectives import ObjectiveError
-from objectives.training import Splits, TrainConfig
-from objectives.training.loop.build import build
-from objectives.training.reproducibility.seeds import seeded, set_seed
+from hpsearch import ObjectiveError, Splits, TrainConfig
+from hpsearch.objectives.training.loop.build import build
+from hpsearch.objectives.training.reproducibility.seeds import seeded, set_seed
 from tests.objectives.training.support import fit
 
 
@@ -60,7 +59,7 @@ def test_the_process_keeps_its_random_state_and_switches(wine):
     fit(wine)
     assert not torch.are_deterministic_algorithms_enabled()
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
-    assert not logging.getLogger("objectives.training").handlers
+    assert not logging.getLogger("hpsearch.objectives.training").handlers
 
 
 def test_deterministic_kernels_are_on_while_training(objective_with):

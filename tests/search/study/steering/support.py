@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import psycopg2
 
-from storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.claims import Claim, Claims
 
 
 def take(claims: Claims) -> Claim:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import optuna
 import pytest
 
-from objectives import load_objective
-from search.api.opening import Where, list_studies
-from search.cli import _run
-from search.errors import SearchError
-from search.report.standing import read_standing
-from search.report.top import render
-from search.spec.spec import MOST_TRIALS, parse_spec
-from search.study.create_or_join import complete_settings, create_or_join
-from search.study.steering import extend_study
-from search.study.study import StoredStudy, load_study
-from storage.attributes import CUT, SPEC
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claims, Retired
-from storage.trials.outcome import Outcome
-from storage.trials.spending import open_spending
+from hpsearch import load_objective
+from hpsearch.search.api.opening import Where, list_studies
+from hpsearch.search.cli import _run
+from hpsearch.search.errors import SearchError
+from hpsearch.search.report.standing import read_standing
+from hpsearch.search.report.top import render
+from hpsearch.search.spec.spec import MOST_TRIALS, parse_spec
+from hpsearch.search.study.create_or_join import complete_settings, create_or_join
+from hpsearch.search.study.steering import extend_study
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import CUT, SPEC
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claims, Retired
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.spending import open_spending
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, take
 

@@ -11,14 +11,14 @@ import optuna
 import psycopg2
 import pytest
 
-from search.errors import SearchError
-from search.study.steering import extend_study
-from search.study.study import StoredStudy, load_study
-from storage.attributes import SPEC
-from storage.errors import StorageError
-from storage.study_storage import PostgresStorage
-from storage.trials.claims import Claims, Nothing
-from storage.trials.outcome import Outcome
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.steering import extend_study
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claims, Nothing
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from storage.attributes import REASON
-from storage.trials.claims import Claims
-from storage.trials.outcome import Outcome
+from hpsearch.storage.attributes import REASON
+from hpsearch.storage.trials.claims import Claims
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, take
 
 

@@ -8,15 +8,15 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from search.errors import SearchError
-from search.study.steering import retry_trial
-from search.study.study import StoredStudy
-from storage.attributes import INFEASIBLE, REASON
-from storage.study_storage import PostgresStorage
-from storage.study_storage.rungs import rung_key
-from storage.trials.claims import Claim, Claims, Lost
-from storage.trials.outcome import Outcome
-from storage.trials.process_identity import current_process
+from hpsearch.search.errors import SearchError
+from hpsearch.search.study.steering import retry_trial
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.rungs import rung_key
+from hpsearch.storage.trials.claims import Claim, Claims, Lost
+from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.process_identity import current_process
 from tests.search.study.steering.support import Say, rows, take
 
 

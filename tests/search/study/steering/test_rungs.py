@@ -12,17 +12,17 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
-from search.curves.foreseen import CHOSEN
-from search.pruning import study_rungs
-from search.publish.note import study_note
-from search.report import write_report
-from search.report.spent import moments
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from storage.attributes import SPEC
-from storage.study_storage import PostgresStorage
-from storage.trials.attempts import Stretch
-from storage.trials.claims import Claims, Retired
+from hpsearch.search.curves.foreseen import CHOSEN
+from hpsearch.search.pruning import study_rungs
+from hpsearch.search.publish.note import study_note
+from hpsearch.search.report import write_report
+from hpsearch.search.report.spent import moments
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.trials.attempts import Stretch
+from hpsearch.storage.trials.claims import Claims, Retired
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, take
 

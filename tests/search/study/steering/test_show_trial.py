@@ -7,11 +7,11 @@ import re
 import optuna
 from optuna.trial import create_trial
 
-from storage.attributes import PRUNING, REASON
-from storage.study_storage import PostgresStorage
-from storage.study_storage.rungs import rung_key
-from storage.trials.claims import Claims
-from storage.trials.outcome import Outcome
+from hpsearch.storage.attributes import PRUNING, REASON
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.rungs import rung_key
+from hpsearch.storage.trials.claims import Claims
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, take
 
 

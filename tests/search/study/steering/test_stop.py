@@ -7,10 +7,10 @@ from pathlib import Path
 
 import optuna
 
-from search.study.steering import start_study, stop_study
-from storage.attributes import STOPPED
-from storage.trials.claims import Claims, Stopped
-from storage.trials.outcome import Outcome
+from hpsearch.search.study.steering import start_study, stop_study
+from hpsearch.storage.attributes import STOPPED
+from hpsearch.storage.trials.claims import Claims, Stopped
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.study.steering.support import Say, take
 
 

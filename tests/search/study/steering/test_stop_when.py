@@ -13,27 +13,27 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
-from search.api.study import Study
-from search.cli import _run
-from search.fleet.fleet import Fleet
-from search.publish.note import study_note
-from search.report import write_report
-from search.report.standing import read_standing
-from search.report.summary import summary_lines
-from search.run.live import LiveView
-from search.sampling.paused import as_sampled
-from search.study.enqueue import waits_in_vain
-from search.study.rest import FIRST, Rest
-from search.study.study import StoredStudy, load_study
-from search.study.summary import summarise
-from search.worker.options import WorkerOptions
-from storage.attributes import FORESEEN, GIVEN_UP, SPEC
-from storage.embedded.stack import StackInfo
-from storage.study_storage import PostgresStorage
-from storage.study_storage.opening import open_storage
-from storage.trials.claims import Claims, Nothing
-from storage.trials.giving_up import give_up
-from storage.trials.outcome import Outcome
+from hpsearch.search.api.study import Study
+from hpsearch.search.cli import _run
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.publish.note import study_note
+from hpsearch.search.report import write_report
+from hpsearch.search.report.standing import read_standing
+from hpsearch.search.report.summary import summary_lines
+from hpsearch.search.run.live import LiveView
+from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.study.enqueue import waits_in_vain
+from hpsearch.search.study.rest import FIRST, Rest
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.summary import summarise
+from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
+from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.trials.claims import Claims, Nothing
+from hpsearch.storage.trials.giving_up import give_up
+from hpsearch.storage.trials.outcome import Outcome
 from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, rows, take
 

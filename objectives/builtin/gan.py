@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from objectives.own_loop.loop_objective import LoopObjective
-from objectives.training import Splits
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
-    from objectives.own_loop.loop_trial import LoopTrial
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+    from hpsearch.objectives.search_space import SearchSpace
 
 DRAWN = 2000  # images, to be compared with the real ones
 

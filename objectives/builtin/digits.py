@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from objectives.objective import Objective
-from objectives.training import Dataset, Splits, Standardize, TrainConfig
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.preprocess import Standardize
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 CLASSES = 10
 _LR = {"adamw": (1e-4, 1e-1), "sgd": (1e-3, 1.0)}  # each optimizer has its own scale

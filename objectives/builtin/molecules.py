@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import needing
-from objectives.objective import Objective
-from objectives.training import Dataset, Splits, TrainConfig
+from hpsearch.objectives.errors import needing
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 # Values of each column: of an atom its element and charge + 4; of a bond its order. The rest is for messages to find.
 ATOM, BOND = (119, 9), 22

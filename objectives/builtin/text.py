@@ -10,13 +10,17 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from objectives.objective import Objective
-from objectives.training import ByLength, Dataset, Splits, TrainConfig, padded
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.samplers import ByLength
+from hpsearch.objectives.training.data.samples import padded
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 TOPICS = (
     *("compound", "specialnames", "types", "debugger"),

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from objectives.objective import Objective
-from objectives.training import Batch, Dataset, Splits, Step, TrainConfig
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 ALPHABET = 128  # ASCII; its last one stands for all other characters
 LENGTH = 64  # characters of a sample

@@ -1,12 +1,12 @@
-"""``hpsearch``, and ``python -m search``."""
+"""``hpsearch``, and ``python -m hpsearch``."""
 
-from search.early import leave_when_told
+from hpsearch.search.early import leave_when_told
 
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
     leave_when_told()
-    from search.cli import main as run
+    from hpsearch.search.cli import main as run
 
     run()
 

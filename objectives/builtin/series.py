@@ -8,14 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from objectives.errors import needing
-from objectives.objective import Objective
-from objectives.training import Blocks, Dataset, Splits, TrainConfig
+from hpsearch.objectives.errors import needing
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.division import Blocks
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 YEAR = 52  # weeks
 PAST, FUTURE = 2 * YEAR, 13  # weeks that are known, and that are forecast

@@ -8,13 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from objectives.objective import Objective
-from objectives.training import Batch, Dataset, Splits, Standardize, Step, TrainConfig
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.preprocess import Standardize
+from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 WHITE = 16.0  # the largest pixel
 NOISE = 4.0  # the deviation of the noise, in pixels

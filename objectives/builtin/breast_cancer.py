@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from objectives.objective import Objective
-from objectives.training import Dataset, Splits, Standardize, TrainConfig
+from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.preprocess import Standardize
+from hpsearch.objectives.training.data.splits import Splits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from objectives.search_space import SearchSpace
+    from hpsearch.objectives.search_space import SearchSpace
 
 # The columns: ten measurements of the cell nuclei, as their mean, standard error and worst (largest) value.
 MEAN, ERROR, WORST = slice(0, 10), slice(10, 20), slice(20, 30)

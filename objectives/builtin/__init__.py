@@ -1,0 +1,1 @@
+"""The built-in objectives, each on data that needs no download."""
