@@ -32,8 +32,12 @@ BUILTIN: dict[str, str] = {
 }
 
 
-# How a built-in could be named before hpsearch had one namespace: stored studies and registered models may.
 _FORMER = {path.replace("hpsearch.objectives.builtin.", "objectives."): name for name, path in BUILTIN.items()}
+
+
+def current_reference(reference: str) -> str:
+    """Return the reference as this version writes it: built-ins had other module names before the namespace."""
+    return _FORMER.get(reference, reference)
 
 
 def load_objective(reference: str) -> BaseObjective:
@@ -67,7 +71,7 @@ def objective_reference(reference: str) -> str:
         ObjectiveError: as `load_objective`.
     """
     cls = _find_class(reference)
-    reference = _FORMER.get(reference, reference)
+    reference = current_reference(reference)
     if reference in BUILTIN or not _is_path(reference):
         return reference
     return f"{_split_path(reference)[0].resolve()}:{cls.__name__}"
@@ -82,7 +86,8 @@ def source_hash(objective: BaseObjective) -> str:
 
 
 def _find_class(reference: str) -> type[BaseObjective]:
-    reference = BUILTIN.get(_FORMER.get(reference, reference), reference)
+    reference = current_reference(reference)
+    reference = BUILTIN.get(reference, reference)
     if _is_path(reference):
         path, name = _split_path(reference)
         module = _import_file(path)

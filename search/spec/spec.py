@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from hpsearch.objectives.loading import current_reference
 from hpsearch.search.errors import SearchError, nearest
 from hpsearch.search.kinds import Number, Options, refusal
 from hpsearch.search.pruners import PrunerSpec
@@ -129,7 +130,9 @@ class StudySpec(Options):
 
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
-    objective: str = Field(min_length=1, description="digits or another built-in, package.module:Class or my_file.py.")
+    objective: Annotated[str, BeforeValidator(current_reference)] = Field(
+        min_length=1, description="digits or another built-in, package.module:Class or my_file.py."
+    )
     metric: str = Field(min_length=1, description="Validation metric to optimise")
     direction: Direction = Field(description="maximize or minimize")
     directions: Annotated[dict[str, Direction] | None, BeforeValidator(directions_given)] = Field(
