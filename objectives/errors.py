@@ -1,7 +1,9 @@
-"""Errors that an objective can cause, each told to its author in one line."""
+"""Errors that an objective can cause, each reported in one line."""
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -9,7 +11,45 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from hpsearch.objectives.packages import how_to_install, installing
+# Where the package that brings a module has another name than the module.
+_PACKAGES = {
+    "Bio": "biopython",
+    "PIL": "pillow",
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",  # the other one needs the libraries of a desktop
+    "dateutil": "python-dateutil",
+    "faiss": "faiss-cpu",
+    "hydra": "hydra-core",
+    "open_clip": "open_clip_torch",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "umap": "umap-learn",
+    "yaml": "pyyaml",
+}
+
+# Packages of hpsearch before it had one namespace; objectives of that time import from them.
+_FORMER = {"objectives", "search", "storage"}
+
+
+def how_to_install(error: BaseException) -> str:
+    """How to install the module that is not there, in brackets; nothing for other errors.
+
+    A part of a package that is there is a mistake of another kind, and so is a module of Python's own.
+    """
+    module = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not module or "." in module or module in sys.stdlib_module_names:
+        return ""
+    if module in _FORMER:
+        return " (the classes of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`)"
+    return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
+
+
+def installing(package: str) -> str:
+    """The command that installs a package beside hpsearch."""
+    wrapper = os.environ.get("HPSEARCH_COMMAND")  # what the user calls; not set where hpsearch is a wheel
+    return f"{wrapper} add {package}" if wrapper else f"pip install {package}"
+
 
 _OWN = Path(__file__).resolve().parent
 _LIBRARIES = tuple(

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.objective import Objective
-from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-from hpsearch.objectives.own_loop.restored import RestoredLoop, config_of, restore_loop
+from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective, RestoredLoop, config_of, restore_loop
 from hpsearch.objectives.own_loop.run import LoopResult, LoopRun
 from hpsearch.objectives.training.checks.held_out import Restored, restore_best
 from hpsearch.objectives.training.exportable import example_of

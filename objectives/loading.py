@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.errors import ObjectiveError, blame, nearest, shown
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.own_loop.loop_objective import objective_of
 
 _MADE = "__hpsearch_objective__"  # on a function: the class that was made of it

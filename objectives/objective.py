@@ -1,16 +1,21 @@
-"""The base class of an objective: what is trained, on what, and how it is judged."""
+"""`Objective`: the search space, the data, the model, and how a trial is judged."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Collection, Mapping
+import hashlib
+import inspect
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hpsearch.objectives.base import BaseObjective
-from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
+from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.search_space import Given
 
-if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what only names one
+if TYPE_CHECKING:
     from torch import nn
 
     from hpsearch.objectives.search_space import SearchSpace
@@ -21,6 +26,157 @@ if TYPE_CHECKING:  # torch is imported by what runs an objective, not by what on
     from hpsearch.objectives.training.data.splits import Splits
     from hpsearch.objectives.training.evaluation.metrics import Metrics
     from hpsearch.objectives.training.evaluation.step import Step
+
+
+def prepared_folder(name: str, cls: type, prepare: Callable[[Path], None]) -> Path:
+    """The folder that `prepare` filled on this machine; filled now, where it was not.
+
+    It is in `prepared` of $HPSEARCH_HOME, else of the user's cache, by the objective's name and its source.
+
+    Args:
+        name: of the objective.
+        cls: its class, whose source stands for what is prepared.
+        prepare: fills an empty folder. Others wait meanwhile, and start over where it was killed.
+
+    Raises:
+        ObjectiveError: it failed.
+    """
+    import platformdirs
+    from filelock import FileLock
+
+    home = os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")
+    folder = Path(home).expanduser() / "prepared" / f"{name}-{_source_digest(cls)}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_name(f"{folder.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            with users_code(f"{cls.__name__}.prepare"):
+                prepare(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def _source_digest(cls: type) -> str:
+    try:
+        source = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (TypeError, OSError):  # a class made in a console has none
+        source = cls.__qualname__
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+class BaseObjective(ABC):
+    """One learning problem: an `Objective` is trained by this project's loop, a `LoopObjective` by one of its own.
+
+    Attributes:
+        name: what it is called in studies; the class's name unless given.
+        metric: the validation metric to optimise.
+        direction: whether the metric is better when it is higher or lower.
+        directions: several metrics that a study is to optimise at once, each with its direction; the first of them is
+            `metric`, by which the best epoch is chosen. Empty: one metric.
+        constraints: what a trial has to keep to, by metric, as `{"model_mb": "<= 10"}`.
+        reported: what beside `metric` the study asks every epoch to report: see `also_report`.
+        epochs: length of a full trial, the default of a search.
+        n_trials: number of trials, the default of a search.
+        defaults: values of parameters that `suggest` asks for, a fair start: what the first trial of a search runs.
+    """
+
+    name: ClassVar[str] = ""
+    metric: str = "accuracy"
+    direction: Literal["maximize", "minimize"] = "maximize"
+    directions: Mapping[str, Literal["maximize", "minimize"]] = {}
+    constraints: Mapping[str, str] = {}
+    reported: tuple[str, ...] = ()
+    epochs: ClassVar[int] = 20
+    n_trials: ClassVar[int] = 24
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives a subclass without a name its class's name, and one with `directions` the first of them as its metric.
+
+        Raises:
+            ObjectiveError: `directions` are none, or the class names another metric than the first of them.
+        """
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+        if cls.directions:
+            _take_first(cls)
+
+    @abstractmethod
+    def suggest(self, trial: SearchSpace) -> Any:
+        """The configuration of one trial, from the values that the trial suggests."""
+
+    def configure(self, trial: SearchSpace) -> Any:
+        """`suggest`, with its answer checked.
+
+        Raises:
+            ObjectiveError: it is no configuration.
+        """
+        return self.suggest(trial)
+
+    def default_config(self) -> Any:
+        """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.
+
+        Raises:
+            ObjectiveError: `suggest` failed.
+        """
+        with users_code(f"{type(self).__name__}.suggest"):
+            return self.configure(Given(self.defaults))
+
+    def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
+        """Optimise another metric than the class names, as a study may say.
+
+        Raises:
+            MetricError: there is no such metric.
+            ObjectiveError: it is better the other way round.
+        """
+        self.metric, self.direction = metric, direction
+
+    def also_report(self, names: Collection[str]) -> None:
+        """Report in every epoch, beside `metric`, what a study asks for: what it optimises, and what it bounds.
+
+        Call it after `judge_by`. What is named is in each epoch's record: see `objectives.measured.value_of`. What
+        cannot be known here to be missing is found by the first evaluation, before training.
+
+        Raises:
+            MetricError: a name is known to be none that the objective can report.
+        """
+        self.reported = tuple(name for name in dict.fromkeys(names) if name != self.metric)
+
+    def prepare(self, folder: Path) -> None:  # noqa: B027 nothing unless overridden
+        """Downloads, or features that take long: once on each machine, before `data`, which finds it in `prepared`.
+
+        It is called again when the objective's source changes. Others wait while it runs; one that is killed is
+        done again from an empty folder.
+        """
+
+    @property
+    def prepared(self) -> Path:
+        """The folder that `prepare` filled on this machine."""
+        return prepared_folder(self.name, type(self), self.prepare)
+
+
+def _take_first(cls: type[BaseObjective]) -> None:
+    """Makes the first of a class's `directions` its metric."""
+    directions = cls.directions
+    if not isinstance(directions, Mapping) or not all(isinstance(name, str) and name for name in directions):
+        raise ObjectiveError(f"{cls.__name__}.directions must be a dictionary of directions by metric")
+    for name, direction in directions.items():
+        if direction not in ("maximize", "minimize"):
+            raise ObjectiveError(
+                f"{cls.__name__}.directions: {name} must be 'maximize' or 'minimize', not {direction!r}"
+            )
+    first, direction = next(iter(directions.items()))
+    for field, wanted in (("metric", first), ("direction", direction)):
+        given = cls.__dict__.get(field, wanted)
+        if given != wanted:
+            raise ObjectiveError(
+                f"{cls.__name__}.{field} is {given!r}, but directions begin with {first!r}, to {direction}: "
+                f"leave {field} out, or put what is to choose the best epoch first"
+            )
+    cls.metric, cls.direction = first, direction
 
 
 class Objective(BaseObjective):

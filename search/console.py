@@ -1,11 +1,12 @@
-"""The console of every verb, and how it writes numbers of things and the commands that a user is to type."""
+"""Console output: counts, commands to type, and progress lines."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
@@ -57,3 +58,13 @@ def counted(number: int, noun: str) -> str:
 def command(*arguments: str) -> str:
     """Return a command line of ours as the user would type it, quoted, with the wrapper's name where it is in use."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])
+
+
+@contextmanager
+def steps(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that tells what is being done: a spinner on a terminal, a line each elsewhere."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with console.status("") as status:
+        yield status.update

@@ -9,12 +9,12 @@ import threading
 
 from hpsearch.search.promotion.registry_watch import Watch
 from hpsearch.search.services import MLFLOW_UI_URL
-from hpsearch.storage.dashboard.app import serve_dashboard
+from hpsearch.storage.dashboard import serve_dashboard
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.mlflow.artifacts import RunArtifacts
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import check_server
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 
 
 def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, read_only: bool = False) -> None:

@@ -3,9 +3,7 @@
 # Of a study.
 SPEC = "hpsearch:spec"  # what is searched, as JSON: the fields of hpsearch.search.spec.StudySpec
 STOPPED = "hpsearch:stopped"  # who stopped the study, and when
-GIVEN_UP = (
-    "hpsearch:given_up"  # why the rest of its budget was: the fields of hpsearch.storage.trials.giving_up.GivenUp
-)
+GIVEN_UP = "hpsearch:given_up"  # why the rest of its budget was: the fields of hpsearch.storage.trials.budget.GivenUp
 FORESEEN = "hpsearch:foreseen"  # what the rest was expected to gain last: {"gain", "ended"}, the trials that had ended
 STARTED_AT = "hpsearch:started_at"  # unix seconds of the last `run`, which a timeout counts from
 TRACKING_URI = "hpsearch:tracking_uri"
@@ -27,7 +25,7 @@ WORKER = "hpsearch:worker"  # who runs it, or ran it last
 REASON = "hpsearch:reason"  # why it ended as it did, for a person
 INFEASIBLE = "hpsearch:infeasible"  # it diverged or did not fit in memory: PRUNED to Optuna, counted apart
 BROKEN = "hpsearch:out_of_bounds"  # the constraints that it breaks, a line for each: no finalist, and not promoted
-PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a hpsearch.search.pruning.Decision
+PRUNING = "hpsearch:pruning"  # the grounds on which it was pruned: the fields of a Decision of search.pruners.base
 CUT = "hpsearch:cut"  # it ran when the budget in epochs or seconds was spent: it goes on where that grows
 RUNG = "hpsearch:rung"  # where it was paused last: rung, epoch (from 0), rank, how many had reached it
 PACE = "hpsearch:pace"  # of one trained on several devices: the medians of its epochs' metrics of that, by their names

@@ -27,9 +27,8 @@ from psycopg2 import sql
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
 from hpsearch.storage.embedded import stack as embedded
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.urls import build
 from tests.faults.harness import Zygote, server_in, zygotes
 

@@ -19,7 +19,7 @@ FORBIDDEN = {
     "search": set[str](),
 }
 # Where a model is written for MLflow, and there alone, storage may know torch.
-KNOW_TORCH = {"storage/mlflow/exported_model.py"}
+KNOW_TORCH = {"storage/mlflow/model.py"}
 TORCH = {"torch", "torchmetrics"}
 
 

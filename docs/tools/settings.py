@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from docs.tools.markdown import code, table, words_of
 from docs.tools.verbs import command_of, commands
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.reports import describe
-from hpsearch.search.spec.several import USUAL
+from hpsearch.objectives.training.reports import report
+from hpsearch.search.spec.multi_objective import USUAL
 from hpsearch.search.spec.spec import StudySpec, typed
 
 FROM_THE_OBJECTIVE = {"name", "metric", "direction", "n_trials", "epochs"}
@@ -52,7 +52,7 @@ def choices(kind: str) -> str:
 def training_settings() -> str:
     """Every field of a `TrainConfig`, with the class's own words."""
     rows = []
-    for item in describe.settings(TrainConfig()):
+    for item in report.settings(TrainConfig()):
         rows.append((f"`{item.name}`", item.type.replace("|", "or"), _value(item.value), item.help))
     return table(("setting", "type", "default", "what it does"), rows)
 

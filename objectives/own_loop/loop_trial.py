@@ -18,8 +18,8 @@ from hpsearch.objectives.measured import value_of
 from hpsearch.objectives.own_loop.folder import listed, packed, remove
 from hpsearch.objectives.training.data.tree import Tree, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
-from hpsearch.objectives.training.loop.measurements import plain_measures
-from hpsearch.objectives.training.loop.progress import Progress
+from hpsearch.objectives.training.loop.measuring import plain_measures
+from hpsearch.objectives.training.loop.run import Progress
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed

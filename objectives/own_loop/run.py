@@ -1,9 +1,11 @@
-"""An own loop, run as a trial: restored, reported, and concluded."""
+"""Run an objective that has its own training loop."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,24 +14,84 @@ from torch import nn
 
 from hpsearch.objectives.errors import ObjectiveError, blame, is_out_of_memory, users_code
 from hpsearch.objectives.own_loop.folder import place, remove, unpack
-from hpsearch.objectives.own_loop.libraries import forget
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective, plain_config
 from hpsearch.objectives.own_loop.loop_trial import LoopTrial
-from hpsearch.objectives.own_loop.report import drawn, write_loop_report
-from hpsearch.objectives.training.evaluation.calling import call_of
+from hpsearch.objectives.training.evaluation.step import call_of
 from hpsearch.objectives.training.exportable import exportable
+from hpsearch.objectives.training.loop.epoch import require_same
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.loop.progress import Progress
-from hpsearch.objectives.training.loop.resume import require_same
-from hpsearch.objectives.training.ranked_session import on_ranks
+from hpsearch.objectives.training.loop.run import Progress
 from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reports.report import code, image, own_settings, write_sections
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.environment import differences, environment, uncommitted
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
 from hpsearch.objectives.training.result import Exported, RunResult
-from hpsearch.objectives.training.session import LocalSession, Session, Verdict
+from hpsearch.objectives.training.session import LocalSession, Session, Verdict, on_ranks
 from hpsearch.objectives.training.trainer import device_named
+
+
+def forget() -> None:
+    """Lets libraries that are imported already find out anew which ranks there are.
+
+    The ranks may have closed their connections and opened new ones since, and a trial may want another precision.
+    """
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups._release_process_group_references()
+
+
+_PANELS = 8  # of the curves; what else was reported is in metrics.jsonl
+_NOT_LOOKED_AFTER = """\
+The loop is the objective's own, and these are its business: how data are divided (by `trial.split_seed`, the same for
+every trial), that the test set stays closed, and what is drawn at random before the first of `trial.epochs()`, which a
+resumed trial draws again. Gradients, leakage and overfitting were not looked for."""
+
+
+def write_loop_report(path: Path, objective: LoopObjective, result: RunResult, identity: dict[str, Any]) -> None:
+    """Writes `report.md` for an own loop that has ended.
+
+    Args:
+        path: the file to write; the curves lie beside it.
+        objective: what was trained.
+        result: what it came to.
+        identity: of the run: its configuration, epochs and seeds.
+    """
+    summary = [
+        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {identity['epochs']} planned",
+        f"- seed {identity['seed']}, split seed {identity['split_seed']}",
+        *([f"- {result.resume_note}"] if result.resume_note else []),
+    ]
+    rows = [f"| `{setting.name}` | `{code(setting.value)}` |" for setting in own_settings(identity["config"])]
+    write_sections(
+        path,
+        {
+            f"{objective.name}: {result.status}, best {objective.metric} {result.best_value:.6g}": summary,
+            "Configuration": ["| setting | value |", "|---|---|", *rows] if rows else ["No settings."],
+            "What was reported": [*_reported(result), *image(path, "curves.png", "Curves over the epochs")],
+            "What was not looked after": [_NOT_LOOKED_AFTER],
+        },
+    )
+
+
+def drawn(history: Sequence[EpochRecord], metric: str) -> list[str]:
+    """What of the reported numbers to draw over the epochs, the study's metric first."""
+    names = [name for record in history for name in record.metrics if name != "epoch_seconds"]
+    curves = [name.removeprefix("train_").removeprefix("val_") for name in names if name != "lr"]
+    return list(dict.fromkeys([metric, *curves]))[:_PANELS]
+
+
+def _reported(result: RunResult) -> list[str]:
+    first, best, last = result.history[0].metrics, result.best_metrics, result.history[-1].metrics
+    lines = ["| | first epoch | best epoch | last epoch |", "|---|---|---|---|"]
+    for name in dict.fromkeys([*first, *best, *last]):
+        cells = [f"{epoch[name]:.6g}" if name in epoch else "" for epoch in (first, best, last)]
+        lines.append(f"| {name.replace('|', ' ')} | {' | '.join(cells)} |")
+    return lines
+
 
 FORMAT = 1  # of a checkpoint's state
 

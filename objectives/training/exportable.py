@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, refilled, tensors
-from hpsearch.objectives.training.evaluation.calling import Call
+from hpsearch.objectives.training.evaluation.step import Call
 
 _ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
 _LOOKED_AT = 64  # samples, to see which dimensions vary

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.evaluation.calling import Call
+from hpsearch.objectives.training.evaluation.step import Call
 from hpsearch.objectives.training.exportable import Example, exportable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 

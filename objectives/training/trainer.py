@@ -1,4 +1,4 @@
-"""The training loop, read from top to bottom; its parts stand in the modules beside it."""
+"""The training loop, from top to bottom; its parts are in the modules beside it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,68 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from hpsearch.objectives.training.conclude import conclude
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.evaluation.gathered import UnkeptError
+from hpsearch.objectives.training.exportable import example_of
 from hpsearch.objectives.training.loop.build import build
-from hpsearch.objectives.training.loop.epoch import EpochSums, train_epoch
+from hpsearch.objectives.training.loop.epoch import EpochSums, restore, resume_within, train_epoch
 from hpsearch.objectives.training.loop.guards import NonFiniteError, told_apart
 from hpsearch.objectives.training.loop.instruments import NONE, Instruments
-from hpsearch.objectives.training.loop.performance import peak_memory, reset_peak_memory
+from hpsearch.objectives.training.loop.measuring import peak_memory, plain, reset_peak_memory
 from hpsearch.objectives.training.loop.rehearsal import oddities
-from hpsearch.objectives.training.loop.resume import restore, resume_within
 from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.stepping import call_in
-from hpsearch.objectives.training.ranked_session import RankedSession, on_ranks
 from hpsearch.objectives.training.ranks import current
 from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
-from hpsearch.objectives.training.result import FitResult
-from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict
+from hpsearch.objectives.training.result import FitResult, Status
+from hpsearch.objectives.training.session import Due, LocalSession, RankedSession, Session, Verdict, on_ranks
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
+
+
+def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
+    """The result of a run that has ended, with its best weights put back."""
+    best, val = run.progress.best, run.splits.val
+    if best:  # none yet, where the run was left in its first epoch
+        run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
+    status = _status(run, verdict)
+    reported = run.ranks.told(files.path is not None) and status != "stopped"
+    train_scores = run.judge_train() if reported else None
+    model = plain(run.strategy.plain(run.judged)).eval()
+    fresh = None
+    if run.fresh is not None and status == "completed" and run.ranks.first:
+        metric = run.progress.key.removeprefix("val_")
+        fresh = run.fresh.score(metric, best.get("value", math.nan), run.stepping, run.device)
+    return FitResult(
+        status=status,
+        best_epoch=best.get("epoch", -1),
+        best_value=best.get("value", math.nan),
+        best_metrics=dict(best.get("metrics", {})),
+        history=list(run.progress.history),
+        model=model,
+        example=example_of(val),
+        call=call_in(run.stepping),
+        best_path=files.existing("best.pt"),
+        last_path=files.existing("last.pt"),
+        split_hash=run.identity["split_hash"],
+        val=val,
+        resume_note="; ".join(run.notes) or None,
+        memory=peak_memory(run.device),
+        train_scores=train_scores,
+        fresh_score=fresh,
+    )
+
+
+def _status(run: Run, verdict: Verdict) -> Status:
+    if verdict is Verdict.PRUNE:
+        return "pruned"
+    if verdict is Verdict.PAUSE:  # also where nothing is left to train: whether it counts is decided elsewhere
+        return "stopped"
+    return "completed" if run.finished else "stopped"
 
 
 class _LeftError(Exception):

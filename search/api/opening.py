@@ -1,7 +1,8 @@
-"""Finding studies: where they are kept, by what is given, the environment or the embedded stack."""
+"""Open the services of a `Study`."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,51 @@ from typing import Self, TypedDict
 
 import optuna
 
-from hpsearch.search.api.telling import notice_promotions
+from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.promotion.registry_watch import notice
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
-from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.attributes import SPEC, STOPPED
+from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
+from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
+from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server, one_line
 from hpsearch.storage.records.promotions import promotions_of
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
-from hpsearch.storage.trials.progress import read_progress
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.trials.history import read_progress
+
+
+def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
+    """Tell the study's tracking server; one that does not answer costs a warning, for the study goes on without it."""
+    if RUN_ID not in study.attrs or known_tracking_uri(services, study) is None:
+        return  # nobody has opened a run of the study yet
+    try:
+        tell(tracking_of(services, study))
+    except Exception as error:  # the study is changed already: a server that is away must not hide it
+        warn(f"MLflow was not told ({one_line(error)}); it is when the trials run")
+
+
+def warn(message: str) -> None:
+    """Print a warning where errors go."""
+    PlainConsole(stderr=True).print(f"warning: {message}")
+
+
+def notice_promotions(services: Services, storage: PostgresStorage, study: StoredStudy | None = None) -> None:
+    """Record what was promoted in the MLflow UI, if MLflow answers; without it, what is recorded is what is told."""
+    uri = services.tracking_uri if study is None else known_tracking_uri(services, study)
+    if uri is None:
+        return
+    try:
+        check_server(uri)
+        tracking = services.open_tracking(uri)
+        notice(storage, tracking)
+        if study is not None:
+            from hpsearch.search.promotion.promote import refresh_evidence
+
+            refresh_evidence(study, tracking)
+    except StorageError as error:
+        logging.getLogger(__name__).debug("promotions are not noticed: %s", error)
 
 
 class Addresses(TypedDict, total=False):

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from optuna.trial import FrozenTrial
 
-    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.objective import BaseObjective
     from hpsearch.search.api.opening import Addresses, StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.promotion.promote import Promoted
-    from hpsearch.search.run.finalists import FinalistsRan
-    from hpsearch.search.run.refit import RefitRan
+    from hpsearch.search.run.finalists import FinalistsRan, RefitRan
     from hpsearch.search.run.search import Ran
     from hpsearch.search.run.sync import Synced
     from hpsearch.search.services import Services
@@ -104,7 +103,7 @@ class Study:
         Example:
             study = Study.create("wine.py", name="example", trials=2, epochs=2)
         """
-        from hpsearch.search.api.objective import reference_of
+        from hpsearch.search.api.actions import reference_of
 
         given = {
             "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
@@ -133,8 +132,8 @@ class Study:
         Example:
             study = Study.from_spec({"objective": "wine.py", "name": "example"})
         """
-        from hpsearch.search.spec.check import check_settings
-        from hpsearch.search.spec.spec_file import named, read_spec_file
+        from hpsearch.search.spec.files import named, read_spec_file
+        from hpsearch.search.study.create import check_settings
 
         settings = read_spec_file(Path(spec)) if isinstance(spec, str | Path) else named(dict(spec))
         check_settings(settings)
@@ -224,7 +223,7 @@ class Study:
         Example:
             assert not study.run_fleet(workers=0).interrupted
         """
-        from hpsearch.search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.fork import load_ahead
 
         load_ahead(workers)  # while this process loads what it needs itself
         from hpsearch.search.console import PlainConsole
@@ -252,10 +251,8 @@ class Study:
             study.extend("+1")
             assert study.work().finished == 3
         """
-        from hpsearch.search.entry import EXIT_DRAINED, handling
-        from hpsearch.search.worker.children import shield_children
+        from hpsearch.search.process import EXIT_DRAINED, Stop, handling, shield_children
         from hpsearch.search.worker.join import work_on
-        from hpsearch.search.worker.leaving import Stop
         from hpsearch.search.worker.options import WorkerOptions
 
         if (devices := how.get("devices", 1)) != 1:
@@ -315,7 +312,7 @@ class Study:
             frame = study.trials_dataframe()
             assert frame["params_lr"].between(1e-4, 1e-1).all()
         """
-        from hpsearch.search.api.frame import trials_frame
+        from hpsearch.search.api.actions import trials_frame
 
         return trials_frame(self.stored)
 
@@ -360,7 +357,7 @@ class Study:
 
         from rich.console import Console
 
-        from hpsearch.search.report.trial import print_trial
+        from hpsearch.search.report.show import print_trial
 
         page = Console(file=io.StringIO(), force_jupyter=False, width=120, markup=False, highlight=False, emoji=False)
         with page.capture() as text:
@@ -395,7 +392,7 @@ class Study:
         return f"Study({self.name!r})"
 
     def _repr_html_(self) -> str:
-        from hpsearch.search.report.summary import summary_lines
+        from hpsearch.search.report.show import summary_lines
 
         lines = summary_lines(self.stored, self.summary(), dashboard_url=self.services.dashboard_url)
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
@@ -434,9 +431,9 @@ class Study:
         Example:
             study.start()
         """
-        from hpsearch.search.api.telling import tell_mlflow
-        from hpsearch.search.publish.study import reopen_study
+        from hpsearch.search.api.opening import tell_mlflow
         from hpsearch.search.study.steering import start_study
+        from hpsearch.search.tracking.publish import reopen_study
 
         before = self.stored.given_up
         why = start_study(self.stored)
@@ -459,9 +456,9 @@ class Study:
         Example:
             assert study.extend("+1").after == 4
         """
-        from hpsearch.search.api.telling import tell_mlflow
-        from hpsearch.search.publish.study import reopen_study
+        from hpsearch.search.api.opening import tell_mlflow
         from hpsearch.search.study.steering import extend_study
+        from hpsearch.search.tracking.publish import reopen_study
 
         given = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
         amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
@@ -491,7 +488,7 @@ class Study:
             study.extend("+2")
             assert study.enqueue("more.csv") == 2
         """
-        from hpsearch.search.api.telling import warn
+        from hpsearch.search.api.opening import warn
         from hpsearch.search.study.enqueue import enqueue, waits_in_vain
 
         stored = self.stored
@@ -523,9 +520,9 @@ class Study:
             except SearchError as error:
                 assert "only a failed or an infeasible trial is tried again" in str(error)
         """
-        from hpsearch.search.api.telling import tell_mlflow
-        from hpsearch.search.publish.study import reopen_study, reopen_trial_run
+        from hpsearch.search.api.opening import tell_mlflow
         from hpsearch.search.study.steering import retry_trial
+        from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
 
         stored = self.stored
         was, epoch = retry_trial(stored, trial, from_start=from_start)
@@ -588,7 +585,7 @@ class Study:
         Example:
             assert study.train_finalists(1, 1, workers=0).table.pending == 0
         """
-        from hpsearch.search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.fork import load_ahead
 
         load_ahead(workers)
         from hpsearch.search.console import PlainConsole
@@ -617,7 +614,7 @@ class Study:
             scores = study.open_test()
             assert 0 <= scores["accuracy"] <= 1
         """
-        from hpsearch.search.api.test_set import open_test_set
+        from hpsearch.search.api.actions import open_test_set
 
         return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
@@ -637,11 +634,11 @@ class Study:
         Example:
             assert study.train_refit(seeds=1, workers=1).refit.taken == 0
         """
-        from hpsearch.search.fleet.forking import load_ahead
+        from hpsearch.search.fleet.fork import load_ahead
 
         load_ahead(workers)
         from hpsearch.search.console import PlainConsole
-        from hpsearch.search.run.refit import run_refit
+        from hpsearch.search.run.finalists import run_refit
         from hpsearch.search.worker.options import WorkerOptions
 
         options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
@@ -666,7 +663,7 @@ class Study:
             except SearchError as error:  # this study has one metric
                 assert "--prefer" in str(error)
         """
-        from hpsearch.search.promotion.prefer import preferred
+        from hpsearch.search.promotion.promote import preferred
 
         return preferred(self.stored, preference, infeasible=infeasible)
 
@@ -692,11 +689,10 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True).trial == 0
         """
-        from hpsearch.search.promotion.promote import promote
-        from hpsearch.search.promotion.promote_refit import promote_refit
-        from hpsearch.search.publish.note import write_note
+        from hpsearch.search.promotion.promote import promote, promote_refit
+        from hpsearch.search.study.study import tracking_of
         from hpsearch.search.study.summary import summarise
-        from hpsearch.search.study.tracking import tracking_of
+        from hpsearch.search.tracking.publish import write_note
 
         stored = self.stored
         tracking = tracking_of(self.services, stored)
@@ -715,10 +711,10 @@ class Study:
         Example:
             assert study.report("example.html").exists()
         """
-        from hpsearch.search.api import reporting
+        from hpsearch.search.api import actions
 
-        report = reporting.write(self.services, self.stored, None if path is None else Path(path))
-        reporting.log(self.services, self.stored, report)
+        report = actions.write(self.services, self.stored, None if path is None else Path(path))
+        actions.log(self.services, self.stored, report)
         return report
 
     def sync(self) -> Synced:
@@ -742,7 +738,7 @@ class Study:
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
         """
-        from hpsearch.search.api.telling import warn
+        from hpsearch.search.api.opening import warn
         from hpsearch.search.study.cleanup import remove_garbage
 
         found, problems = self.garbage(keep_top)
@@ -759,7 +755,7 @@ class Study:
             found, problems = study.garbage()
         """
         from hpsearch.search.study.cleanup import find_garbage
-        from hpsearch.search.study.tracking import tracking_of
+        from hpsearch.search.study.study import tracking_of
         from hpsearch.storage.attributes import RUN_ID
 
         stored = self.stored
@@ -774,7 +770,7 @@ class Study:
         Example:
             assert study.delete() == ["example.finalists", "example.refit", "example"]
         """
-        from hpsearch.search.api.deletion import delete_study
+        from hpsearch.search.api.actions import delete_study
 
         return delete_study(self.services, self.stored, self._checkpoint_url)
 

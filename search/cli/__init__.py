@@ -11,10 +11,15 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import verbs
-from hpsearch.search.discovery import load_modules
-from hpsearch.search.early import leave_when_told
-from hpsearch.search.entry import EXIT_INTERRUPTED, EXIT_USER_ERROR, find_modules_here, telling_mistakes
+from hpsearch.search.process import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    find_modules_here,
+    leave_when_told,
+    telling_mistakes,
+)
 from hpsearch.search.secret_files import read_secret_files
+from hpsearch.search.spec.kinds import load_modules
 
 app = typer.Typer(
     name="hpsearch",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.objective import BaseObjective
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
     from hpsearch.objectives.training.config import TrainConfig
 
@@ -35,7 +35,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         ObjectiveError: a setting is unknown or its value is not valid.
     """
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-    from hpsearch.search.spec.spec_file import parse_options
+    from hpsearch.search.spec.files import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):
@@ -45,8 +45,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
 
 def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
     """The configuration of an own loop: of the settings that its search space has."""
-    from hpsearch.objectives.own_loop.loop_objective import plain_config
-    from hpsearch.objectives.own_loop.restored import config_of
+    from hpsearch.objectives.own_loop.loop_objective import config_of, plain_config
     from hpsearch.search.errors import SearchError
 
     values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))

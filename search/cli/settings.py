@@ -12,10 +12,10 @@ import typer
 from pydantic.fields import FieldInfo
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.kinds import Kind
 from hpsearch.search.spec import spec as specs
-from hpsearch.search.spec.several import USUAL
-from hpsearch.search.spec.spec_file import parse_options, read_spec_file
+from hpsearch.search.spec.files import parse_options, read_spec_file
+from hpsearch.search.spec.kinds import Kind
+from hpsearch.search.spec.multi_objective import USUAL
 
 _Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
 

@@ -11,13 +11,20 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.candidates import TOPS, best_candidate
 from hpsearch.search.curves.earlier import EARLIER, Earlier
-from hpsearch.search.curves.fitting import FITTED, believing, posterior_of, silent_rows, told_trials
-from hpsearch.search.curves.foreseen import CHOSEN, band
-from hpsearch.search.curves.learning import Lesson, parameters
+from hpsearch.search.curves.forecast import CHOSEN, band
+from hpsearch.search.curves.learning import (
+    FITTED,
+    Lesson,
+    believing,
+    parameters,
+    posterior_of,
+    silent_rows,
+    told_trials,
+)
+from hpsearch.search.curves.multi_objective import Several
 from hpsearch.search.curves.process import Points, log_expected_improvement
-from hpsearch.search.curves.several import Several
+from hpsearch.search.curves.space import TOPS, best_candidate
 
 
 class CurvesSampler(BaseSampler):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hpsearch.search.console import command, counted
-from hpsearch.search.doctor.check import Check, Found, failed, ok, warning
+from hpsearch.search.doctor.checks import Check, Found, failed, ok, warning
 from hpsearch.storage.database.connect import connect, schema_revisions, table_rights
 
 ROUND_TRIPS = 5

@@ -15,15 +15,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.companion import create
-from hpsearch.search.finalists.study import fresh_seeds
+from hpsearch.search.finalists.choose import create, fresh_seeds
 from hpsearch.search.finalists.table import counting_set, newest_set, tabulate, why_missing
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, REFIT
 from hpsearch.storage.database.locks import name_lock
-from hpsearch.storage.trials.finalist_sets import refit_studies
+from hpsearch.storage.trials.history import refit_studies
 
 SEEDS = 3
 

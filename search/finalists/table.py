@@ -11,14 +11,13 @@ from typing import Literal
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.expected import Expected, Scored, expect, scored_of
-from hpsearch.search.finalists.winner import Choice, choose
+from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, expect, scored_of
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import FRESH, INFEASIBLE
-from hpsearch.storage.pareto import dominating, losses_of
-from hpsearch.storage.pareto import front as front_places
-from hpsearch.storage.trials.finalist_sets import finalist_studies
+from hpsearch.storage.rungs.fronts import dominating, losses_of
+from hpsearch.storage.rungs.fronts import front as front_places
+from hpsearch.storage.trials.history import finalist_studies
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import statistics
 from rich.table import Table
 
 from hpsearch.search.console import counted
-from hpsearch.search.finalists.expected import LEVEL, Expected, Scored
 from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
+from hpsearch.search.finalists.winner import LEVEL, Expected, Scored
 from hpsearch.search.study.ranking import best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_openings import Opening, read_opening

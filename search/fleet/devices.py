@@ -1,31 +1,133 @@
-"""One worker on several devices: torch's elastic launcher starts a process for each, and ends all where one dies."""
+"""Workers that train on several devices: ranks, rendezvous and private folders."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from hpsearch.objectives.training.data.child import ending_with_parent
-from hpsearch.search.entry import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes
+from hpsearch.objectives.training.data.loader import ending_with_parent
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.forking import can_fork
-from hpsearch.search.fleet.private_folder import private_folder
-from hpsearch.search.fleet.rendezvous import rendezvous
-from hpsearch.search.worker.identity import default_device
-from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.search.worker.orphan import watch_fleet
+from hpsearch.search.fleet.fork import can_fork
+from hpsearch.search.process import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes, watch_fleet
+from hpsearch.search.worker.options import WorkerOptions, default_device
+
+_LAST_PORT = 65_535
+_FIRST_PORT, _PORTS = 20_000, 10_000  # of a Slurm job, by its number: two jobs of a node seldom have the same
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where they meet.
+
+    Attributes:
+        endpoint: ``HOST:PORT``; or a file, where they are on one machine: nobody else can speak to them.
+        run_id: what tells this worker's processes from another's.
+        local_addr: this machine's, to the others; None lets torch look it up.
+        file: by which the processes themselves meet, on one machine.
+    """
+
+    endpoint: str
+    run_id: str
+    local_addr: str | None = None
+    file: Path | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What torch's launcher is told of it besides."""
+        return {} if self.file is None else {"store_type": "file"}
+
+
+def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
+    """Return where the processes of a worker meet that runs on so many machines.
+
+    Of several machines Slurm names the first; else `MASTER_ADDR` and `MASTER_PORT` do, as for torchrun.
+
+    Args:
+        nodes: how many machines.
+        environment: of this process.
+        folder: that only this user can enter.
+
+    Raises:
+        SearchError: nothing says where, or the job has another number of machines.
+    """
+    if nodes == 1:
+        return Rendezvous(str(folder / "launcher"), "worker", "127.0.0.1", folder / "ranks")
+    given = environment.get
+    if (host := given("MASTER_ADDR")) and (port := given("MASTER_PORT")):
+        if not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
+            raise SearchError(f"MASTER_PORT is {port!r}: it must be a port, from 1 to {_LAST_PORT}")
+        return Rendezvous(f"{host}:{port}", given("TORCHELASTIC_RUN_ID") or f"hpsearch-{port}")
+    if (job := given("SLURM_JOB_ID")) and (hosts := given("SLURM_JOB_NODELIST")):
+        if (has := given("SLURM_NNODES", str(nodes))) != str(nodes):
+            raise SearchError(f"--nodes {nodes}, but this job of Slurm has {has}: give --nodes {has}")
+        step = given("SLURM_STEP_ID", "0")
+        port = str(_FIRST_PORT + int(job) % _PORTS)
+        return Rendezvous(f"{_first_of(hosts)}:{port}", f"hpsearch-{job}.{step}")
+    raise SearchError(
+        f"--nodes {nodes}: set MASTER_ADDR and MASTER_PORT to one of the machines and a free port of it, the same on "
+        "all; under Slurm's srun neither is needed"
+    )
+
+
+def _first_of(hosts: str) -> str:
+    """Return the first of Slurm's hosts, which it writes as ``node[01-08]``."""
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        raise SearchError("--nodes under Slurm needs its scontrol here: else set MASTER_ADDR and MASTER_PORT")
+    found = subprocess.run([scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False)
+    if found.returncode or not found.stdout.split():
+        raise SearchError(f"SLURM_JOB_NODELIST is {hosts!r}, of which scontrol knows no host")
+    return found.stdout.split()[0]
+
+
+_PREFIX = "hpsearch-ranks-"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder for this process and those it forks; before that remove those of this user whose processes died.
+
+    Who lives holds the lock of its folder: a killed process lets go of it, and no other can have its number.
+    """
+    _remove_left()
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # under a name that nobody looks at: it is not locked yet
+    held = os.open(made, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    folder = made.rename(made.with_name(made.name.removeprefix(".")))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_left() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # its process lives, or another launcher has just removed it
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(held).st_uid == os.getuid():
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
+
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +263,9 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     import torch
 
     from hpsearch.objectives.training.ranks import RankLostError, joined
+    from hpsearch.search.process import stop_on_signals
     from hpsearch.search.worker.join import join_study
     from hpsearch.search.worker.ranks import dismiss, follow, hear
-    from hpsearch.search.worker.signals import stop_on_signals
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -14,11 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpsearch.search.entry import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
-from hpsearch.search.fleet.cores import thread_settings
 from hpsearch.search.fleet.devices import join_on_devices
-from hpsearch.search.fleet.forking import ForkedProcess, can_fork, load_ahead
-from hpsearch.search.fleet.gpus import gpus_of
+from hpsearch.search.fleet.fork import ForkedProcess, can_fork, gpus_of, load_ahead, thread_settings
+from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.join import join_study
 from hpsearch.search.worker.options import WorkerOptions
 
@@ -193,7 +191,7 @@ class Fleet:
 def _executed(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start a worker in a fresh interpreter."""
     with log.open("ab") as output:
-        # -P: a search.py in the user's folder must not take the place of this package.
+        # -P: a module in the user's folder must not hide an installed package of the same name.
         # A session of its own: Ctrl-C in the terminal reaches the fleet alone, which passes it on once.
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "hpsearch", *command],

@@ -1,6 +1,6 @@
 """What a worker loads at its start or in its first trial, loaded at once.
 
-Imported by the server that workers are forked from (:mod:`search.fleet.forking`), and by nothing else: it takes that
+Imported by the server that workers are forked from (:mod:`search.fleet.fork`), and by nothing else: it takes that
 process out of the terminal, whose Ctrl-C and hang-up are for the fleet to pass on.
 """
 

@@ -32,7 +32,7 @@ from hpsearch.storage.records.promotions import (
     trials_of_runs,
     was_recorded,
 )
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class _Noticing:
         log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
 
     def _update_note(self, name: str) -> None:
-        from hpsearch.search.publish.note import write_note
         from hpsearch.search.study.summary import summarise
+        from hpsearch.search.tracking.publish import write_note
 
         try:
             study = load_study(self.storage, name)

@@ -36,10 +36,10 @@ from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.model import fetch_checkpoint, why_weights_only
 from hpsearch.storage.mlflow.registry import Registry, Version
-from hpsearch.storage.mlflow.weights_model import fetch_checkpoint, why_weights_only
 from hpsearch.storage.records.promotions import trials_of_runs
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 log = logging.getLogger(__name__)
 

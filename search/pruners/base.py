@@ -1,17 +1,245 @@
-"""What a pruner is to a study: options, a verdict of its own, and Optuna's pruner of the same verdicts."""
+"""Base classes of pruners, and the decisions that they return."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, TypedDict, Unpack
 
-from hpsearch.search.kinds import Kind
-from hpsearch.search.pruners.decision import Case, Decision, Peers
-from hpsearch.search.pruners.halving import Halving
+from hpsearch.search.spec.kinds import Kind
 
-if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
+if TYPE_CHECKING:
     from optuna.pruners import BasePruner
+    from optuna.trial import FrozenTrial
+
+
+Noted = float | list[float]  # what a trial comes to at a rung, by one metric or by several
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict after one epoch.
+
+    Attributes:
+        prune: whether the trial is to end here.
+        reason: why it is to end, in one line for a person; empty where it goes on.
+        pruner: the pruner's name in the spec.
+        epoch: the epoch that was judged, from 0.
+        value: what was compared, in the metric's unit: the trial's best or its last value, as the pruner has it.
+        cutoff: what the value was compared with; None where nothing was.
+        peers: how many other trials the cut-off comes from.
+        rung: the rung of successive halving, from 0.
+        bracket: Hyperband's bracket, from 0.
+    """
+
+    prune: bool
+    reason: str = ""
+    pruner: str = ""
+    epoch: int | None = None
+    value: float | None = None
+    cutoff: float | None = None
+    peers: int = 0
+    rung: int | None = None
+    bracket: int | None = None
+
+    def record(self) -> dict[str, object]:
+        """Return what there is to say beside the reason, ready for JSON: no number in it is NaN or infinite."""
+        fields = {key: value for key, value in asdict(self).items() if value is not None}
+        del fields["prune"], fields["reason"]
+        return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+
+
+class Grounds(TypedDict, total=False):
+    """What a decision was made from: fields of :class:`Decision`."""
+
+    value: float
+    cutoff: float | None
+    peers: int
+    rung: int
+    bracket: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is judged: a trial's values by epoch (not empty), and what they mean.
+
+    Attributes:
+        pruner: the pruner's name in the spec.
+        study: the study's name.
+        number: the trial's.
+        metric: the metric's name.
+        maximize: whether higher is better.
+        epochs: how many epochs a full trial has.
+        values: the metric by epoch, from 0.
+        reported: all metrics that are optimised or have bounds, of the last epoch, by their names.
+        vector: what the trial comes to so far, of all metrics that are optimised: of its best epoch by the first.
+        maximized: of each of these, whether higher is better; empty where there is one.
+    """
+
+    pruner: str
+    study: str
+    number: int
+    metric: str
+    maximize: bool
+    epochs: int
+    values: Mapping[int, float]
+    reported: Mapping[str, float] = field(default_factory=dict)
+    vector: Sequence[float] = ()
+    maximized: Sequence[bool] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one metric is optimised."""
+        return bool(self.maximized)
+
+    @property
+    def step(self) -> int:
+        """The last epoch, from 0."""
+        return max(self.values)
+
+    @property
+    def last(self) -> float:
+        """The value of the last epoch."""
+        return self.values[self.step]
+
+    def worse(self, value: float, cutoff: float) -> bool:
+        """Whether `value` is worse than `cutoff`; equal is not."""
+        return value < cutoff if self.maximize else value > cutoff
+
+    def on(self, **grounds: Unpack[Grounds]) -> Decision:
+        """Return the decision to go on."""
+        return Decision(prune=False, pruner=self.pruner, epoch=self.step, **grounds)
+
+    def prune(self, why: str, **grounds: Unpack[Grounds]) -> Decision:
+        """Return the decision to prune, with its reason."""
+        reason = f"{self.pruner} pruner at epoch {self.step + 1} of {self.epochs}: {why}"
+        return Decision(prune=True, reason=reason, pruner=self.pruner, epoch=self.step, **grounds)
+
+    def compared(self, value: float, cutoff: float, *, best: bool = False) -> str:
+        """Return ``"best accuracy 0.8871 is below 0.9132"``, or ``above`` where lower is better."""
+        what = f"best {self.metric}" if best else self.metric
+        return f"{what} {value:.6g} is {'below' if self.maximize else 'above'} {cutoff:.6g}"
+
+
+class Peers(Protocol):
+    """What a pruner may ask of the study while it judges one trial; each answer may be a query."""
+
+    def finished(self) -> Sequence[FrozenTrial]:
+        """Return the COMPLETE trials."""
+        ...
+
+    def reached(self) -> int:
+        """Return how many rungs the trial has noted a value at."""
+        ...
+
+    def note(self, rung: int, value: Noted) -> None:
+        """Note the trial's value at a rung, or those of several metrics."""
+        ...
+
+    def at_rung(self, rung: int) -> list[tuple[int, Noted]]:
+        """Return number and value of all other trials, in whatever state, that noted one at a rung."""
+        ...
+
+
+def first_of_interval(values: Mapping[int, float], step: int, *, n_warmup_steps: int, interval_steps: int) -> bool:
+    """Whether `step`, which is past the warm-up, is the first one reported in its interval (Optuna's rule)."""
+    start = (step - n_warmup_steps) // interval_steps * interval_steps + n_warmup_steps
+    return max((s for s in values if s != step), default=-1) < start
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving with its options, in one bracket of Hyperband or without any.
+
+    `is_peer` says of a trial's number whether it is in the same bracket.
+    """
+
+    min_resource: int
+    reduction_factor: int
+    min_early_stopping_rate: int
+    bootstrap_count: int
+    bracket: int | None = None
+    is_peer: Callable[[int], bool] = lambda _: True
+
+    def epoch_of(self, rung: int) -> int:
+        """Return the epoch, from 0, at which a rung is reached."""
+        epochs: int = self.min_resource * self.reduction_factor ** (self.min_early_stopping_rate + rung)
+        return epochs
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        """Take the trial through the rungs that its last epoch reaches.
+
+        A trial judged again at the same epoch, because its worker died in between, goes through the same rungs again.
+        (Optuna's pruner would let it pass.)
+        """
+        rung = min(peers.reached(), self._due(max((s for s in case.values if s != case.step), default=-1)))
+        decision = case.on(bracket=self.bracket)
+        while case.step >= self.epoch_of(rung):
+            decision = self._at(rung, case, peers)
+            if decision.prune:
+                break
+            rung += 1
+        return decision
+
+    def _due(self, step: int) -> int:
+        """Return how many rungs a trial has reached after epoch `step`."""
+        rung = 0
+        while step >= self.epoch_of(rung):
+            rung += 1
+        return rung
+
+    def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
+        if case.several:
+            return self._among_fronts(rung, case, peers)
+        value = case.last
+        if math.isnan(value):
+            return case.prune(f"{case.metric} is not a number", value=value, rung=rung, bracket=self.bracket)
+        # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
+        peers.note(rung, value)
+        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and not isinstance(at, list)]
+        values = sorted([*others, value], reverse=case.maximize)
+        # The first of a rung go on, unless better ones are there: none is held back to wait for others.
+        promoted = max(1, len(values) // self.reduction_factor)
+        cutoff = values[promoted - 1]
+        grounds: Grounds = {"value": value, "peers": len(others), "rung": rung, "bracket": self.bracket}
+        there = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
+        if len(values) <= self.bootstrap_count:
+            why = f"is number {len(values)} at {there}, which promotes none of the first {self.bootstrap_count}"
+            return case.prune(why, **grounds)
+        grounds["cutoff"] = cutoff
+        if case.worse(value, cutoff):
+            reach = f"best {promoted} of {len(values)} trials at {there} reach"
+            return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
+        return case.on(**grounds)
+
+    def _among_fronts(self, rung: int, case: Case, peers: Peers) -> Decision:
+        """As with one metric, in the order of fronts: multi-objective ASHA (Schmucker et al. 2021), by stopping."""
+        peers.note(rung, list(case.vector))
+        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and isinstance(at, list)]
+        reached, grounds = len(others) + 1, Grounds(value=case.last, peers=len(others), rung=rung, bracket=self.bracket)
+        if reached <= self.bootstrap_count:
+            why = f"is number {reached} at rung {rung}, which promotes none of the first {self.bootstrap_count}"
+            return case.prune(why, **grounds)
+        promoted = max(1, reached // self.reduction_factor)
+        # Last, so that of equal ones the earlier goes on.
+        from hpsearch.storage.rungs.fronts import losses_of, order  # loads SQLAlchemy
+
+        rank = order(losses_of([*others, case.vector], case.maximized)).index(len(others)) + 1
+        if rank > promoted:
+            return case.prune(
+                f"rank {rank} of {reached} by fronts at rung {rung}, where the best {promoted} go on", **grounds
+            )
+        return case.on(**grounds)
+
+
+def require_reachable(min_resource: int, epochs: int) -> None:
+    """Refuse a first rung that no trial would ever reach."""
+    if min_resource > epochs:
+        raise ValueError(
+            f"pruner.min_resource {min_resource} is more than epochs {epochs}: no trial would ever reach it; lower it"
+        )
 
 
 class Promotion(NamedTuple):

@@ -1,34 +1,34 @@
-"""What the figures of a study's report show, as plain values: the page's own script draws them.
-
-A plotting library would bring its script along into every page: plotly's is 4.8 MB, and its smaller bundle, which
-PyPI does not have, 1 MB without parallel coordinates. Ours is 25 kB, and its colours are those of the reader's theme.
-"""
+"""The figures of the report: learning curves, Pareto front, hypervolume."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.foreseen import Forecast
+from hpsearch.search.console import counted
+from hpsearch.search.curves.forecast import Forecast
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import SHOWN
-from hpsearch.search.report.spent import Spent
-from hpsearch.search.report.trials import state_of
+from hpsearch.search.report.trials import Spent, in_hand, state_of
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.study.front import broken_bounds
 from hpsearch.search.study.ranking import first_value, in_bounds
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import REASON
+from hpsearch.search.study.summary import Summary, broken_bounds, format_value
+from hpsearch.storage.attributes import REASON, RUN_URL
+from hpsearch.storage.rungs.fronts import hypervolume, losses_of
+from hpsearch.storage.trials.history import read_epoch_values
 
 _AXES = 9  # of the parallel coordinates, the value's among them: more cannot be told apart
 _FORESEEN = 12  # trials whose ends are drawn beside the learning curves
-_POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
+_MAX_CURVE_POINTS = 40_000  # of all learning curves together, beyond which they are thinned out
 
 
 def figure_data(
@@ -42,7 +42,7 @@ def figure_data(
     forecasts: Mapping[int, Forecast],
 ) -> dict[str, Any]:
     """Return what the page's script draws, fit for JSON: what is no finite number is None."""
-    stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _POINTS) or 1
+    stride = math.ceil(sum(len(t.intermediate_values) for t in shown) / _MAX_CURVE_POINTS) or 1
     return {
         "metric": named(study.spec),
         "maximize": study.spec.direction == "maximize",
@@ -187,3 +187,141 @@ def _finalists(found: Finalists) -> list[dict[str, Any]]:
         }
         for row in found.rows
     ]
+
+
+_MAX_VOLUME_POINTS = 1000  # of the figure: of more epochs every second is looked at, or third
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What share of the final hypervolume a study had after so many epochs.
+
+    Attributes:
+        epochs: that were trained in the whole study.
+        points: after how many of them, the share, and whose epoch (from 1) made it so: where it changed.
+        reference: the worst of each metric among complete trials, up to which volume is counted.
+    """
+
+    epochs: int
+    points: list[tuple[int, float, int, int]]
+    reference: list[float]
+
+    @property
+    def figure(self) -> dict[str, Any]:
+        """What the page's script draws, fit for JSON."""
+        return {"epochs": self.epochs, "points": [(at, float(f"{share:.4g}"), *of) for at, share, *of in self.points]}
+
+
+def volume(study: StoredStudy, order: Sequence[tuple[int, int]]) -> Volume | None:
+    """Return the hypervolume over the epochs of a study; None while no volume is dominated.
+
+    A trial is in hand with the values of its best epoch so far by the first metric, as its model is kept and as it
+    ends. Where that epoch moves another metric may be worse than it was, and the volume may shrink.
+
+    Args:
+        study: of several metrics.
+        order: trial and epoch (from 0) of all that were trained, in the order in which they ended.
+    """
+    maximize, trials = study.spec.maximized, study.trials()
+    complete = [t.values for t in trials if t.state == TrialState.COMPLETE and t.values]
+    ended = [values for values in complete if all(map(math.isfinite, values))]
+    if not ended:
+        return None
+    worst = losses_of(ended, maximize).max(axis=0)
+    reported, usable = read_epoch_values(study.engine, study.study_id), in_hand(study)
+    held = np.full((len(trials), len(maximize)), np.inf)
+    stride = math.ceil(len(order) / _MAX_VOLUME_POINTS) or 1
+    found: list[tuple[int, float, int, int]] = []
+    changed: tuple[int, int] | None = None
+    for count, (number, step) in enumerate(order, start=1):
+        values = reported.get(trials[number]._trial_id, {}).get(step)
+        if number in usable and values is not None:
+            [losses] = losses_of([values], maximize)
+            if losses[0] < held[number, 0]:
+                held[number], changed = losses, (number, step + 1)
+        if changed is not None and (count % stride == 0 or count == len(order)):
+            now = hypervolume(held, worst.tolist())
+            if now != (found[-1][1] if found else 0.0):
+                found.append((count, now, *changed))
+            changed = None
+    if not found or not found[-1][1]:
+        return None
+    signs = np.where(maximize, -1.0, 1.0)
+    points = [(count, now / found[-1][1], number, epoch) for count, now, number, epoch in found]
+    return Volume(len(order), points, (worst * signs).tolist())
+
+
+_ROWS = 200  # of the table
+
+
+def front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
+    """Return what the page's script draws beside the trials, fit for JSON."""
+    names = list(study.spec.ways)
+    return {
+        "metrics": [{"name": name, "maximize": way == "maximize"} for name, way in study.spec.ways.items()],
+        "trials": [trial.number for trial in summary.front],
+        "bounds": [
+            {"metric": names.index(bound.metric), "limit": bound.limit, "text": str(bound)}
+            for bound in study.spec.bounds
+            if bound.metric in names
+        ],
+    }
+
+
+def front_section(study: StoredStudy, summary: Summary, names: list[str], found: Volume | None) -> dict[str, Any]:
+    """Return what the page says of the front.
+
+    Args:
+        study: of several metrics.
+        summary: of it.
+        names: of the parameters that have a column.
+        found: the hypervolume over epochs, if there is one.
+    """
+    spec = study.spec
+    undrawn = [str(bound) for bound in spec.bounds if bound.metric not in spec.ways]
+    return {
+        "metrics": list(spec.ways),
+        "numbers": {trial.number for trial in summary.front},
+        "rows": [
+            {
+                "number": trial.number,
+                "url": trial.user_attrs.get(RUN_URL),
+                "values": [(format_value(value), value) for value in trial.values],
+                "params": [_parameter(trial.params.get(name, "")) for name in names],
+            }
+            for trial in summary.front[:_ROWS]
+        ],
+        "left": max(len(summary.front) - _ROWS, 0),
+        "undrawn": " and ".join(undrawn),
+        "reference": None if found is None else ", ".join(map(_at, spec.ways, found.reference)),
+    }
+
+
+def _at(name: str, value: float) -> str:
+    return f"{name} {format_value(value)}"
+
+
+def _parameter(value: Any) -> tuple[str, Any]:
+    return format_value(value), value if isinstance(value, float) else None
+
+
+def headline(study: StoredStudy, summary: Summary) -> str:
+    """Return what came of a study of several metrics, in a sentence; of one that has a front."""
+    metrics = list(study.spec.ways)
+    named = f"{', '.join(metrics[:-1])} and {metrics[-1]}"
+    trials, many = counted(summary.finished, "trial"), len(summary.front)
+    if many == 1:
+        return f"The front in {named} is trial {summary.front[0].number} alone, out of {trials}."
+    return f"The front in {named} has {many} of {trials}: none of them is dominated by another trial."
+
+
+def cards(study: StoredStudy, summary: Summary) -> list[tuple[str, str]]:
+    """Return the numbers at the head of the page: how many are on the front, and the best of each metric."""
+    if not summary.front:
+        return []
+    found = [(str(len(summary.front)), f"on the front, of {counted(summary.complete, 'complete trial')}")]
+    for place, (name, way) in enumerate(study.spec.ways.items()):
+        sign = -1 if way == "maximize" else 1
+        best = min(summary.front, key=lambda trial: (sign * trial.values[place], trial.number))
+        found.append((format_value(best.values[place]), f"best {name} on the front, trial {best.number}"))
+    return found

@@ -1,8 +1,10 @@
-"""The report of a study: one HTML page that needs nothing beside itself."""
+"""The HTML report of a study."""
 
 from __future__ import annotations
 
 import datetime
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,7 @@ from jinja2 import Environment, PackageLoader
 from optuna.trial import TrialState
 
 from hpsearch.search.console import counted
-from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
-from hpsearch.search.finalists.expected import LEVEL
+from hpsearch.search.curves.forecast import CHOSEN, chosen_line
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
     drawn,
@@ -22,24 +23,58 @@ from hpsearch.search.finalists.text import (
     ranked,
     told_verdict,
 )
-from hpsearch.search.pruning import study_rungs
-from hpsearch.search.report.figures import figure_data, importances, named
-from hpsearch.search.report.foreseen import foreseen
-from hpsearch.search.report.front import cards as front_cards
-from hpsearch.search.report.front import front_figure, front_section, headline
-from hpsearch.search.report.promotions import subject, with_refits
-from hpsearch.search.report.pruned import pruned_by_epoch
-from hpsearch.search.report.spent import spent
-from hpsearch.search.report.trials import parameter_names, shown_trials, state_of, trial_rows
-from hpsearch.search.report.volume import volume
+from hpsearch.search.finalists.winner import LEVEL
+from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.report.figures import cards as front_cards
+from hpsearch.search.report.figures import (
+    figure_data,
+    front_figure,
+    front_section,
+    headline,
+    importances,
+    named,
+    volume,
+)
+from hpsearch.search.report.show import foreseen, subject, with_refits
+from hpsearch.search.report.trials import parameter_names, shown_trials, spent, state_of, trial_rows
 from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
-from hpsearch.storage.attributes import REASON, RUN_URL, SMOKE
+from hpsearch.storage.attributes import PRUNING, REASON, RUN_URL, SMOKE
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_openings import Opening, read_opening
 from hpsearch.storage.rungs.rungs import read_rungs
+
+
+def pruned_by_epoch(study: StoredStudy) -> list[dict[str, str]]:
+    """Return a row for each epoch, from 1, at which trials were pruned: how many, the cut-offs, the peers."""
+    records: dict[tuple[int, int | None], list[dict[str, Any]]] = defaultdict(list)
+    for trial in study.trials():
+        record = trial.user_attrs.get(PRUNING)
+        if record is not None and "epoch" in record and trial.state.is_finished():
+            records[record["epoch"], record.get("rung")].append(record)
+    return [
+        {
+            "epoch": str(epoch + 1),
+            "rung": "" if rung is None else str(rung),
+            "trials": str(len(found)),
+            "values": _span([r.get("value") for r in found], ".4f"),
+            "cutoffs": _span([r.get("cutoff") for r in found], ".4f"),
+            "peers": _span([r.get("peers") for r in found], "d"),
+        }
+        for (epoch, rung), found in sorted(records.items(), key=lambda item: (item[0][0], item[0][1] or 0))
+    ]
+
+
+def _span(values: Sequence[object], form: str) -> str:
+    """Return ``0.91 to 0.95``; what is no finite number (those are written as text) is left out."""
+    numbers = sorted(v for v in values if isinstance(v, int | float))
+    if not numbers:
+        return ""
+    low, high = (format(number, form) for number in (numbers[0], numbers[-1]))
+    return low if low == high else f"{low} to {high}"
+
 
 _BECAME = {"promoted": "went on", "waiting": "waiting", "pruned": "pruned there"}  # of trials at a rung
 _FAILURES = 20  # listed with their reasons; the table of trials has them all

@@ -1,27 +1,90 @@
-"""Training the finalists of a study with a fleet on this machine, as `run` does a search."""
+"""Retrain finalists, or refit the winner, with a fleet on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from optuna.trial import TrialState
 from rich.console import Console
 
-from hpsearch.search.console import command
-from hpsearch.search.finalists.study import create_or_join, passed_over
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+from hpsearch.search.console import command, counted, steps
+from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.choose import create_or_join, passed_over
+from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
-from hpsearch.search.publish.study import close_study
-from hpsearch.search.run.beside import open_beside, train_beside
-from hpsearch.search.run.drive import tell_failed
+from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
 from hpsearch.search.services import Services
-from hpsearch.search.steps import steps
-from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.checkpoints import note_checkpoints
+from hpsearch.search.study.study import StoredStudy, with_tracking
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.publish import close_study
+from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import REASON, RUN_URL
+from hpsearch.storage.attributes import REASON, RUN_URL, STOPPED, TRACKING_URI
+from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.mlflow.health import one_line
 from hpsearch.storage.records.test_openings import read_opening
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A study beside a search, whether it was made now, its services, and why MLflow is away where it is."""
+
+    study: StoredStudy
+    created: bool
+    services: Services
+    away: str | None
+
+
+def open_beside(
+    services: Services, search: StoredStudy, options: WorkerOptions, make: Callable[[], tuple[StoredStudy, bool]]
+) -> Beside:
+    """Make or join a study beside a search, with a run in MLflow.
+
+    Raises:
+        SearchError: the search is none, or has nothing to train again.
+        StorageError: a service cannot be used.
+    """
+    if options.checkpoint_url is not None:
+        Checkpoints(options.checkpoint_url).check()
+    if (of := search.spec.finalists_of) is not None:
+        raise SearchError(f"study {search.spec.name!r} holds {of.what}: {search.go_on}")
+    services = with_tracking(services, search)
+    study, created = make()
+    study.set_attr(TRACKING_URI, services.open_tracking().uri)
+    away = open_run(services, study, required=False)
+    if options.checkpoint_url is not None:
+        note_checkpoints(study, options.checkpoint_url)
+    return Beside(study, created, services, away)
+
+
+def train_beside(console: Console, beside: Beside, options: WorkerOptions, workers: int) -> tuple[bool, Fleet | None]:
+    """Train what is left by so many workers, and tell MLflow; return whether it was interrupted, and the fleet.
+
+    Raises:
+        SearchError: the study was stopped.
+        ObjectiveError: the objective cannot be loaded.
+    """
+    study, services = beside.study, beside.services
+    if beside.away:
+        console.print(f"{beside.away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
+    interrupted, fleet = False, None
+    if workers:
+        check_readers(study.spec)
+        if why := study.attrs.get(STOPPED):
+            raise SearchError(
+                f"study {study.spec.name!r} was stopped {why}: start it with {command('start', study.spec.name)}"
+            )
+        if warning := study.source_warning(load_objective(study.spec.objective)):
+            console.print(f"warning: {warning}", style="yellow")
+        interrupted, fleet = drive(console, services, study, workers, options)
+    tell_outbox(console, services, study, interrupted=interrupted)
+    return interrupted, fleet
 
 
 @dataclass(frozen=True)
@@ -51,7 +114,7 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         services: where the study is kept.
         study: the study, whose search is over.
         options: of the workers.
-        top, seeds, new_set, infeasible: for :func:`hpsearch.search.finalists.study.create_or_join`.
+        top, seeds, new_set, infeasible: for :func:`hpsearch.search.finalists.choose.create_or_join`.
         workers: how many; none to choose and show only.
         console: told what happens.
 
@@ -121,3 +184,64 @@ def _tell(console: Console, services: Services, study: StoredStudy) -> None:
         console.print(
             f"MLflow was not told of the finalists ({one_line(error)}); tell it with: {again}", style="yellow"
         )
+
+
+@dataclass(frozen=True)
+class RefitRan:
+    """What training a refit came to: its runs, whether a signal ended it, and why workers gave up."""
+
+    refit: Refit
+    interrupted: bool = False
+    gave_up: tuple[str, ...] = ()
+
+
+def run_refit(
+    services: Services,
+    study: StoredStudy,
+    options: WorkerOptions,
+    *,
+    trial: int | None,
+    seeds: int | None,
+    workers: int,
+    console: Console,
+) -> RefitRan:
+    """Make, or go on with, the refit of a study's winner, train what is left of it, and return what it came to.
+
+    Args:
+        services: where the study is kept.
+        study: the search, whose finalists have a winner.
+        options: of the workers.
+        trial, seeds: for :func:`hpsearch.search.finalists.refit.create_or_join_refit`.
+        workers: how many; none to make and show only.
+        console: told what happens.
+
+    Raises:
+        SearchError: there is no winner, or it trains by a loop of its own; or the refit was stopped.
+        ObjectiveError: the objective cannot be loaded.
+        StorageError: a service cannot be used.
+    """
+
+    def make() -> tuple[StoredStudy, bool]:
+        if isinstance(load_objective(study.spec.objective), LoopObjective):
+            raise SearchError(
+                f"--refit: {study.spec.objective} trains by a loop of its own, which divides its data itself: promote "
+                "the winner without --refit"
+            )
+        return create_or_join_refit(study, seeds=seeds, trial=trial)
+
+    with steps(console) as tell:
+        tell("making the refit")
+        beside = open_beside(services, study, options, make)
+    made, found = beside.study, tabulate_refit(beside.study)
+    console.print(
+        f"refit of trial {found.of} of {study.spec.name}{' (new)' if beside.created else ''}: "
+        f"{counted(found.epochs, 'epoch')} on train and validation, on {counted(len(found.seeds), 'seed')}"
+    )
+    interrupted, fleet = train_beside(console, beside, options, workers if found.pending else 0)
+    found = tabulate_refit(made)
+    for line in refit_lines(made, found):
+        console.print(line)
+    gave_up = tell_failed(console, fleet)
+    if found.pending:
+        console.print(f"go on with: {made.go_on}; or join with: {command('worker', '--study', made.spec.name)}")
+    return RefitRan(found, interrupted, gave_up)

@@ -11,29 +11,23 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.objectives.base import BaseObjective
-from hpsearch.objectives.objective import Objective
-from hpsearch.search.console import command, counted
+from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.search.console import command, counted, steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.publish.study import close_study
 from hpsearch.search.report import write_report
-from hpsearch.search.report.summary import summary_lines
-from hpsearch.search.run.drive import drive, open_run, tell_failed, tell_outbox
+from hpsearch.search.report.show import summary_lines
+from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.spec import parse_spec, with_room
-from hpsearch.search.steps import steps
 from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.create_or_join import complete_settings
+from hpsearch.search.study.create import complete_settings, load_for_search, prepare_study, start_clock
 from hpsearch.search.study.enqueue import read_rows, waits_in_vain
-from hpsearch.search.study.folders import report_path
-from hpsearch.search.study.prepare import load_for_search, prepare_study, start_clock
 from hpsearch.search.study.smoke import smoke_test
-from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.study import StoredStudy, judged_objective, report_path, require_measurable, with_tracking
 from hpsearch.search.study.summary import Summary, summarise
-from hpsearch.search.study.tracking import with_tracking
-from hpsearch.search.tracking.readers import check_readers
-from hpsearch.search.worker.judged import judged_objective, require_measurable
+from hpsearch.search.tracking.publish import close_study
+from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_ID, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints

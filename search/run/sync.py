@@ -7,20 +7,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import command, counted, steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.publish.study import close_if_spent
 from hpsearch.search.services import Services
-from hpsearch.search.steps import steps
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.folders import outbox_folder
-from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.search.study.tracking import tracking_of, tracking_uri_of
-from hpsearch.search.tracking.readers import readers_of
+from hpsearch.search.study.study import StoredStudy, load_study, outbox_folder, tracking_of, tracking_uri_of
+from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
-from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.tracking.tracker import Tracker, readers_of
 from hpsearch.storage.mlflow.health import TrackingAwayError
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 @dataclass(frozen=True)

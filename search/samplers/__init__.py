@@ -1,8 +1,6 @@
-"""Samplers: a file for each, with its options and how it is built; one that is put here is found."""
+"""Samplers: one class for each, with its options. A new module is added to the imports below."""
 
-from hpsearch.search.discovery import load_modules
+from hpsearch.search.samplers import curves, listed, optuna, optunahub
 from hpsearch.search.samplers.base import SamplerSpec
 
-load_modules(__name__, __path__)
-
-__all__ = ["SamplerSpec"]
+__all__ = ["SamplerSpec", "curves", "listed", "optuna", "optunahub"]

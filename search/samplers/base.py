@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hpsearch.search.kinds import Kind
+from hpsearch.search.spec.kinds import Kind
 
 if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
     from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
     from optuna.study import StudyDirection
     from optuna.trial import FrozenTrial
 
-    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.objective import BaseObjective
 
 
 class SamplerSpec(Kind):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hpsearch.search.kinds import Number
 from hpsearch.search.samplers.base import SamplerSpec
+from hpsearch.search.spec.kinds import Number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optuna.samplers import BaseSampler
 
-    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.objective import BaseObjective
 
 INSTALL = "./hpsearch add optunahub (or: pip install 'hpsearch[optunahub]') on all machines"
 

@@ -12,12 +12,12 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 
 from hpsearch.objectives.loading import current_reference
 from hpsearch.search.errors import SearchError, nearest
-from hpsearch.search.kinds import Number, Options, refusal
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.percentile import Median
+from hpsearch.search.pruners.stopping import Median
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.samplers.tpe import TPE
-from hpsearch.search.spec.several import (
+from hpsearch.search.samplers.optuna import TPE
+from hpsearch.search.spec.kinds import Number, Options, refusal
+from hpsearch.search.spec.multi_objective import (
     USUAL,
     Bound,
     Direction,

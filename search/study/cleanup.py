@@ -15,8 +15,7 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from hpsearch.search.study.folders import runs_folder
-from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.search.study.study import StoredStudy, load_study, runs_folder
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
@@ -27,7 +26,7 @@ from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.test_openings import read_opening
-from hpsearch.storage.trials.finalist_sets import finalist_studies
+from hpsearch.storage.trials.history import finalist_studies
 
 KEEP_TOP = 5
 _BY_GC = "hpsearch gc removed its model and its best checkpoint"

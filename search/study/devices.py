@@ -10,7 +10,7 @@ from itertools import groupby
 from hpsearch.search.console import counted
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import PACE
-from hpsearch.storage.trials.attempts import TIMES, read_devices
+from hpsearch.storage.trials.history import TIMES, read_devices
 
 _NAMED = 3  # trials that changed devices, of many
 _RATE, _EFFICIENCY = "samples_per_second_per_device", "scaling_efficiency"

@@ -1,26 +1,72 @@
-"""Configurations of somebody's own, from a file: all checked before one is written, each enqueued once."""
+"""Enqueue trials with given parameters."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
 from hpsearch.search.console import command, counted
 from hpsearch.search.errors import SearchError
-from hpsearch.search.sampling.given import asked_for, waiting_trial
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import ORIGIN
 from hpsearch.storage.study_storage.creating import insert_missing_by
-from hpsearch.storage.trials.attempts import last_attempts
-from hpsearch.storage.trials.spec_change import change_spec
+from hpsearch.storage.trials.budget import change_spec
+from hpsearch.storage.trials.history import last_attempts
+
+
+def default_params(objective: BaseObjective) -> dict[str, Any] | None:
+    """Return the parameters of the objective's `defaults`, and the middle of those that it does not name.
+
+    Returns:
+        None where the objective gives no default.
+
+    Raises:
+        ObjectiveError: the search space does not have it.
+    """
+    if not objective.defaults:
+        return None
+    space = Given(objective.defaults)
+    try:
+        asked_for(objective, space)
+    except NotInSpaceError as error:
+        raise ObjectiveError(
+            f"{type(objective).__name__}.defaults: {error}; mend it, or run with --no-default-first"
+        ) from None
+    return space.values
+
+
+def asked_for(objective: BaseObjective, space: Given) -> dict[str, Any]:
+    """Return what was given as the objective's search space has it.
+
+    Raises:
+        NotInSpaceError: it does not have it.
+        ObjectiveError: `suggest` failed.
+    """
+    with users_code(f"{type(objective).__name__}.suggest"):
+        objective.configure(space)
+    space.require_all_taken(objective.name)
+    return {name: space.values[name] for name in space.given}
+
+
+def waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
+    """Return a trial that is to run `params`, and what they leave open as the sampler has it.
+
+    Args:
+        params: some or all parameters.
+        origin: who gave them, for a person to read.
+    """
+    system, user = {"fixed_params": dict(params)}, {ORIGIN: origin}
+    return create_trial(state=TrialState.WAITING, system_attrs=system, user_attrs=user)
 
 
 def read_rows(path: Path, objective: BaseObjective) -> list[FrozenTrial]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.storage import pareto
 from hpsearch.storage.attributes import BROKEN
-from hpsearch.storage.pareto import losses_of
+from hpsearch.storage.rungs import fronts
+from hpsearch.storage.rungs.fronts import losses_of
 
 
 def best_first(values: Mapping[int, float], *, maximize: bool) -> list[int]:
@@ -26,7 +26,7 @@ def is_on_front(values: Sequence[float], others: Sequence[Sequence[float]], maxi
 
     Who is on the front when all have ended is on it at its own end.
     """
-    return 0 in pareto.front(losses_of([values, *others], maximize))
+    return 0 in fronts.front(losses_of([values, *others], maximize))
 
 
 def is_among_best(number: int, value: float, others: Mapping[int, float], *, top: int, maximize: bool) -> bool:
@@ -76,7 +76,7 @@ def rank_trials(
     """
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) > 1:
-        order = pareto.best_first(losses_of([trial.values for trial in ended], maximize))
+        order = fronts.best_first(losses_of([trial.values for trial in ended], maximize))
         return [ended[place] for place in order]
     values = {trial.number: float(trial.values[0]) for trial in ended}
     by_number = {trial.number: trial for trial in ended}
@@ -91,6 +91,6 @@ def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasi
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) == 1:
         return rank_trials(ended, maximize, infeasible=infeasible)[:1]
-    members = [ended[place] for place in pareto.front(losses_of([trial.values for trial in ended], maximize))]
+    members = [ended[place] for place in fronts.front(losses_of([trial.values for trial in ended], maximize))]
     sign = -1 if maximize[0] else 1
     return sorted(members, key=lambda trial: (sign * trial.values[0], trial.number))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hpsearch.objectives.base import BaseObjective
-from hpsearch.objectives.objective import Objective
+from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult, smoke
 from hpsearch.search.console import command
-from hpsearch.search.study.prepare import suggested
+from hpsearch.search.study.create import suggested
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import RUN_ID, SMOKE
 from hpsearch.storage.mlflow.client import Tracking

@@ -16,16 +16,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruning import study_rungs
+from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.spec.spec import parse_spec, typed
 from hpsearch.search.study.enqueue import add
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import REASON, STOPPED
+from hpsearch.storage.trials.budget import GivenUp, change_budgets, change_spec, spending_in, take_up
 from hpsearch.storage.trials.claims import running_now
-from hpsearch.storage.trials.giving_up import GivenUp, take_up
 from hpsearch.storage.trials.reopening import go_on_again, reopen_trial, wait_again
-from hpsearch.storage.trials.spec_change import change_spec
-from hpsearch.storage.trials.spending import change_budgets, spending_in
 
 
 def stop_study(study: StoredStudy) -> str | None:

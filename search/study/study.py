@@ -1,25 +1,32 @@
-"""A study with the spec that is stored in it, loaded by its name."""
+"""A stored study: spec, storage, trials, budget and run directories."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.base import BaseObjective
-from hpsearch.objectives.loading import source_hash
+from hpsearch.objectives.loading import load_objective, source_hash
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.training.trainer import device_named
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError, nearest
+from hpsearch.search.services import Services, why_away
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.trials.giving_up import GivenUp
-from hpsearch.storage.trials.spending import Spending, done, read_spending
+from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.storage.mlflow.client import Tracking
+from hpsearch.storage.mlflow.health import check_server
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.budget import GivenUp, Spending, done, read_spending
+from hpsearch.storage.trials.claims import Claim
 
 
 @dataclass(frozen=True)
@@ -168,3 +175,137 @@ def parent_of(chosen: StoredStudy) -> StoredStudy:
             f"delete them too: {command('delete', chosen.spec.name)}"
         )
     return parent
+
+
+# What a later attempt goes on with beside the checkpoint, which is found by the database's word alone.
+_CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
+
+
+def open_attempt_dir(runs: Path, claim: Claim) -> Path:
+    """Make the directory of an attempt, with the logs of the one before it, where this machine has them.
+
+    Args:
+        runs: the study's run directories on this machine.
+        claim: the attempt.
+    """
+    folder = runs / f"{claim.number:04d}-{claim.attempt}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for earlier in range(claim.attempt - 1, 0, -1):
+        if (before := runs / f"{claim.number:04d}-{earlier}").is_dir():
+            for name in _CARRIED:
+                if (before / name).exists():
+                    shutil.copy2(before / name, folder / name)
+            break
+    return folder
+
+
+def remove_earlier(runs: Path, claim: Claim) -> None:
+    """Remove the directories of the attempts before this one: the trial has ended."""
+    for earlier in range(1, claim.attempt):
+        shutil.rmtree(runs / f"{claim.number:04d}-{earlier}", ignore_errors=True)
+
+
+def runs_folder(runs_dir: Path, study: StoredStudy) -> Path:
+    """Return the folder of a study's run directories on this machine."""
+    return runs_dir / study.folder
+
+
+def outbox_folder(home: Path, study: StoredStudy) -> Path:
+    """Return the folder of what this machine has for MLflow of a study."""
+    return home / "outbox" / study.folder
+
+
+def report_path(services: Services, study: StoredStudy) -> Path:
+    """Return where the report of a study is written by default."""
+    return services.home / "reports" / f"{study.spec.name}.html"
+
+
+def known_tracking_uri(services: Services, study: StoredStudy) -> str | None:
+    """Return the address of the study's tracking server; None where nobody has named one yet."""
+    return services.tracking_uri or study.attrs.get(TRACKING_URI)
+
+
+def tracking_uri_of(services: Services, study: StoredStudy) -> str:
+    """Return the address of the study's tracking server.
+
+    Raises:
+        SearchError: nobody has named one.
+    """
+    if (uri := known_tracking_uri(services, study)) is None:
+        raise SearchError(f"study {study.spec.name!r} names no tracking server: give --tracking-uri")
+    return uri
+
+
+def tracking_of(services: Services, study: StoredStudy) -> Tracking:
+    """Return the study's tracking server, which answers.
+
+    Raises:
+        SearchError: nobody has named one.
+        StorageError: it does not answer.
+    """
+    uri = tracking_uri_of(services, study)
+    check_server(uri)
+    return services.open_tracking(uri)
+
+
+def with_tracking(services: Services, study: StoredStudy, *, required: bool = False) -> Services:
+    """Return the services with the study's tracking server, and why it does not answer, if it does not.
+
+    Raises:
+        SearchError: nobody has named one.
+        StorageError: its address is wrong, or it is `required` and does not answer.
+    """
+    uri = tracking_uri_of(services, study)
+    return replace(services, tracking_uri=uri, tracking_away=why_away(uri, required=required))
+
+
+def note_release(study: StoredStudy) -> None:
+    """Note at a study that is new which release made it."""
+    study.set_attr(RELEASE, version("hpsearch"))
+
+
+def check_release(study: StoredStudy) -> None:
+    """Refuse to train trials of a study that a release of another series made.
+
+    Raises:
+        SearchError: it names both.
+    """
+    made, own = study.attrs.get(RELEASE), version("hpsearch")
+    if made is not None and _series(made) != _series(own):
+        raise SearchError(
+            f"study {study.spec.name!r} was made by hpsearch {made}, whose trials may come to other numbers than those "
+            f"of {own} here: install hpsearch {made} on this machine"
+        )
+
+
+def _series(release: str) -> list[str]:
+    """What changes when numbers may: the first part, and before 1.0 the second one as well."""
+    parts = release.split(".")
+    return parts[:2] if parts[0] == "0" else parts[:1]
+
+
+def judged_objective(spec: StudySpec) -> BaseObjective:
+    """Return the study's objective, which reports all that the study asks for.
+
+    Raises:
+        ObjectiveError: it cannot be loaded, or does not have such a metric.
+    """
+    objective = load_objective(spec.objective)
+    objective.judge_by(spec.metric, spec.direction)
+    objective.also_report(spec.also_reported)
+    return objective
+
+
+def require_measurable(spec: StudySpec, device: str | None) -> None:
+    """Refuse to train where each trial would fail, for what a study asks for cannot be measured.
+
+    Raises:
+        SearchError: it cannot on that device.
+        ObjectiveError: there is no such device.
+    """
+    if "peak_memory_mb" in spec.also_reported and (kind := device_named(device).type) != "cuda":
+        raise SearchError(
+            f"study {spec.name!r} asks for peak_memory_mb, which is measured on CUDA devices, and here it would be "
+            f"trained on {kind}: train it where there is a GPU, or search by model_mb or parameters"
+        )

@@ -1,15 +1,74 @@
-"""What a study came to: counts, the best trial, and the time that pruning saved."""
+"""The summary of a study: counts, best trials, Pareto front, rungs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.search.console import counted
+from hpsearch.search.pruners.study_pruner import study_rungs
+from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import front_of, in_bounds
-from hpsearch.search.study.rungs import seconds_run
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.attributes import INFEASIBLE, TRACKING
+from hpsearch.storage.attributes import BROKEN, INFEASIBLE, RUNG, TRACKING
+from hpsearch.storage.rungs.rungs import read_rungs
+from hpsearch.storage.trials.history import seconds_of_attempts
+
+_MOST = 12  # of the front's trials in a text
+
+
+def told_values(spec: StudySpec, trial: FrozenTrial) -> str:
+    """Return a trial's values for a person: ``accuracy 0.9871, latency_ms 1.92``."""
+    values = trial.values or ()
+    return ", ".join(f"{name} {value:.4g}" for name, value in zip(spec.ways, values, strict=False))
+
+
+def broken_bounds(spec: StudySpec, trial: FrozenTrial) -> list[str]:
+    """Return a line for each constraint that a finished trial breaks: ``model_mb 12.5, not <= 10``."""
+    if not spec.constraints or not trial.state.is_finished():
+        return []
+    if lines := trial.user_attrs.get(BROKEN):
+        return [str(line) for line in lines]
+    # One that was pruned while it waited at a rung was settled by another: by how much is there, as Optuna has it.
+    over = {bound: trial.constraints.get(bound.metric, 0.0) for bound in spec.bounds}
+    return [
+        bound.told(bound.limit + by if bound.sign == "<=" else bound.limit - by) for bound, by in over.items() if by > 0
+    ]
+
+
+def front_lines(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
+    """Return the front as lines of plain text, a line for each trial, the best by the first metric first."""
+    many = f"{len(front)} trials that no other dominates" if len(front) > 1 else "1 trial"
+    lines = [f"front: {many}"]
+    rows = [("trial", *spec.ways)]
+    rows += [(str(trial.number), *(f"{value:.6g}" for value in trial.values)) for trial in front[:_MOST]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["    " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if len(front) > _MOST:
+        lines.append(f"    and {len(front) - _MOST} more")
+    return lines
+
+
+def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, float]:
+    """Return for how long each finished trial was run, by its id: without the time that it waited at rungs."""
+    paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
+    found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
+    return found | (seconds_of_attempts(study.engine, paused) if paused else {})
+
+
+def rung_lines(study: StoredStudy) -> list[str]:
+    """Return a line for each rung that a trial has reached; none where no trial waits at rungs."""
+    if (rungs := study_rungs(study.spec)) is None:
+        return []
+    lines = []
+    for at in read_rungs(study.engine, study.study_id):
+        epochs = counted(rungs.epochs[at.rung], "epoch")
+        waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
+        pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""
+        lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}{pruned}")
+    return lines
 
 
 @dataclass(frozen=True)

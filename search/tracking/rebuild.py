@@ -13,9 +13,9 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.fit import result_of
 from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
@@ -33,7 +33,7 @@ from hpsearch.storage.errors import StoredCheckpointError
 from hpsearch.storage.mlflow.health import one_line
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One process's way to all that is told of one study: its outbox, what reads it, the run that all trials hang under."""
+"""The trackers of a worker: one journal and one reader per tracking service."""
 
 from __future__ import annotations
 
@@ -8,31 +8,129 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hpsearch.search.console import counted
+from hpsearch.search.errors import SearchError
+from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.folders import outbox_folder
-from hpsearch.search.study.study import StoredStudy
-from hpsearch.search.tracking.readers import readers_of
-from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.search.study.study import StoredStudy, outbox_folder, parent_of
 from hpsearch.search.tracking.system_metrics import SystemMetrics
+from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
+from hpsearch.storage.database.locks import still_held, study_lock
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Reader
+from hpsearch.storage.journals.reader import Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.mlflow.shipper import Shipper
+from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
+from hpsearch.storage.tensorboard.reader import is_installed as has_tensorboard
 from hpsearch.storage.trials.claims import Lost, Retired
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.wandb_runs.reader import WandbRuns, check_account
+from hpsearch.storage.wandb_runs.reader import is_installed as has_wandb
+
+
+def check_readers(spec: StudySpec) -> None:
+    """Refuse a study whose readers cannot be told anything from here, before it is created or joined.
+
+    Raises:
+        SearchError: a package is missing.
+        StorageError: a folder cannot be written, or a key is missing.
+    """
+    if spec.tensorboard is not None:
+        if not has_tensorboard():
+            raise SearchError(
+                f"--tensorboard {spec.tensorboard}: the package tensorboard is not installed: {_install('tensorboard')}"
+            )
+        check_folder(Path(spec.tensorboard))
+    if spec.wandb is not None:
+        if not has_wandb():
+            raise SearchError(f"--wandb {spec.wandb}: the package wandb is not installed: {_install('wandb')}")
+        check_account(spec.wandb)
+
+
+def readers_of(study: StoredStudy, home: Path) -> list[Reader]:
+    """Return the readers of a study beside MLflow; what they keep on this machine is in its `home`."""
+    spec, readers = study.spec, list[Reader]()
+    if spec.tensorboard is not None:
+        readers.append(TensorBoard(Path(spec.tensorboard), spec.name, study.folder, TrialEnds(study.engine)))
+    if spec.wandb is not None:
+        folder = home / "wandb" / study.folder
+        readers.append(WandbRuns(spec.wandb, spec.name, study.folder, folder, TrialEnds(study.engine)))
+    return readers
+
+
+def _install(extra: str) -> str:
+    return f"./hpsearch add {extra} (or: pip install 'hpsearch[{extra}]') on all machines"
+
+
+def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
+    """Return the study's parent run, made if it is missing; all who ask at once get the same one.
+
+    One that is there is found without the study's lock, which a frozen process may hold.
+
+    Raises:
+        StorageError: its run, or the experiment, was deleted; or somebody else is at it for long.
+        MlflowException: the server does not answer, or refuses.
+    """
+    attrs = study.attrs
+    known = attrs.get(RUN_ID)
+    if known is not None and attrs.get(TRACKING_URI) == tracking.uri and tracking.has_run(known):
+        if attrs.get(RUN_URL) != (url := tracking.run_url(known)):  # MLflow is shown under another address by now
+            study.set_attr(RUN_URL, url)
+        return str(known)
+    return _ensure_parent_run(study, tracking)
+
+
+def _ensure_parent_run(study: StoredStudy, tracking: Tracking) -> str:
+    """Make the study's parent run under its lock, unless somebody else was faster.
+
+    The runs of finalists are children of the run of the search that they are of.
+    """
+    spec = study.spec
+    if spec.finalists_of is not None:
+        parent = parent_of(study)
+        run_id = open_parent_run(parent, tracking)
+        for key in (RUN_ID, RUN_URL, TRACKING_URI):
+            study.set_attr(key, parent.attrs[key])
+        return run_id
+    with study_lock(study.engine, study.study_id) as connection:
+        run_id = tracking.study_run(
+            spec.name,
+            study.study_id,
+            params=_parameters(spec.model_dump(exclude={"finalists_of"})),
+            known=study.attrs.get(RUN_ID),
+            may_create=lambda: still_held(connection),
+        )
+        still_held(connection)
+        study.set_attr(RUN_ID, run_id)
+        study.set_attr(RUN_URL, tracking.run_url(run_id))
+        study.set_attr(TRACKING_URI, tracking.uri)
+    return run_id
+
+
+def _parameters(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec flat: ``sampler.n_startup_trials`` and so on."""
+    flat: dict[str, Any] = {}
+    for key, value in spec.items():
+        if isinstance(value, dict):
+            flat |= {key: value["name"]} if "name" in value else {}
+            flat |= {f"{key}.{k}": v for k, v in value.items() if k != "name"}
+        else:
+            flat[key] = value
+    return flat
+
 
 _STARTING = 15.0  # seconds that a server may take to start
 
 
 def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
     """Return what notes on what grounds a trial was pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-    return journal_records.Tags({"hpsearch.pruning": json.dumps(grounds)})
+    return journal_records.Tags({"hpsearch.pruners.study_pruner": json.dumps(grounds)})
 
 
 class Tracker:

@@ -1,33 +1,93 @@
-"""What a trial leaves in MLflow: its run, however many attempts it takes, and what its end publishes.
-
-All of it goes into the attempt's journal (:mod:`storage.journals.outbox`), and so costs the training thread a line on
-disk.
-"""
+"""What a trial logs to its trackers: parameters, metrics, artifacts, the model and its provenance."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import socket
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from optuna.trial import TrialState
 
 from hpsearch.objectives.measured import value_of
-from hpsearch.objectives.training.result import RunResult
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.training.ranks import current
+from hpsearch.objectives.training.reproducibility.environment import environment
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.result import Exported, RunResult
+from hpsearch.objectives.training.trainer import device_named
+from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import in_bounds, is_among_best, is_on_front
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.tracker import Tracker, pruning_tags
-from hpsearch.search.tracking.trial_model import model_record, run_params, told, write_model
 from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
+from hpsearch.storage.mlflow import model
 from hpsearch.storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
+from hpsearch.storage.mlflow.model import WEIGHTS_ONLY, keep_weights
 from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 log = logging.getLogger(__name__)
+
+
+def write_model(
+    exported: Callable[[], Exported], folder: Path, *, checkpoint: Path | None, objective: str, number: int
+) -> dict[str, str]:
+    """Export the model, or else keep its checkpoint, and return the tags that say why.
+
+    Args:
+        exported: makes what there is to export.
+        folder: where to; replaced when it exists.
+        checkpoint: the trial's `best.pt`, where there is one.
+        objective: reference of the objective.
+        number: the trial's.
+
+    Raises:
+        OSError: there is no room.
+        Exception: it cannot be exported, and there is no checkpoint; whatever ``torch.export`` says of it.
+    """
+    try:
+        model.export_model(*exported(), folder)
+        return {}
+    except Exception as error:  # whatever torch.export says of it
+        if isinstance(error, OSError) or checkpoint is None:
+            raise
+        why = told(error)
+    log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", number, why)
+    keep_weights(checkpoint, folder, objective=objective, why=why)
+    return {WEIGHTS_ONLY: why}
+
+
+def model_record(
+    spec: StudySpec, number: int, params: Mapping[str, Any], best: EpochRecord, tags: Mapping[str, str]
+) -> journal_records.Model:
+    """Return what MLflow is told of the model of trial `number`, which is of its `best` epoch."""
+    return journal_records.Model(
+        name=f"{spec.name.replace('.', '_')}-trial-{number}",  # MLflow refuses dots
+        step=best.epoch,
+        at=best.timestamp,
+        metrics=best.metrics,
+        params=dict(params),
+        tags={"hpsearch.study": spec.name, "hpsearch.trial": str(number), **tags},
+    )
+
+
+def run_params(spec: StudySpec, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a trial's run, and of its model: those that were suggested, and the study's own."""
+    return {**params, "seed": spec.seed, "epochs": spec.epochs}
+
+
+def told(error: Exception) -> str:
+    """Return the first line of what an exporter says: the rest is where it was in torch."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
+
 
 _LONGEST_DIGEST = 36  # characters that MLflow takes for a dataset's
 
@@ -245,3 +305,26 @@ class TrialTracking:
             self.finish(Outcome.CANCELLED, reason)
         else:
             self.leave()
+
+
+_VERSIONS = ("python", "torch", "numpy", "scikit-learn", "torchmetrics", "pytorch-optimizer")
+
+
+def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
+    """Return tags for the runs of a worker: commit, versions, device. `config.yaml` of a run has all of it.
+
+    Raises:
+        ObjectiveError: there is no such device.
+    """
+    source = inspect.getsourcefile(type(objective))
+    found = environment(device_named(device), Path(source).resolve() if source else None)
+    tags = {
+        "hpsearch.versions": ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
+        "hpsearch.device": str(found["device_name"]),
+        "hpsearch.devices": str(current().world),  # that train a trial together
+        "hpsearch.objective_sha256": str(found["source_sha256"] or ""),
+    }
+    if sha := found.get("git_sha"):
+        # The name that MLflow's UI shows as the run's source version.
+        tags |= {"mlflow.source.git.commit": sha, "hpsearch.git_dirty": str(found["git_dirty"]).lower()}
+    return tags

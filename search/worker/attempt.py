@@ -1,36 +1,316 @@
-"""One attempt at a trial: from its claim to its end, or to where it is given back."""
+"""One attempt of a worker at a trial: training session, epoch reports and the verdict after each epoch."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.errors import ObjectiveError, nearest
+from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
+from hpsearch.objectives.training.session import Due, LocalSession, Verdict
 from hpsearch.search.console import counted
-from hpsearch.search.sampling.seeds import division_seed, training_seed
-from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.process import Leaving
+from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
+from hpsearch.search.samplers.suggest import division_seed, suggest, training_seed
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.devices import pace_of
-from hpsearch.search.study.folders import open_attempt_dir, remove_earlier
+from hpsearch.search.study.study import StoredStudy, open_attempt_dir, remove_earlier
+from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
-from hpsearch.search.worker.context import WorkerContext
-from hpsearch.search.worker.epoch_values import violations
+from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.search.worker.ranks import Job, fit_together
-from hpsearch.search.worker.session import TrialSession
+from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
-from hpsearch.storage.trials.claims import Claim
-from hpsearch.storage.trials.outcome import Ended, Outcome
+from hpsearch.storage.files import sync_folder
+from hpsearch.storage.rungs.rungs import Rungs, Standing
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claim, Claims, Reported
+from hpsearch.storage.trials.lease import LeaseKeeper
+from hpsearch.storage.trials.settle import Ended, Outcome
+
+
+class EpochValues:
+    """The metrics of a trial's epochs: those that are optimised, and those that have bounds."""
+
+    def __init__(self, spec: StudySpec) -> None:
+        self._spec = spec
+        self._reported: dict[int, dict[str, float]] = {}
+
+    def add(self, epoch: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take those that are asked for from an epoch's record, and return them by their names.
+
+        Raises:
+            ObjectiveError: one is not there; one line names it and what is.
+        """
+        names = (self._spec.metric, *self._spec.also_reported)
+        try:
+            self._reported[epoch] = {name: value_of(metrics, name) for name in names}
+        except KeyError as missing:
+            there = sorted({key.removeprefix("val_") for key in metrics if not key.startswith("train_")})
+            raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
+        return self._reported[epoch]
+
+    def __contains__(self, epoch: int) -> bool:
+        """Whether an epoch was added."""
+        return epoch in self._reported
+
+    def of(self, epoch: int) -> dict[str, float]:
+        """Return those of an epoch, by their names."""
+        return self._reported[epoch]
+
+    def vector(self, epoch: int) -> list[float]:
+        """Return the values of an epoch, of all metrics that are optimised, in their order."""
+        return [self._reported[epoch][name] for name in self._spec.ways]
+
+    def best(self, until: int) -> int:
+        """Return the best epoch up to one, by the first metric; of equal ones the earliest."""
+        sign = -1 if self._spec.maximize else 1
+        epochs = [epoch for epoch in sorted(self._reported) if epoch <= until]
+        return min(epochs, key=lambda epoch: sign * self._reported[epoch][self._spec.metric])
+
+
+def violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each bound is broken, as system attributes that Optuna's samplers and dashboard read."""
+    return {f"constraints:{bound.metric}": bound.violation(reported[bound.metric]) for bound in spec.bounds}
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What all attempts of a worker share.
+
+    Attributes:
+        study: the study.
+        sampled: the same, opened by Optuna for its sampler.
+        objective: what is trained.
+        claims: the worker's way to trials.
+        lease: renews the lease of the trial that runs.
+        pruner: decides on pruning.
+        rungs: at which trials wait; None where they do not.
+        tracker: takes what goes to MLflow.
+        checkpoints: of the study.
+        runs_dir: folder of the study's run directories on this machine.
+        stopping: whether the worker was told to stop.
+        leaving: until when it may stay then.
+        pulse: beats while the worker gets on.
+        save_every: seconds after which an epoch is saved in its midst; None for never.
+        device: to train on; a GPU where there is one, unless given.
+    """
+
+    study: StoredStudy
+    sampled: optuna.Study
+    objective: BaseObjective
+    claims: Claims
+    lease: LeaseKeeper
+    pruner: StudyPruner
+    rungs: Rungs | None
+    tracker: Tracker
+    checkpoints: StudyCheckpoints
+    runs_dir: Path
+    stopping: Callable[[], bool]
+    leaving: Leaving
+    pulse: Pulse
+    save_every: float | None
+    device: str | None
+
+    @property
+    def spec(self) -> StudySpec:
+        """The study's spec."""
+        return self.study.spec
+
+    @property
+    def storage(self) -> PostgresStorage:
+        """The study's storage."""
+        return self.study.storage
+
 
 log = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+_ASKED = 0.05  # seconds between two looks at what is due: a step may take less than a tenth of a millisecond
+_MARGIN = 2.0  # seconds that are kept free before a kill
+
+
+def where(state: dict[str, Any]) -> str:
+    """Return after which epoch, and step of the next, a state is."""
+    within = state.get("within")
+    return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
+
+
+class TrialSession(LocalSession):
+    """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
+
+    def __init__(
+        self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
+    ) -> None:
+        # The store syncs what it takes, and from there it is resumed.
+        super().__init__(run_dir, save_every=context.save_every, synced=False)
+        self._context = context
+        self._claim = claim
+        self._log_epoch = log_epoch
+        self.kept = TrialCheckpoints(context.checkpoints, self, claim)
+        self.decision: Decision | None = None  # the last one
+        self.standing: Standing | None = None  # at the last rung
+        self.cut = False  # whether the study's budget in epochs or seconds has no room for the trial's next epoch
+        self.saved = "at its beginning"  # after which epoch or step
+        self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
+        self._ask_at = 0.0
+        self._saving = 0.0  # seconds that the last epoch's took
+        self._values = dict(context.storage.get_trial(claim.trial_id).intermediate_values)
+        self.epochs = EpochValues(context.spec)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
+        state = self.kept.restore()
+        if state is not None:
+            self.saved = where(state)
+            log.info("trial %d: goes on %s", self._claim.number, self.saved)
+        return state
+
+    def save(self, state: dict[str, Any], *, best: bool) -> None:
+        """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
+        began = time.monotonic()
+        with self.kept.saving(state, best=best):
+            super().save(state, best=best)
+        self.saved = where(state)
+        self._saving = time.monotonic() - began
+
+    def due(self, left: Callable[[], float]) -> Due:
+        """Leave the epoch where it would not end before the worker is killed; else save as often as was asked for."""
+        now = time.monotonic()
+        if now < self._ask_at:
+            return Due.NOTHING
+        self._ask_at = now + _ASKED
+        self._context.pulse.beat()
+        if self._context.stopping() and left() + 2 * self._saving + _MARGIN > self._context.leaving.left():
+            return Due.LEAVE
+        return super().due(left)
+
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Save, and let the state count: the trial goes on from there, on any machine.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's.
+        """
+        with self.kept.saving_within(state):
+            super().save_within(state)
+        if (pending := self.kept.pending) is not None:  # else the store was away, and the trial goes on from before
+            self._context.claims.keep(self._claim, pending.epoch, pending.stored)
+            self.kept.committed()
+            self.saved = where(state)
+
+    def report(self, record: EpochRecord) -> Verdict:
+        """Report an epoch to the study, once, and answer with the pruner's verdict or the order to stop.
+
+        Raises:
+            ClaimLostError: the trial is no longer this worker's; nothing was written.
+        """
+        # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
+        metrics = self.epochs.add(record.epoch, record.metrics)
+        vector = self.epochs.vector(record.epoch) if self._context.spec.several else None
+        reported = self._report(record.epoch, metrics[self._context.spec.metric], vector)
+        self._context.pulse.beat()
+        if not reported.counted:
+            self.cut = True
+            return Verdict.PAUSE  # also after the last epoch: it is not written
+        # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
+        self._log_epoch(record.epoch, record.timestamp, record.metrics)
+        stopped = reported.stopped or self._context.stopping()
+        if record.epoch < max(self._values):
+            return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
+        # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
+        if record.epoch < self._context.spec.epochs - 1:
+            self.decision = self._context.pruner(
+                self._frozen(), reported=metrics, vector=self.epochs.vector(self.epochs.best(record.epoch))
+            )
+            if self.decision.prune:
+                return Verdict.PRUNE
+            if not self._goes_on(record.epoch):
+                return Verdict.PAUSE
+            if not reported.room:
+                self.cut = True
+                return Verdict.PAUSE
+        return Verdict.STOP if stopped else Verdict.CONTINUE
+
+    def _goes_on(self, epoch: int) -> bool:
+        """Whether the trial goes on after an epoch, which may be that of a rung at which others are better."""
+        rungs = self._context.rungs
+        if rungs is None or epoch + 1 not in rungs.epochs:
+            return True
+        best, spec = self.epochs.best(epoch), self._context.spec
+        value = self.epochs.vector(best) if spec.several else self.epochs.of(best)[spec.metric]
+        self.standing = self._context.claims.reach(
+            self._claim, rungs.epochs.index(epoch + 1), value, system=violations(spec, self.epochs.of(best))
+        )
+        return self.standing.promoted
+
+    def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
+        pending = self.kept.pending
+        stored = pending.stored if pending else None
+        reported = self._context.claims.report(self._claim, epoch, value, stored, metrics=vector)
+        if reported.counted:
+            self.kept.committed()
+            self._values.setdefault(epoch, value)
+        return reported
+
+    def _frozen(self) -> FrozenTrial:
+        frozen = self._context.storage.get_trial(self._claim.trial_id)
+        frozen.intermediate_values = dict(self._values)
+        return frozen
+
+    @property
+    def last_value(self) -> float | list[float] | None:
+        """What the last epoch reported, which is the value of a pruned trial; None before the first.
+
+        Of several metrics also where this attempt, which began anew, has not come so far again.
+        """
+        if not self._values:
+            return None
+        last = max(self._values)
+        if not self._context.spec.several:
+            return self._values[last]
+        return self.epochs.vector(last) if last in self.epochs and math.isfinite(self._values[last]) else None
+
+    def log(self, path: Path) -> None:
+        """Note a file that the run made; it is uploaded when the trial ends."""
+        self.files.append(path)
+
+    def keep_best(self) -> None:
+        """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
+        if self.best_path.exists():
+            with self.best_path.open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(self.run_dir)
+
+    def forget(self, *, but_last: bool) -> None:
+        """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
+        self.kept.forget(but_last=but_last)
+
+    def report_non_finite(self, epoch: int) -> None:
+        """Tell the sampler by a NaN at `epoch` that this region is infeasible."""
+        ways = self._context.spec.ways
+        self._report(epoch, math.nan, [math.nan] * len(ways) if len(ways) > 1 else None)
+
 
 SERVICE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import tenacity
 
-from hpsearch.objectives.training.reproducibility import checkpoint, shards
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility import checkpoint as shards
 from hpsearch.objectives.training.session import LocalSession, promotable
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.pointers import Pointer, read_pointers

@@ -10,36 +10,44 @@ from pathlib import Path
 
 import optuna
 
-from hpsearch.objectives.base import BaseObjective
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.ranks import RankLostError, current
-from hpsearch.search.early import leave_when_told
-from hpsearch.search.entry import EXIT_AWAY, EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from hpsearch.search.errors import SearchError
-from hpsearch.search.publish.study import close_if_spent
+from hpsearch.search.process import (
+    EXIT_AWAY,
+    EXIT_DONE,
+    EXIT_DRAINED,
+    EXIT_GAVE_UP,
+    Leaving,
+    Told,
+    leave_when_told,
+    stop_on_signals,
+    watch_fleet,
+)
 from hpsearch.search.services import find_services
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from hpsearch.search.study.folders import runs_folder
-from hpsearch.search.study.release import check_release
-from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.search.study.tracking import with_tracking
-from hpsearch.search.tracking.provenance import run_tags
-from hpsearch.search.tracking.readers import check_readers
+from hpsearch.search.study.study import (
+    StoredStudy,
+    check_release,
+    judged_objective,
+    load_study,
+    require_measurable,
+    runs_folder,
+    with_tracking,
+)
+from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import needed, resend
-from hpsearch.search.tracking.tracker import Tracker
+from hpsearch.search.tracking.tracker import Tracker, check_readers
+from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
-from hpsearch.search.worker.identity import worker_identity, worker_name
-from hpsearch.search.worker.judged import judged_objective, require_measurable
-from hpsearch.search.worker.leaving import Leaving, Told
 from hpsearch.search.worker.loop import Worker
-from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.search.worker.orphan import watch_fleet
-from hpsearch.search.worker.pulse import Pulse
+from hpsearch.search.worker.options import WorkerOptions, worker_identity, worker_name
 from hpsearch.search.worker.ranks import hear
-from hpsearch.search.worker.signals import stop_on_signals
+from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.errors import CheckpointStoreError
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.register import Register
 
 log = logging.getLogger(__name__)

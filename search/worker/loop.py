@@ -11,26 +11,23 @@ from pathlib import Path
 
 import optuna
 
-from hpsearch.objectives.base import BaseObjective
-from hpsearch.search.entry import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
-from hpsearch.search.pruning import StudyPruner, study_rungs
-from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, Leaving
+from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.search.study.folders import runs_folder
-from hpsearch.search.study.rest import Rest
-from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.study.stop_when import Rest
+from hpsearch.search.study.study import StoredStudy, runs_folder
 from hpsearch.search.tracking.tracker import Tracker
-from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
-from hpsearch.search.worker.context import WorkerContext
-from hpsearch.search.worker.identity import worker_name
-from hpsearch.search.worker.leaving import Leaving
-from hpsearch.search.worker.pulse import Pulse
+from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt, WorkerContext
+from hpsearch.search.worker.options import worker_name
+from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import RUNG
 from hpsearch.storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
-from hpsearch.storage.trials.epoch_values import read_epoch_values
+from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.lease import LeaseKeeper
-from hpsearch.storage.trials.outcome import Ended, Outcome
 from hpsearch.storage.trials.register import Register
+from hpsearch.storage.trials.settle import Ended, Outcome
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,20 @@
-"""What a worker is told beside the study's name: where things are, and how it runs on its machine."""
+"""The options of a worker process, and its identity."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from typing import TypedDict
 
 from hpsearch.search.errors import SearchError
 from hpsearch.storage.trials.claims import LEASE
+from hpsearch.storage.trials.process_identity import process_name
+from hpsearch.storage.trials.register import Identity
 
 _MOST_DEVICES = 1024
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
@@ -104,3 +111,51 @@ class WorkerOptions:
             if value is not None and value is not False and (name, value) != ("devices", 1):
                 found[f"HPSEARCH_{name.upper()}"] = "1" if value is True else str(value)
         return found
+
+
+def worker_name(pid: int | None = None) -> str:
+    """Return ``host:pid-mark``, by default of this process.
+
+    The mark tells apart what containers call alike: it is of the machine's boot, the container and the process's start.
+    """
+    pid = pid or os.getpid()
+    mark = hashlib.sha256(process_name(pid).encode()).hexdigest()[:4]
+    return f"{socket.gethostname()}:{pid}-{mark}"
+
+
+def worker_identity(device: str | None, devices: int = 1) -> Identity:
+    """Return this process's, where it trains on `device`; a GPU where there is one, unless given.
+
+    Args:
+        device: of this process.
+        devices: such ones that train each trial together.
+    """
+    engine, job = engine_of(os.environ)
+    on = device or default_device()
+    if devices > 1:
+        on = f"{devices} x {on.partition(':')[0]}"
+    return Identity(worker_name(), socket.gethostname(), os.getpid(), engine, job, on, version("hpsearch"))
+
+
+def default_device() -> str:
+    """Return where trials are trained unless it is said."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_of(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return what started a process of this environment, and what that calls it."""
+    given = environment.get
+    if job := given("SLURM_JOB_ID"):
+        array, task = given("SLURM_ARRAY_JOB_ID"), given("SLURM_ARRAY_TASK_ID")
+        return "slurm", f"{array}_{task}" if array and task else job
+    if job := given("RAY_JOB_ID"):
+        return "ray", job
+    if given("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes", given("HOSTNAME")
+    if fleet := given("HPSEARCH_FLEET_PID"):
+        return "hpsearch run", fleet
+    if unit := given("INVOCATION_ID"):
+        return "systemd", unit[:8]
+    return None, None

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.fit import Where, fit
 from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.ranks import RankLostError, Ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session

@@ -10,10 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.base import BaseObjective
     from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.loading import BUILTIN, load_objective, objective_reference, source_hash
-    from hpsearch.objectives.objective import Objective
+    from hpsearch.objectives.objective import BaseObjective, Objective
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
     from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.objectives.training.data.dataset import Batch, Dataset
@@ -71,10 +70,9 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "objectives.base": ("BaseObjective",),
     "objectives.errors": ("ObjectiveError",),
     "objectives.loading": ("BUILTIN", "load_objective", "objective_reference", "source_hash"),
-    "objectives.objective": ("Objective",),
+    "objectives.objective": ("BaseObjective", "Objective"),
     "objectives.own_loop.loop_objective": ("LoopObjective",),
     "objectives.training.config": ("TrainConfig",),
     "objectives.training.data.dataset": ("Batch", "Dataset"),

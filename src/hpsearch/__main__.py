@@ -1,6 +1,6 @@
 """``hpsearch``, and ``python -m hpsearch``."""
 
-from hpsearch.search.early import leave_when_told
+from hpsearch.search.process import leave_when_told
 
 
 def main() -> None:

@@ -1,10 +1,4 @@
-"""Taking a backup while searches run.
-
-The places are read in the order of their references: what the studies refer to in MLflow, and MLflow among its files,
-was there before, and is in the backup; what has come since is more than is referred to, and is dealt with at the
-restore (:mod:`storage.backup.adapt`). A checkpoint goes once MLflow has the model that it was kept for, so that
-checkpoints are taken before MLflow's database is read.
-"""
+"""Write a backup of studies, MLflow and checkpoints to one file."""
 
 from __future__ import annotations
 
@@ -12,20 +6,138 @@ import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
-from hpsearch.storage.backup import archive, places
+from hpsearch.storage.backup import archive
 from hpsearch.storage.backup.dumps import Snapshot, snapshot
-from hpsearch.storage.backup.leftovers import sweep
 from hpsearch.storage.database.schema import VERSION_TABLE
 from hpsearch.storage.embedded import stack
+from hpsearch.storage.embedded.state import FILE
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import sha256, sync_folder
+from hpsearch.storage.home import VARIABLE, home_dir
+from hpsearch.storage.urls import normalise
+
+OWNER_URL = "HPSEARCH_OWNER_URL"
+MLFLOW_URL = "MLFLOW_BACKEND_STORE_URI"
+_WORKERS_URL = "HPSEARCH_STORAGE_URL"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things are kept.
+
+    Attributes:
+        home: the home folder, with the checkpoints of studies that name no other place.
+        embedded: whether the services are those of the home folder.
+        studies_url: the database of the studies, as its owner.
+        mlflow_url: MLflow's database; None where it is left out.
+        artifacts: the folder or URL of MLflow's artifacts; None where it is left out.
+    """
+
+    home: Path
+    embedded: bool
+    studies_url: str
+    mlflow_url: str | None
+    artifacts: str | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.home / "checkpoints"
+
+    @property
+    def artifacts_folder(self) -> Path | None:
+        """The folder of MLflow's artifacts; None where they are left out, or in a store that is no folder."""
+        path = (self.artifacts or "://").removeprefix("file://")
+        return None if "://" in path else Path(path)
+
+    @property
+    def studies_setting(self) -> str:
+        """What says where the studies are, for messages."""
+        return "the embedded Postgres" if self.embedded else OWNER_URL
+
+    @property
+    def mlflow_setting(self) -> str:
+        """What says where MLflow's database is, for messages."""
+        return "the embedded Postgres" if self.embedded else MLFLOW_URL
+
+
+def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Places:
+    """Return the places of one's own services.
+
+    Raises:
+        StorageError: MLflow's database is not named, though it is wanted.
+    """
+    studies = normalise(owner_url, setting=OWNER_URL)
+    if studies_only:
+        return Places(home, False, studies, None, None)
+    if not (given := os.environ.get(MLFLOW_URL)):
+        raise StorageError(
+            f"{MLFLOW_URL} is not set: it names MLflow's database, as 'serve mlflow' has it; or leave that out with "
+            "--studies-only"
+        )
+    return Places(home, False, studies, normalise(given, setting=MLFLOW_URL), artifacts)
+
+
+def embedded_places(home: Path, *, studies_only: bool) -> Places:
+    """Return the places of the embedded stack of a home folder, which was started."""
+    databases = stack.databases(home)
+    mlflow = None if studies_only else databases.mlflow_url
+    return Places(home, True, databases.owner_url, mlflow, None if studies_only else str(home / "artifacts"))
+
+
+def chosen_home(home: str | None) -> Path:
+    """Return the home folder, created where it is missing."""
+    return home_dir(home).resolve()
+
+
+def has_stack(home: Path) -> bool:
+    """Whether a stack was ever started there."""
+    return (home / FILE).exists()
+
+
+def check_choice(owner_url: str | None, artifacts: str | None, *, home: Path, must_exist: bool) -> None:
+    """Refuse what would take other services than the user means.
+
+    Raises:
+        StorageError: workers use services of one's own, whose owner is not named; or nothing was ever kept here.
+    """
+    if owner_url is not None:
+        return
+    if os.environ.get(_WORKERS_URL):
+        raise StorageError(
+            f"{_WORKERS_URL} is set and {OWNER_URL} is not: set it to the same database, as its owner, and {MLFLOW_URL}"
+        )
+    if artifacts is not None:
+        raise StorageError(
+            f"--artifacts {artifacts!r} is for services of your own, and {OWNER_URL} is not set: "
+            "the embedded ones have their own folder"
+        )
+    if must_exist and not has_stack(home):
+        raise StorageError(
+            f"{VARIABLE} {str(home)!r} holds no services, and so nothing to back up: set it, or give --home"
+        )
+
+
+_ABANDONED = 24 * 3600.0  # seconds: of one that runs the folder is younger
+
+
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove the folders in `parent` whose names begin so and that nobody can be at any more."""
+    for folder in parent.iterdir():
+        with suppress(OSError):
+            if not folder.name.startswith(prefix):
+                continue
+            if time.time() - folder.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
+
 
 Progress = Callable[[str], None]
 
@@ -70,13 +182,13 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     """
     file = file.expanduser().absolute()
     _check_target(file, force=force)
-    folder = places.chosen_home(home)
-    places.check_choice(owner_url, artifacts, home=folder, must_exist=True)
+    folder = chosen_home(home)
+    check_choice(owner_url, artifacts, home=folder, must_exist=True)
     if owner_url is None:
         stack.up(folder, progress=progress)
-        where = places.embedded_places(folder, studies_only=studies_only)
+        where = embedded_places(folder, studies_only=studies_only)
     else:
-        where = places.own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        where = own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
     if where.mlflow_url is not None and files:
         _check_artifacts(where)  # a mistake is told before anything is read
     try:
@@ -118,7 +230,7 @@ def _workshop(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(workshop: Path, where: places.Places, *, files: bool, progress: Progress) -> archive.Manifest:
+def _write(workshop: Path, where: Places, *, files: bool, progress: Progress) -> archive.Manifest:
     """Write `workshop/archive`."""
     with ExitStack() as stack_:
         studies = stack_.enter_context(snapshot(where.studies_url, setting=where.studies_setting))
@@ -165,7 +277,7 @@ def _write(workshop: Path, where: places.Places, *, files: bool, progress: Progr
     return manifest
 
 
-def _check_tables(studies: Snapshot, where: places.Places) -> None:
+def _check_tables(studies: Snapshot, where: Places) -> None:
     if studies.revision(VERSION_TABLE) is None:
         raise StorageError(
             f"{where.studies_setting}: there are no tables of hpsearch: give the database of the studies"
@@ -177,7 +289,7 @@ def _newest(versions: list[str]) -> str:
 
 
 @contextmanager
-def _checkpoints(studies: Snapshot, where: places.Places) -> Iterator[list[tuple[str, Path]]]:
+def _checkpoints(studies: Snapshot, where: Places) -> Iterator[list[tuple[str, Path]]]:
     """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
 
     They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
@@ -209,7 +321,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _check_artifacts(where: places.Places) -> None:
+def _check_artifacts(where: Places) -> None:
     """Refuse artifacts whose files are not at hand.
 
     Raises:
@@ -225,7 +337,7 @@ def _check_artifacts(where: places.Places) -> None:
         )
 
 
-def _add_artifacts(writer: archive.Writer, where: places.Places, *, files: bool, progress: Progress) -> None:
+def _add_artifacts(writer: archive.Writer, where: Places, *, files: bool, progress: Progress) -> None:
     if where.artifacts is None:
         return
     if (folder := where.artifacts_folder) is None:

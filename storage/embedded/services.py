@@ -1,22 +1,54 @@
-"""The services of one home folder together: started in order, stopped in reverse."""
+"""The embedded services: Postgres, MLflow and the dashboard, and their command lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpsearch.storage.database import roles
 from hpsearch.storage.database.schema import IS_CURRENT
-from hpsearch.storage.embedded import ports
-from hpsearch.storage.embedded.commands import dashboard_command, mlflow_command
+from hpsearch.storage.embedded import state as ports
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.embedded.state import State
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.home import private_folder
 from hpsearch.storage.urls import build
+
+_PYTHON_M = (sys.executable, "-P", "-m")
+
+
+def mlflow_command(
+    *, host: str, port: int, artifacts: str, allowed_hosts: Sequence[str] | None
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the MLflow server and the variables to add to its environment.
+
+    One process serves the requests: it starts in half the time of the four that MLflow would use, in a quarter of the
+    memory, and answers small requests faster. The job runner, which evaluates language models, stays off.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on.
+        artifacts: Folder or URL where artifacts are kept; clients reach them through the server.
+        allowed_hosts: Host headers the server answers to, port included ("mlflow:5000"); None for MLflow's default,
+            which is this machine and private addresses.
+    """
+    command = [*_PYTHON_M, "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    command += ["--artifacts-destination", artifacts]
+    # One line a request would be gigabytes in a long search.
+    command += ["--uvicorn-opts", "--no-access-log"]
+    if allowed_hosts:
+        command += ["--allowed-hosts", ",".join(allowed_hosts)]
+    return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+def dashboard_command(*, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the Optuna dashboard and the variables to add to its environment."""
+    # The whole command of ours: it notices promotions besides, which takes more than this package knows.
+    return [*_PYTHON_M, "hpsearch", "serve", "dashboard", "--host", host, "--port", str(port)], {}
+
 
 Progress = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from typing import Literal
 import psutil
 
 from hpsearch.storage.database.roles import Databases
-from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo
 from hpsearch.storage.embedded.state import FILE, State, load
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from hpsearch.storage.embedded import ports, process
+from hpsearch.storage.embedded import process
+from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.state import ServiceRecord
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.urls import redact

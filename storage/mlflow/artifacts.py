@@ -10,11 +10,14 @@ import json
 import mimetypes
 import re
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
 
 from optuna.artifacts.exceptions import ArtifactNotFound
+
+from hpsearch.storage.mlflow.client import EXPERIMENT, Tracking
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -94,3 +97,34 @@ class RunArtifacts:
 
     def remove(self, artifact_id: str) -> None:
         """Leave the artifact in MLflow; the dashboard forgets it, such as when it deletes a study."""
+
+
+_DEFAULT = "0"  # the experiment that every server has
+
+
+def write_probe(tracking: Tracking) -> str:
+    """Write a small artifact beside those of the runs, in a folder of its own; return the address of the folder.
+
+    The experiment is not made for it: where there is none yet, that of MLflow itself has the same kind of place.
+
+    Raises:
+        StorageError: somebody deleted the experiment.
+        Exception: whatever the client of the server, or of the store of artifacts, raises.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    there = tracking.client.get_experiment_by_name(EXPERIMENT) is not None
+    experiment = tracking.client.get_experiment(tracking.experiment_id if there else _DEFAULT)
+    place = f"{str(experiment.artifact_location).rstrip('/')}/hpsearch-probe-{uuid.uuid4().hex}"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probe.txt"
+        file.write_text("hpsearch")
+        get_artifact_repository(place, tracking_uri=tracking.uri).log_artifact(str(file))
+    return place
+
+
+def remove_probe(tracking: Tracking, place: str) -> None:
+    """Remove what `write_probe` wrote."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    get_artifact_repository(place, tracking_uri=tracking.uri).delete_artifacts()

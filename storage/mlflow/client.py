@@ -20,7 +20,7 @@ import tenacity
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.health import is_away, is_duplicate
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

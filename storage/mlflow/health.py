@@ -1,4 +1,4 @@
-"""Whether an MLflow server answers, and what an error of its client says in a line."""
+"""Whether the MLflow server answers, and its errors in one line."""
 
 from __future__ import annotations
 

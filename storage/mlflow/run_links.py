@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import PENDING, TRACKING
 from hpsearch.storage.database.locks import run_lock
-from hpsearch.storage.journals.trial_ends import TrialEnds
+from hpsearch.storage.journals.reader import TrialEnds
 
 
 class TrialGoneError(Exception):

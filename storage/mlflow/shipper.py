@@ -15,13 +15,13 @@ from hpsearch.storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
 from hpsearch.storage.journals.reader import Failure
-from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
 from hpsearch.storage.mlflow.health import failure, is_away, one_line
-from hpsearch.storage.mlflow.model_of_run import create_model, fill_model
+from hpsearch.storage.mlflow.model import create_model, fill_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric

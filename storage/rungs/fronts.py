@@ -1,17 +1,148 @@
-"""Where trials of several metrics stand at a rung: by their fronts (MO-ASHA, Schmucker et al. 2021).
-
-What a trial comes to at a rung is kept as it is, in `losses`; the `loss` by which all other statements compare is its
-place in the order of the fronts, and is written anew for all that have reached the rung when another comes.
-"""
+"""Pareto ranks, crowding and hypervolume, and the order of trials at a rung with several objectives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import sqlalchemy as sa
 
-from hpsearch.storage.pareto import losses_of
-from hpsearch.storage.rungs.front_order import order
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Losses = NDArray[np.float64]
+
+
+def losses_of(values: Sequence[Sequence[float]], maximize: Sequence[bool]) -> Losses:
+    """Return values [n, metrics] as losses, whatever of them is better when it is higher.
+
+    A NaN is as bad as can be.
+    """
+    signs = np.where(np.asarray(maximize, dtype=bool), -1.0, 1.0)
+    losses = np.asarray(values, dtype=float).reshape(-1, len(signs)) * signs
+    return np.where(np.isnan(losses), np.inf, losses)
+
+
+def ranks(losses: Losses) -> NDArray[np.int64]:
+    """Return the front that each vector is in, from 0: that of those which none dominates, then of the rest, and so on.
+
+    Fast non-dominated sorting (Deb et al. 2002); equal vectors are in the same front.
+    """
+    if not len(losses):
+        return np.zeros(0, dtype=np.int64)
+    if losses.shape[1] == 1:
+        return np.unique(losses[:, 0], return_inverse=True)[1].astype(np.int64)
+    import moocore  # a third of a second, which studies of one metric need not spend
+
+    return np.asarray(moocore.pareto_rank(losses), dtype=np.int64)
+
+
+def front(losses: Losses) -> list[int]:
+    """Return the places of the vectors that none dominates."""
+    return [int(place) for place in np.flatnonzero(ranks(losses) == 0)]
+
+
+def dominating(losses: Losses) -> NDArray[np.int64]:
+    """Return by how many others each vector is dominated: no worse in any metric, better in one."""
+    no_worse = (losses[:, None] <= losses[None]).all(axis=2)
+    better = (losses[:, None] < losses[None]).any(axis=2)
+    return np.asarray((no_worse & better).sum(axis=0), dtype=np.int64)
+
+
+def crowding(losses: Losses) -> NDArray[np.float64]:
+    """Return the crowding distance of each vector of one front (Deb et al. 2002): the more room about it, the larger.
+
+    It is infinite at the ends of the front. Of equal vectors the first has the room about them all, the others none.
+    """
+    distances = np.zeros(len(losses))
+    _, firsts = np.unique(losses, axis=0, return_index=True)
+    unique = losses[firsts]
+    for metric in unique.T:
+        order = np.argsort(metric, kind="stable")
+        ordered = metric[order]
+        width = ordered[-1] - ordered[0]
+        ends = [order[0], order[-1]]
+        distances[firsts[ends]] = np.inf
+        if np.isfinite(width) and width > 0:
+            distances[firsts[order[1:-1]]] += (ordered[2:] - ordered[:-2]) / width
+    return distances
+
+
+def best_first(losses: Losses) -> list[int]:
+    """Return the places of the vectors in order: by their front, within one by crowding distance, then by place."""
+    rank, room = ranks(losses), np.zeros(len(losses))
+    for each in np.unique(rank):
+        members = np.flatnonzero(rank == each)
+        room[members] = crowding(losses[members])
+    return [int(place) for place in np.lexsort((np.arange(len(losses)), -room, rank))]
+
+
+def hypervolume(losses: Losses, reference: Sequence[float]) -> float:
+    """Return the volume that is dominated by the vectors, up to a reference that is as bad as anything counts.
+
+    Args:
+        losses: [n, metrics]; those that are not better than the reference in every metric add nothing.
+        reference: [metrics], as losses.
+    """
+    within = losses[(losses < np.asarray(reference)).all(axis=1)]
+    if not len(within):
+        return 0.0
+    import moocore  # as above
+
+    return float(moocore.hypervolume(within, ref=np.asarray(reference, dtype=float)))
+
+
+def order(losses: Losses, most: int | None = None) -> list[int]:
+    """Return the places of the vectors, the best first: by front, within one by how they spread, then by place.
+
+    Args:
+        losses: [n, metrics], lower is better; in the order of the trials, the earliest first. A trial whose first
+            metric is infinite has failed, and comes after all others, however good it is otherwise.
+        most: how many are asked for; None for all.
+    """
+    count = len(losses) if most is None else min(most, len(losses))
+    failed = ~np.isfinite(losses[:, 0])
+    sorted_ones = np.flatnonzero(~failed)
+    front_of = ranks(losses[sorted_ones])
+    found: list[int] = []
+    for front in range(int(front_of.max(initial=-1)) + 1):
+        if len(found) >= count:
+            break
+        members = sorted_ones[front_of == front]
+        found += [int(place) for place in members[epsilon_net(losses[members])]]
+    return [*found, *np.flatnonzero(failed).tolist()][:count]
+
+
+def epsilon_net(losses: Losses) -> list[int]:
+    """Return the places of a front's vectors: the best by the first metric, then ever the farthest from those before.
+
+    Distances are of metrics that are scaled to the front's range. Of equally far ones the first comes first.
+
+    Args:
+        losses: [n, metrics], of one front; some.
+    """
+    scaled = _scaled(losses)
+    chosen = int(np.argmin(scaled[:, 0]))
+    nearest = np.full(len(scaled), np.inf)
+    found: list[int] = []
+    for _ in range(len(scaled)):
+        found.append(chosen)
+        nearest = np.minimum(nearest, np.square(scaled - scaled[chosen]).sum(axis=1))
+        nearest[chosen] = -1.0  # behind all that are left, equal ones too
+        chosen = int(np.argmax(nearest))
+    return found
+
+
+def _scaled(losses: Losses) -> Losses:
+    """Losses in units of their range; what is not finite is one range beyond it."""
+    finite = np.where(np.isfinite(losses), losses, np.nan)
+    known = np.isfinite(losses).any(axis=0)
+    low, high = np.zeros(losses.shape[1]), np.ones(losses.shape[1])
+    low[known], high[known] = np.nanmin(finite[:, known], axis=0), np.nanmax(finite[:, known], axis=0)
+    width = np.where(high > low, high - low, 1.0)
+    return np.nan_to_num((losses - low) / width, nan=2.0, posinf=2.0, neginf=-1.0)
+
 
 # Behind all others, until the places are given.
 _NOTE = sa.text("""

@@ -1,11 +1,4 @@
-"""Rungs at which trials wait until they are among the best that reached them: who waits, goes on, or never will.
-
-Asynchronous successive halving by promotion (Li et al. 2020, algorithm 2), without anybody who leads, and with the best
-trained to its end also where too few trials are begun for any to come through all rungs: the rows of
-``hpsearch_rungs`` are all there is to know, and each decision is made in the transaction that acts on it, which holds
-the study's row as every claim does. A trial waits while its row has neither `promoted_at` nor `retired_at`, and its
-state is WAITING. Where the places end is kept beside them (:mod:`hpsearch.storage.rungs.cuts`).
-"""
+"""Rungs: record a trial's value and promote the best paused trial."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.rungs import cuts, fronts
+from hpsearch.storage.rungs import fronts
 
 
 @dataclass(frozen=True)
@@ -215,11 +208,11 @@ def note(
         count_places(connection, study_id, rungs, n_trials=n_trials)
         return
     loss = rungs.loss(value)
-    cuts.open_rung(connection, study_id, rung)
+    open_rung(connection, study_id, rung)
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": loss}
     if connection.execute(_NOTE, arguments).rowcount == 1:
         places = rungs.places(n_trials)
-        cuts.move(connection, study_id, rung, trial_id=trial_id, loss=loss, factor=rungs.factor, places=places)
+        move(connection, study_id, rung, trial_id=trial_id, loss=loss, factor=rungs.factor, places=places)
 
 
 def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
@@ -232,9 +225,7 @@ def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tr
         n_trials: its budget.
     """
     # By several metrics nobody has waited in vain before the end: who comes may push back those before it.
-    cuts.count_anew(
-        connection, study_id, factor=rungs.factor, places=rungs.places(n_trials), hopeless=not rungs.several
-    )
+    count_anew(connection, study_id, factor=rungs.factor, places=rungs.places(n_trials), hopeless=not rungs.several)
 
 
 def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
@@ -316,3 +307,88 @@ def next_retired(
         "rung": row.rung,
     }
     return Retired(row.trial_id, row.number, row.attempt, reason, grounds)
+
+
+_OPEN = sa.text("""
+    INSERT INTO hpsearch_rung_cuts (study_id, rung) VALUES (:study, :rung) ON CONFLICT (study_id, rung) DO NOTHING
+""")
+
+# After the trial's own row is there. One place more, unless the trial has taken one of those there were; or one less.
+_MOVED = """
+    (SELECT loss, trial_id FROM (
+        SELECT {grown} - ((CAST(:loss AS double precision), :trial) < (c.{cut}_loss, c.{cut}_trial))::int AS by
+        OFFSET 0) AS moves
+       JOIN LATERAL (
+        SELECT c.{cut}_loss AS loss, c.{cut}_trial AS trial_id WHERE moves.by = 0
+        UNION ALL
+        (SELECT o.loss, o.trial_id FROM hpsearch_rungs o
+          WHERE moves.by = 1 AND o.study_id = c.study_id AND o.rung = c.rung
+            AND (o.loss, o.trial_id) > (c.{cut}_loss, c.{cut}_trial)
+          ORDER BY o.study_id, o.rung, o.loss, o.trial_id LIMIT 1)
+        UNION ALL
+        (SELECT o.loss, o.trial_id FROM hpsearch_rungs o
+          WHERE moves.by = -1 AND o.study_id = c.study_id AND o.rung = c.rung
+            AND (o.loss, o.trial_id) < (c.{cut}_loss, c.{cut}_trial)
+          ORDER BY o.study_id DESC, o.rung DESC, o.loss DESC, o.trial_id DESC LIMIT 1)) AS place ON true)
+"""
+_ONE_IN = "(c.reached + 1) / :factor - c.reached / :factor"
+_MOVE = sa.text(f"""
+    UPDATE hpsearch_rung_cuts c
+       SET reached = reached + 1,
+           (best_loss, best_trial) = {_MOVED.format(cut="best", grown=_ONE_IN)},
+           (last_loss, last_trial) = {_MOVED.format(cut="last", grown="(c.reached < :places)::int")}
+     WHERE study_id = :study AND rung = :rung
+""")  # noqa: S608 the parts are constants
+
+_FORGET = sa.text("DELETE FROM hpsearch_rung_cuts WHERE study_id = :study")
+
+_COUNT = sa.text("""
+    INSERT INTO hpsearch_rung_cuts (study_id, rung, reached, best_loss, best_trial, last_loss, last_trial)
+    SELECT :study, rung, reached, coalesce(b.loss, '-infinity'), coalesce(b.trial_id, 0),
+           CASE WHEN :hopeless THEN coalesce(l.loss, '-infinity') ELSE 'infinity' END, coalesce(l.trial_id, 0)
+      FROM (SELECT rung, count(*) AS reached FROM hpsearch_rungs WHERE study_id = :study GROUP BY rung) AS at
+      LEFT JOIN LATERAL (
+        SELECT loss, trial_id FROM hpsearch_rungs o WHERE o.study_id = :study AND o.rung = at.rung
+         ORDER BY loss, trial_id OFFSET greatest(reached / :factor - 1, 0) LIMIT 1) AS b ON reached >= :factor
+      LEFT JOIN LATERAL (
+        SELECT loss, trial_id FROM hpsearch_rungs o WHERE o.study_id = :study AND o.rung = at.rung
+         ORDER BY loss, trial_id OFFSET greatest(least(reached, :places) - 1, 0) LIMIT 1) AS l ON :places > 0
+""")
+
+
+def open_rung(connection: sa.Connection, study_id: int, rung: int) -> None:
+    """Make a rung's row, once."""
+    connection.execute(_OPEN, {"study": study_id, "rung": rung})
+
+
+def move(
+    connection: sa.Connection, study_id: int, rung: int, *, trial_id: int, loss: float, factor: int, places: int
+) -> None:
+    """Take a trial into account that has just come to a rung.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        rung: from 0; its row is there, and the trial's at it.
+        trial_id: the trial.
+        loss: its, at the rung.
+        factor: of those that reach a rung, one in so many goes on.
+        places: how many may go on from a rung, in the study's budget.
+    """
+    places_are = {"factor": factor, "places": places}
+    connection.execute(_MOVE, {"study": study_id, "rung": rung, "trial": trial_id, "loss": loss, **places_are})
+
+
+def count_anew(connection: sa.Connection, study_id: int, *, factor: int, places: int, hopeless: bool = True) -> None:
+    """Find the cuts by counting: the budget is another, or a trial has left its rungs.
+
+    Args:
+        connection: in a transaction that holds the study's row.
+        study_id: the study.
+        factor: of those that reach a rung, one in so many goes on.
+        places: how many may go on from a rung, in the study's budget.
+        hopeless: whether those beyond the places will never go on; else any may yet.
+    """
+    connection.execute(_FORGET, {"study": study_id})
+    arguments = {"study": study_id, "factor": factor, "places": places, "hopeless": hopeless}
+    connection.execute(_COUNT, arguments)

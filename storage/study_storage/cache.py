@@ -12,9 +12,18 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.study_storage.bulk import read_study
-from hpsearch.storage.study_storage.codec import FINISHED, STATES, skeleton, to_local
-from hpsearch.storage.study_storage.reading import Known, merged, read_newly_finished, read_news, whole
+from hpsearch.storage.study_storage.reading import (
+    FINISHED,
+    STATES,
+    Known,
+    merged,
+    read_newly_finished,
+    read_news,
+    read_study,
+    skeleton,
+    to_local,
+    whole,
+)
 
 
 class StudyCache:

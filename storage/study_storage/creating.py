@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial
 from hpsearch.storage.database.locks import limits
 from hpsearch.storage.database.statements import Database, text
 from hpsearch.storage.database.trial_rows import NEXT_NUMBER, store
-from hpsearch.storage.study_storage.codec import to_utc
+from hpsearch.storage.study_storage.reading import to_utc
 
 # The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
 # committed, which a single statement would not.

@@ -1,19 +1,98 @@
 # ruff: noqa: S608  the parts of the statements are the constants of this file
-"""Reading trials: which rows, how much of them, and what they become."""
+"""Read trials from Optuna's tables, one by one or in bulk."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
-from optuna.trial import FrozenTrial
+from optuna.distributions import BaseDistribution, json_to_distribution
+from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import restore
-from hpsearch.storage.study_storage.codec import FINISHED, STATES, distribution, to_local
+
+STATES = {state.name: state for state in TrialState}
+FINISHED = frozenset(state for state in TrialState if state.is_finished())
+
+_SCALARS = (str, int, float, type(None))  # bool is an int
+
+
+def utc_now() -> datetime:
+    """Return this machine's time as the naive UTC of Optuna's tables."""
+    return datetime.now(UTC).replace(tzinfo=None)
+
+
+def to_utc(local: datetime | None) -> datetime | None:
+    """Return Optuna's naive local time as the naive UTC of its tables."""
+    return None if local is None else local.astimezone(UTC).replace(tzinfo=None)
+
+
+def to_local(utc: datetime | None) -> datetime | None:
+    """Return the tables' naive UTC as Optuna's naive local time."""
+    return None if utc is None else utc.replace(tzinfo=UTC).astimezone().replace(tzinfo=None)
+
+
+@lru_cache(maxsize=4096)
+def distribution(text: str) -> BaseDistribution:
+    """Return the distribution of a JSON text: one object for all trials that have it, never to be changed."""
+    return json_to_distribution(text)
+
+
+def skeleton(row: Any) -> FrozenTrial:
+    """Return a trial of which only id, number and state are known."""
+    return FrozenTrial(
+        number=row.number,
+        state=STATES[row.state],
+        value=None,
+        datetime_start=None,
+        datetime_complete=None,
+        params={},
+        distributions={},
+        user_attrs={},
+        system_attrs={},
+        intermediate_values={},
+        trial_id=row.trial_id,
+    )
+
+
+def copy_trial(trial: FrozenTrial) -> FrozenTrial:
+    """Return a copy that shares nothing mutable with `trial` but its distributions, which nobody changes.
+
+    About thirty times as fast as `copy.deepcopy`.
+    """
+    return FrozenTrial(
+        number=trial.number,
+        state=trial.state,
+        value=None,
+        values=trial.values,
+        datetime_start=trial.datetime_start,
+        datetime_complete=trial.datetime_complete,
+        params=dict(trial.params),
+        distributions=dict(trial.distributions),
+        user_attrs=_copied(trial.user_attrs),
+        system_attrs=_copied(trial.system_attrs),
+        intermediate_values=dict(trial.intermediate_values),
+        trial_id=trial._trial_id,
+    )
+
+
+def copy_trials(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    """Return copies of all."""
+    return [copy_trial(trial) for trial in trials]
+
+
+def _copied(attrs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if isinstance(value, _SCALARS) else copy.deepcopy(value) for key, value in attrs.items()}
+
 
 # What belongs to a trial `t`, one row per trial. A trial with t.changes gets what was written since :horizon alone:
 # the oldest transaction that was open when the reader looked last (`xmin` is the transaction that wrote a row). Unlike
@@ -189,3 +268,118 @@ def merged(row: sa.Row[Any], known: FrozenTrial | None) -> FrozenTrial:
 
 def _attrs(known: dict[str, Any], keys: Sequence[str] | None, texts: Sequence[str] | None) -> dict[str, Any]:
     return known | {key: json.loads(text) for key, text in zip(keys or (), texts or (), strict=True)}
+
+
+_OF_FINISHED = """
+    FROM {table} x JOIN trials t ON t.trial_id = x.trial_id
+   WHERE t.study_id = :study_id AND t.trial_id <= :last AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
+   ORDER BY x.{order}
+"""
+_TRIALS = """
+    SELECT s.study_id AS study, t.trial_id, t.number, CAST(t.state AS text), t.datetime_start, t.datetime_complete
+      FROM studies s LEFT JOIN trials t ON t.study_id = s.study_id WHERE s.study_id = :study_id ORDER BY t.trial_id
+"""
+_PARAMS = "SELECT x.trial_id, x.param_name, x.param_value, x.distribution_json" + _OF_FINISHED.format(
+    table="trial_params", order="param_id"
+)
+_TRIAL_VALUES = "SELECT x.trial_id, x.value, x.value_type" + _OF_FINISHED.format(
+    table="trial_values", order="objective"
+)
+_STEPS = "SELECT x.trial_id, x.step, x.intermediate_value, x.intermediate_value_type" + _OF_FINISHED.format(
+    table="trial_intermediate_values", order="trial_intermediate_value_id"
+)
+_USER_ATTRS = "SELECT x.trial_id, x.key, x.value_json" + _OF_FINISHED.format(
+    table="trial_user_attributes", order="trial_user_attribute_id"
+)
+_SYSTEM_ATTRS = "SELECT x.trial_id, x.key, x.value_json" + _OF_FINISHED.format(
+    table="trial_system_attributes", order="trial_system_attribute_id"
+)
+
+
+def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
+    """Return all trials of a study, by id: finished ones whole, the others without details.
+
+    What is finished does not change any more, so that several statements find the same.
+
+    Raises:
+        KeyError: There is no such study.
+    """
+    rows = database.rows(_TRIALS, {"study_id": study_id})
+    if not rows:
+        raise KeyError(f"there is no study with id {study_id}")
+    with _no_collection():
+        trials = [
+            FrozenTrial(
+                number=number,
+                state=STATES[state],
+                value=None,
+                datetime_start=to_local(start),
+                datetime_complete=to_local(complete),
+                params={},
+                distributions={},
+                user_attrs={},
+                system_attrs={},
+                intermediate_values={},
+                trial_id=trial_id,
+            )
+            for _, trial_id, number, state, start, complete in rows
+            if trial_id is not None
+        ]
+        finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
+        if finished:
+            _fill(database, finished, {"study_id": study_id, "last": max(finished)})
+    return trials
+
+
+def _fill(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
+    """Give the trials their details; of those that finished only after they were listed there may be details too."""
+    for trial_id, name, value, text in database.rows(_PARAMS, of):
+        if trial_id in trials:
+            trial, given = trials[trial_id], distribution(text)
+            trial._params[name] = given.to_external_repr(value)
+            trial._distributions[name] = given
+    for trial_id, step, value, kind in database.rows(_STEPS, of):
+        if trial_id in trials:
+            trials[trial_id].intermediate_values[step] = value if value is not None else restore(value, kind)
+    for trial_id, value, kind in database.rows(_TRIAL_VALUES, of):
+        if trial_id in trials:
+            trial = trials[trial_id]
+            trial.values = [*(trial.values or ()), restore(value, kind)]
+    for trial_id, key, text in database.rows(_USER_ATTRS, of):
+        if trial_id in trials:
+            trials[trial_id]._user_attrs[key] = json.loads(text)
+    for trial_id, key, text in database.rows(_SYSTEM_ATTRS, of):
+        if trial_id in trials:
+            trials[trial_id]._system_attrs[key] = json.loads(text)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make many objects without looking for garbage among them again and again, which takes longer than making them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+_PREFIX = "completed_rung_"
+
+# Trials in every state: a pruned one sets the cut-off as much as one that runs.
+_RUNG_VALUES = sa.text("""
+    SELECT t.number, a.value_json FROM trials t JOIN trial_system_attributes a USING (trial_id)
+     WHERE t.study_id = :study AND a.key = :key
+""")
+
+
+def rung_key(rung: int) -> str:
+    """Return the trial system attribute in which Optuna, too, keeps the value at a rung (from 0)."""
+    return f"{_PREFIX}{rung}"
+
+
+def read_rung(engine: sa.Engine, study_id: int, rung: int) -> list[tuple[int, float | list[float]]]:
+    """Return (trial number, value, or those of several metrics) of all trials at a rung, in no particular order."""
+    rows = Database(engine).rows(_RUNG_VALUES, {"study": study_id, "key": rung_key(rung)})
+    return [(row.number, json.loads(row.value_json)) for row in rows]

@@ -1,4 +1,4 @@
-"""Optuna's storage interface on Postgres, over the tables of Optuna's own RDBStorage."""
+"""`PostgresStorage`: Optuna's storage interface on Postgres."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,10 +22,73 @@ from hpsearch.storage.database.retry import PATIENCE
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.study_storage import creating, studies, writing
 from hpsearch.storage.study_storage.cache import StudyCache
-from hpsearch.storage.study_storage.codec import FINISHED, copy_trials, distribution, to_local, utc_now
-from hpsearch.storage.study_storage.owned import Deferred, Owned, overlaid, overlay
-from hpsearch.storage.study_storage.reading import read_in_states, read_trial
+from hpsearch.storage.study_storage.reading import (
+    FINISHED,
+    copy_trial,
+    copy_trials,
+    distribution,
+    read_in_states,
+    read_trial,
+    to_local,
+    utc_now,
+)
 from hpsearch.storage.study_storage.writing import Batch, guard_of
+
+
+@dataclass
+class Owned:
+    """A trial that this process alone writes, as it has written it, and the attempt by which it does."""
+
+    trial: FrozenTrial
+    attempt: int
+
+
+class Deferred(Batch):
+    """Writes of a trial that wait for each other."""
+
+    def discard(self) -> None:
+        """Drop what is deferred so far: it is as if it had never been set."""
+        self.clear()
+
+
+def overlaid(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
+    """Return a copy of the trial with what the batch would write."""
+    copied = copy_trial(trial)
+    if batch is not None:
+        overlay(copied, batch)
+    return copied
+
+
+def overlay(trial: FrozenTrial, batch: Batch) -> None:
+    """Change the trial as writing the batch does."""
+    for name, (value, kind) in batch.params.items():
+        set_param(trial, name, value, kind)
+    trial.user_attrs.update(batch.user_attrs)
+    trial.system_attrs.update(batch.system_attrs)
+
+
+def set_param(trial: FrozenTrial, name: str, value: float, distribution: BaseDistribution) -> None:
+    """Set a parameter, unless it is set."""
+    if name not in trial.params:
+        trial.params[name] = distribution.to_external_repr(value)
+        trial.distributions[name] = distribution
+
+
+def open_storage(url: str, *, application_name: str, pool_size: int = 2, patience: float = PATIENCE) -> PostgresStorage:
+    """Return the storage on `url`.
+
+    Call :func:`storage.database.connect.check_database` first: it says in one line what is wrong with a database.
+
+    Args:
+        url: A Postgres URL in any of its spellings.
+        application_name: What `pg_stat_activity` shows for the connections.
+        pool_size: Connections kept open.
+        patience: For how many seconds a call waits for a database that is away.
+    """
+    # Without pre-ping, which is a round trip more each time: a statement whose connection was dropped is repeated.
+    engine = make_engine(url, application_name=application_name, pool_size=pool_size, pre_ping=False)
+    return PostgresStorage(engine, patience=patience)
+
 
 _FIRST_DISTRIBUTION = """
     SELECT p.distribution_json FROM trial_params p JOIN trials t ON t.trial_id = p.trial_id

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import MAY_WRITE, claim_lost, store
-from hpsearch.storage.study_storage.codec import FINISHED, STATES
+from hpsearch.storage.study_storage.reading import FINISHED, STATES
 
 # `mine` is the trial, locked against whoever would finish it at the same time; `open` is it where it may be written.
 _ANYBODY = """

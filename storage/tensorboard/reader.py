@@ -9,12 +9,10 @@ from pathlib import Path
 
 from hpsearch.storage.errors import AwayError, StorageError
 from hpsearch.storage.journals import journal_records
-from hpsearch.storage.journals.follower import Follower
 from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure
-from hpsearch.storage.journals.trial_ends import TrialEnds
-from hpsearch.storage.tensorboard import events
-from hpsearch.storage.tensorboard.event_files import EventFiles
+from hpsearch.storage.journals.reader import Failure, Follower, TrialEnds
+from hpsearch.storage.tensorboard import files as events
+from hpsearch.storage.tensorboard.files import EventFiles
 
 _OWNER = ".study"  # a file in a study's folder: whose it is
 

@@ -1,11 +1,4 @@
-"""Claims: which worker runs which trial, within the budget, each trial by one worker at a time.
-
-A claim is a trial that lost its worker or was given back, else one that somebody enqueued, else a new one, else
-nothing: the budget is spent. In a study with rungs a trial that waits at one and is among the best comes before a new
-one. The claim writes its *attempt* in the transaction that creates or takes the trial: a
-lease by the database's clock, which the worker renews. A write of a trial goes through only while its attempt is
-live, so that a worker that was frozen and lost its trial meanwhile can change nothing.
-"""
+"""Claim a trial and write to it under a lease and a fencing token."""
 
 from __future__ import annotations
 
@@ -13,8 +6,8 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import sqlalchemy as sa
 
@@ -36,11 +29,83 @@ from hpsearch.storage.rungs.rungs import (
     standing,
 )
 from hpsearch.storage.trials import claim_sql as sql
-from hpsearch.storage.trials import settling
-from hpsearch.storage.trials.answers import Checkpoint, Claim, Lost, Nothing, Reported, Stopped
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials import settle as settling
+from hpsearch.storage.trials.budget import Spending, spending_in
 from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
-from hpsearch.storage.trials.spending import Spending, spending_in
+from hpsearch.storage.trials.settle import Outcome
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to run one trial."""
+
+    trial_id: int
+    number: int
+    attempt: int
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the trial has been started before."""
+        return self.attempt > 1
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A trial that was settled as FAIL just now, because too many of its workers died."""
+
+    trial_id: int
+    number: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No trial to take now. With `running` trials of others, one may yet come back; with none, the study is done."""
+
+    running: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The study was stopped: nothing is handed out until it is started again."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a report is answered with.
+
+    Attributes:
+        stopped: whether the study was stopped: the trial is to be given back.
+        counted: whether the epoch was written; not when the study's budget in epochs was spent before.
+        room: whether the study's budgets in epochs and seconds have room for the trial's next epoch.
+    """
+
+    stopped: bool
+    counted: bool = True
+    room: bool = True
+
+
+class Checkpoint(Protocol):
+    """Where a checkpoint is kept, and what it must be: see :mod:`hpsearch.storage.checkpoints.store`."""
+
+    @property
+    def path(self) -> str:
+        """Where, in the store."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """Of the file."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        ...
+
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
 

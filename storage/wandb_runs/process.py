@@ -1,7 +1,4 @@
-"""The process that speaks to Weights & Biases: told of runs in lines of JSON, and answering each in one.
-
-It ends with the process that started it, whose end closes its input: runs that are open are finished first.
-"""
+"""The process that calls the Weights & Biases library."""
 
 from __future__ import annotations
 
@@ -9,14 +6,57 @@ import fcntl
 import json
 import os
 import signal
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.wandb_runs.offline_files import records, steps_of
+_HEADER, _BLOCK = 7, 32768
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield the records of a run's file, up to where it is torn."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for data in _chunks(path.read_bytes()):
+        yield Record.FromString(data)
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    """Yield what LevelDB calls records, put together from their parts."""
+    at, parts = _HEADER, b""  # the file begins with a header of its own, of the same size
+    while at + _HEADER <= len(data):
+        if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block that has no room for a part
+            at += _BLOCK - at % _BLOCK
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        part = data[at + _HEADER : at + _HEADER + size]
+        if kind not in {_FULL, _FIRST, _MIDDLE, _LAST} or len(part) < size:
+            return
+        at += _HEADER + size
+        parts = part if kind in {_FULL, _FIRST} else parts + part
+        if kind in {_FULL, _LAST}:
+            yield parts
+            parts = b""
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's history, each with its step as `_step`."""
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            yield {"_step": record.history.step.num, **row}
+
+
+def steps_of(folder: Path, run: str) -> set[int]:
+    """Return the steps of a run that files have which wait for `wandb sync`."""
+    return {int(row["_step"]) for path in folder.glob(f"offline-run-*/run-{run}.wandb") for row in rows(path)}
+
 
 _LAST_WORDS = 20.0  # seconds to finish runs when whoever started this is gone
 _WRITING = 30.0  # seconds to write a file to its end

@@ -35,9 +35,9 @@ import optuna
 import sqlalchemy as sa
 from bench_search import own_environment, say, services
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.loading import load_objective
-from hpsearch.search.fleet.cores import cores, thread_settings
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.search.fleet.fork import cores, thread_settings
 from hpsearch.storage.embedded import stack
 from tests.benchmarks.plain_quality import worth
 

@@ -39,9 +39,9 @@ import mlflow
 import optuna
 from laps import FOLDER
 
-from hpsearch.search.fleet.cores import cores, thread_settings
+from hpsearch.search.fleet.fork import cores, thread_settings
 from hpsearch.search.services import find_services
-from hpsearch.search.study.prepare import load_for_search, prepare_study
+from hpsearch.search.study.create import load_for_search, prepare_study
 from hpsearch.storage.embedded import stack
 
 HERE = Path(__file__).parent

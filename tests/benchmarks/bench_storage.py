@@ -32,11 +32,9 @@ from storage_ways import GRPC, KINDS, PUBLIC, Runner, Watched, engine_of, finish
 
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.urls import build
 
 warnings.simplefilter("ignore")

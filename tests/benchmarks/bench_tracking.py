@@ -44,20 +44,20 @@ from bench_search import REQUIREMENTS, own_environment, say, services
 
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
-from hpsearch.search.fleet.cores import cores, thread_settings
-from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.fleet.fork import cores, thread_settings
+from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.services import find_services
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.prepare import load_for_search, prepare_study
+from hpsearch.search.study.create import load_for_search, prepare_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import home_dir
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 EPOCHS = 10
 CONFIG = TrainConfig(lr=3e-3, batch_size=64, model={"kind": "mlp", "layers": 2, "width": 128, "dropout": 0.1})

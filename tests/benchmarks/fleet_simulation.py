@@ -43,19 +43,18 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial
 from storage_ways import SPACE, value_of
 
-from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded import postgres_server
+from hpsearch.storage.embedded import postgres
+from hpsearch.storage.embedded.postgres import SUPERUSER
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import LEASE, Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.urls import build
 
 EPOCHS = 20  # of a trial
@@ -265,8 +264,8 @@ class Simulation:
     """One server, and a study for each fleet."""
 
     def __init__(self, folder: Path, connections: int, via: str | None) -> None:
-        postgres_server._SETTINGS["max_connections"] = str(connections)
-        self.server = postgres_server.Server(make_folder(folder), folder / "postgres.log")
+        postgres._SETTINGS["max_connections"] = str(connections)
+        self.server = postgres.Server(make_folder(folder), folder / "postgres.log")
         port = self.server.start(None)
         admin = build(user=SUPERUSER, password=self.server.password, host="127.0.0.1", port=port, database="postgres")
         made = create_databases(

@@ -38,13 +38,12 @@ from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, evaluat
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.search_space import SearchSpace
 from hpsearch.objectives.training.checks.held_out import Restored
-from hpsearch.objectives.training.data.split import Rows
+from hpsearch.objectives.training.data.division import Rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.result import FitResult
-from hpsearch.search.finalists.expected import Scored, expect
-from hpsearch.search.finalists.winner import choose
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.finalists.winner import Scored, choose, expect
+from hpsearch.search.samplers.suggest import derive_seed
 from hpsearch.search.study.ranking import best_first
 
 EPOCHS, TRIALS, TOP, SEEDS = 15, 24, 5, 2

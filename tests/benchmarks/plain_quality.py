@@ -21,7 +21,7 @@ import torch
 from hpsearch import BaseObjective, EpochRecord, NonFiniteError, Verdict
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.samplers.suggest import derive_seed
 from tests.benchmarks.search_quality.curves import Kept
 from tests.benchmarks.search_quality.peers import Flat, hyperopt, ray_domain
 from tests.benchmarks.search_quality.problems import Problem

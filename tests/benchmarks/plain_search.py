@@ -21,7 +21,7 @@ from laps import FOLDER, REST, Laps
 from hpsearch import EpochRecord, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.training.session import Due, promotable
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.samplers.suggest import derive_seed
 
 
 class PlainSession:

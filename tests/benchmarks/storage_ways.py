@@ -15,13 +15,12 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.storage.attributes import SPEC
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 EPOCHS = 10
 GRPC = importlib.util.find_spec("grpc") is not None

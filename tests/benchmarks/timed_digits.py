@@ -12,14 +12,14 @@ import hpsearch.search.worker.loop
 from hpsearch.objectives.builtin.digits import Digits as _Digits
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.trainer import Trainer
-from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.tracking.trial_run import TrialTracking
+from hpsearch.search.worker.attempt import TrialSession
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
-from hpsearch.search.worker.session import TrialSession
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.mlflow import exported_model
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.mlflow import model
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
 
 
@@ -38,7 +38,7 @@ def watched() -> Laps:
         (Trainer, "_epoch", "training"),
         (Trainer, "_finish", "judging the best weights"),
         (Sender, "flush", "waiting for MLflow at the end"),
-        (exported_model, "export_model", "exporting the model"),
+        (model, "export_model", "exporting the model"),
         (hpsearch.search.worker.attempt, "suggest", "suggesting"),
         (hpsearch.search.worker.loop.Worker, "_wait", "waiting for others"),
         (hpsearch.search.worker.join, "close_if_spent", "closing the study"),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hpsearch.storage.embedded.postgres import Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_server import Server
 from tests.deployment.machine import PASSWORDS, Machine, compose, free_port, tool
 from tests.faults.harness import Zygote
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg2
 
-from hpsearch.storage.embedded.postgres_server import Server
+from hpsearch.storage.embedded.postgres import Server
 from tests.faults.harness import Command, Zygote
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from hpsearch import load_objective
 from hpsearch.objectives.fit import fit
-from hpsearch.objectives.training.reports.describe import search_space
+from hpsearch.objectives.training.reports.report import search_space
 from tests.docs.recipes import DIFFS, RECIPES, name_in
 
 

@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from hpsearch import load_objective
 from hpsearch.search.promotion.serve_check import serve_check
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.e2e.support import Cli, Search
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.samplers.suggest import derive_seed
 from tests.e2e.support import Cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]

@@ -12,9 +12,8 @@ import psycopg2
 
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, create_databases
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.urls import build
 from tests.faults.harness import LEASE, Arena, Worker
 from tests.waiting import wait_for

@@ -19,8 +19,8 @@ from tests.faults import orders
 
 # The steps of a worker, in their order.
 POINTS = {
-    "rehearse": ("hpsearch.search.study.prepare", "rehearse"),
-    "give up": ("hpsearch.search.study.rest", "give_up"),
+    "rehearse": ("hpsearch.search.study.create", "rehearse"),
+    "give up": ("hpsearch.search.study.stop_when", "give_up"),
     "in claim": ("hpsearch.storage.trials.claims", "Claims._take"),
     "claim": ("hpsearch.storage.trials.claims", "Claims.claim"),
     "append": ("hpsearch.storage.journals.journal", "Journal.append"),
@@ -56,10 +56,10 @@ SENDING = {
     "shipped": ("hpsearch.storage.journals.journal", "Place.moved"),
     "upload": ("mlflow", "MlflowClient.log_artifacts"),
     "create model": ("hpsearch.storage.mlflow.shipper", "create_model"),
-    "upload model": ("hpsearch.storage.mlflow.exported_model", "upload_model"),
+    "upload model": ("hpsearch.storage.mlflow.model", "upload_model"),
     "end run": ("hpsearch.storage.mlflow.client", "Tracking.end_trial_run"),
     "delivered": ("hpsearch.storage.mlflow.run_links", "RunLinks.delivered"),
-    "write events": ("hpsearch.storage.tensorboard.event_files", "EventFiles.flush"),
+    "write events": ("hpsearch.storage.tensorboard.files", "EventFiles.flush"),
     "tell a run": ("hpsearch.storage.wandb_runs.reader", "WandbRuns._ask"),
 }
 
@@ -72,14 +72,14 @@ def main(arguments: list[str]) -> int:
     wrap("hpsearch.storage.trials.claims", "Claims.claim", follow_claims)
     wrap("hpsearch.search.worker.ranks", "_next", follow_jobs)
     wrap("hpsearch.storage.mlflow.shipper", "Shipper.ship", follow_sender)
-    wrap("hpsearch.storage.journals.follower", "Follower.ship", follow_sender)
+    wrap("hpsearch.storage.journals.reader", "Follower.ship", follow_sender)
     wrap("hpsearch.objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("hpsearch.objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("hpsearch.storage.trials.claims", "Claims.report", follow_reports)
     if least := os.environ.get("STALL_LEAST"):
-        from hpsearch.search.worker import pulse
+        from hpsearch.search.worker import watchdog
 
-        pulse.LEAST = float(least)
+        watchdog.LEAST = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
     from hpsearch.search.cli import _run

@@ -10,10 +10,10 @@ from optuna.trial import TrialState
 from hpsearch import LoopObjective, load_objective
 from hpsearch.objectives.fit import fit
 from hpsearch.search.finalists import read_finalists
-from hpsearch.search.sampling.seeds import training_seed
+from hpsearch.search.samplers.suggest import training_seed
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.study_storage.opening import open_storage
-from hpsearch.storage.trials.attempts import read_attempts
+from hpsearch.storage.study_storage.storage import open_storage
+from hpsearch.storage.trials.history import read_attempts
 from tests.docs.recipes import RECIPES, name_in
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write

@@ -14,7 +14,7 @@ from hpsearch.search.cli import app
 
 for _name in (
     *(
-        "hpsearch.search.publish.study",
+        "hpsearch.search.tracking.publish",
         "hpsearch.search.run.search",
         "optuna_dashboard",
         "psycopg2",

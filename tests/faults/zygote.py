@@ -158,8 +158,8 @@ def undisturbed(n_trials: int, path: Path) -> int:
     import optuna
 
     from hpsearch import Trainer
-    from hpsearch.search.samplers.random import Random
-    from hpsearch.search.sampling.seeds import derive_seed, make_sampler
+    from hpsearch.search.samplers.optuna import Random
+    from hpsearch.search.samplers.suggest import derive_seed, make_sampler
     from tests.faults.scripted import EPOCHS, Scripted
 
     values = []

@@ -11,7 +11,7 @@ import pytest
 
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Left, Tracked, leave, track, unregister
 
 

@@ -10,8 +10,8 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
-from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.samplers.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
+from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.attributes import INFEASIBLE
 
 COMPLETE, PRUNED, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING

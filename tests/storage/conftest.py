@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from optuna.study import StudyDirection
 
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 _PROBE = "import subprocess, sys, hpsearch; subprocess.run([sys.executable, '-c', 'import hpsearch'], check=True)"
 

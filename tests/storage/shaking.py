@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 if TYPE_CHECKING:
     pass

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import sqlalchemy as sa
 
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpsearch.storage.pareto import best_first, crowding, dominating, front, hypervolume, losses_of, ranks
+from hpsearch.storage.rungs.fronts import best_first, crowding, dominating, front, hypervolume, losses_of, ranks
 
 vectors = st.integers(1, 3).flatmap(
     lambda metrics: st.lists(st.tuples(*[st.integers(0, 5)] * metrics), min_size=1, max_size=30)

@@ -13,10 +13,9 @@ from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.calling import Call
 from hpsearch.objectives.training.evaluation.evaluate import evaluate, evaluation_rows
 from hpsearch.objectives.training.evaluation.metrics import as_metrics
-from hpsearch.objectives.training.evaluation.step import Stepping
+from hpsearch.objectives.training.evaluation.step import Call, Stepping
 from hpsearch.objectives.training.exportable import example_of, exportable
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.stepping import build_stepping, call_in

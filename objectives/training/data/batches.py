@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.training.data.dataset import Batch, Dataset
+from hpsearch.objectives.training.data.dataset import Batch, Dataset, Stream
 from hpsearch.objectives.training.data.loader import Augment, loaded
 from hpsearch.objectives.training.data.samplers import Order
-from hpsearch.objectives.training.data.stream import Stream
 from hpsearch.objectives.training.data.tree import Tree, moved, taken
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed

@@ -1,17 +1,17 @@
-"""Datasets: inputs and targets of samples, in memory or made when they are needed."""
+"""Datasets: tensors in memory, items on request, and streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.arrays import plain
 from hpsearch.objectives.training.data.samples import (
     Collate,
     Mapped,
@@ -20,8 +20,108 @@ from hpsearch.objectives.training.data.samples import (
     fingerprint_of,
     targets_of,
 )
-from hpsearch.objectives.training.data.stream import Stream
-from hpsearch.objectives.training.data.tree import Tree, moved, taken, tensors
+from hpsearch.objectives.training.data.tree import Tree, map_tensors, moved, taken, tensors
+
+
+class Stream:
+    """The first samples of an iterable, such as a torch `IterableDataset`, by their numbers.
+
+    A number beyond the last one is read up to, one before it starts the iterable anew: a pass in order reads each
+    sample once.
+
+    Args:
+        source: gives the samples anew each time that it is iterated over.
+        length: how many of them are an epoch.
+    """
+
+    def __init__(self, source: Iterable[Any], length: int) -> None:
+        if length < 1:
+            raise ObjectiveError(f"length={length}: an epoch of a stream has at least one sample")
+        self._source, self._length = source, length
+        self._running: Iterator[Any] | None = None
+        self._next = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> Any:
+        if self._running is None or row < self._next:
+            self._running, self._next = iter(self._source), 0
+        while True:
+            try:
+                sample = next(self._running)
+            except StopIteration:
+                self._running = None
+                raise ObjectiveError(
+                    f"the stream ended after {self._next} samples: give that as its length, not {self._length}"
+                ) from None
+            self._next += 1
+            if self._next > row:
+                return sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the iterator: another process begins its own."""
+        return {**self.__dict__, "_running": None, "_next": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a source that shuffles by itself, as Hugging Face's do, which epoch begins."""
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+
+
+def is_arrays(x: Any) -> bool:
+    """Whether these are columns of numbers, and not a dataset that gives samples."""
+    return isinstance(x, (Tensor, np.ndarray, Mapping, list, tuple)) or hasattr(x, "__array__")
+
+
+def known_targets(y: Any) -> Any:
+    """Targets that are one value a sample; None where they are more, and nothing is known beforehand."""
+    try:
+        return None if y is None else plain(y)
+    except (TypeError, ValueError, ObjectiveError):
+        return None
+
+
+def as_inputs(x: Any) -> Tree:
+    """Inputs as tensors: floating point is float32, uint8 stays, other integers are int64; a mapped file stays one."""
+    if isinstance(x, np.memmap):
+        return Mapped(x)
+    return map_tensors(lambda tensor: tensor if tensor.dtype == torch.uint8 else to_plain(tensor), as_tree(x, "x"))
+
+
+def as_tree(values: Any, name: str) -> Tree:
+    """Arrays as tensors; a list is one array, a tuple or a dictionary is several.
+
+    Raises:
+        ObjectiveError: the values called `name` are ragged, or no numbers.
+    """
+    if isinstance(values, Mapping):
+        return {str(key): as_tree(value, f"{name}[{key!r}]") for key, value in values.items()}
+    if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
+        return tuple(as_tree(value, f"{name}[{number}]") for number, value in enumerate(values))
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.as_tensor(np.asarray(values))
+    except (ValueError, TypeError) as error:
+        shapes = [np.shape(value) for value in values]
+        odd = next((k for k, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if odd is None:
+            raise ObjectiveError(f"{name} holds what is no number: {error}") from error
+        raise ObjectiveError(
+            f"{name} is ragged: sample 0 has shape {list(shapes[0])} and sample {odd} {list(shapes[odd])}; "
+            "give collate=, which makes a batch of a list of samples, such as `padded`"
+        ) from error
+
+
+def plain(values: Any) -> Tensor:
+    """Targets as a tensor: integers are int64, floating point is float32."""
+    return to_plain(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
+
+
+def to_plain(tensor: Tensor) -> Tensor:
+    """Integers as int64, floating point as float32."""
+    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
 
 
 class Batch(NamedTuple):

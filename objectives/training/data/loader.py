@@ -1,7 +1,13 @@
-"""Batches that a DataLoader reads, augments and hands over, the same whatever the number of its processes."""
+"""Load batches in background processes."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -10,10 +16,31 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError, users_code
-from hpsearch.objectives.training.data.child import ending_with_parent
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.tree import Tree
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seed_host, set_seed
+
+_PR_SET_PDEATHSIG = 1
+
+
+def ending_with_parent() -> Callable[[], None]:
+    """Return what a process of `multiprocessing` that this one forks calls, for the kernel to kill it with its parent.
+
+    On Linux, and for a child of the main thread: the kernel takes the end of the thread that forked for the process's.
+    Torch's own loaders look every five seconds whether their parent lives, but not while they load.
+    """
+    main = threading.main_thread().ident
+
+    def bind() -> None:
+        parent = multiprocessing.parent_process()
+        if sys.platform != "linux" or threading.get_ident() != main or parent is None:
+            return
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind
+
 
 # A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
 Augment = Callable[[Tree], Tree]

@@ -1,11 +1,11 @@
-"""Splits into train, validation and test data, which depend on the data and a seed alone."""
+"""The train, validation and test splits of a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,15 +14,67 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.arrays import as_inputs, as_tree, is_arrays, known_targets, to_plain
-from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.division import Blocks, moved_back, trained_on, wanted
-from hpsearch.objectives.training.data.parts import add_part, check_part
-from hpsearch.objectives.training.data.samples import (
-    Collate,
-)
-from hpsearch.objectives.training.data.split import Rows, by_time, divide
-from hpsearch.objectives.training.data.tree import map_tensors, tensors
+from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets, to_plain
+from hpsearch.objectives.training.data.division import Blocks, Rows, by_time, divide, moved_back, trained_on, wanted
+from hpsearch.objectives.training.data.samples import Collate, Mapped, digest
+from hpsearch.objectives.training.data.tree import Tree, form, map_tensors, refilled, tensors
+
+
+def add_part(found: Any, name: str, part: Dataset) -> None:
+    """Add shapes, types and bytes of a part to a hash; of samples that are not in memory what stands for them."""
+    if part.samples is not None:
+        rows = None if part.rows is None else part.rows.tolist()
+        found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+    for tree in (part.x, part.y):
+        for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+            _add_bytes(found, f"{name}:{where}:" if where else f"{name}:", tensor)
+
+
+def _add_bytes(found: Any, what: str, tensor: Tensor | Mapped) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    found.update(f"{what}{dtype}:{tuple(tensor.shape)}:".encode())
+    for part in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
+        found.update(np.ascontiguousarray(part.detach().cpu().numpy()).data)
+
+
+def check_part(name: str, part: Dataset, train: Dataset) -> None:
+    """Refuse a part that is empty, of another form than the train split, or not finite.
+
+    Raises:
+        ObjectiveError: it is; one line names the split.
+    """
+    if not isinstance(part, Dataset):
+        raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
+    if len(part) == 0:
+        raise ObjectiveError(f"the {name} split is empty")
+    if part.samples is not None:
+        return
+    given, wanted = len(part), {len(tensor) for _, tensor in tensors(part.y)}
+    if wanted != {given}:
+        raise ObjectiveError(f"the {name} split has {given} inputs but {' and '.join(map(str, wanted))} targets")
+    for what, tree, model in (("inputs", part.x, train.x), ("targets", part.y, train.y)):
+        if _form(tree) != _form(model):
+            raise ObjectiveError(
+                f"the {name} {what} are {_form(tree)} a sample, but those of the train split are {_form(model)}"
+            )
+        if not isinstance(tree, Mapped):
+            _check_finite(f"the {name} {what}", tree)
+
+
+def _check_finite(what: str, tree: Tree) -> None:
+    for where, tensor in tensors(tree):
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(dim=1).sum())
+            name = f"{what} {where!r}" if where else what
+            remedy = (
+                "fill them in data(), with a column that marks them" if what.endswith("inputs") else "leave those out"
+            )
+            raise ObjectiveError(f"{name} hold NaN or infinity in {bad} of {len(tensor)} samples: {remedy}")
+
+
+def _form(tree: Tree) -> str:
+    return form(tree[:1] if isinstance(tree, Mapped) else tree)
+
 
 _MOST = 0.5  # share of what a study trains on that a fresh division validates on
 _CLOSE = 0.05  # sizes that differ by less are alike
@@ -238,3 +290,45 @@ def _whole(
     if len(data) != count:
         raise ObjectiveError(f"x has {len(data)} samples and y has {count}")
     return data
+
+
+def joined(splits: Splits, *, by_make: bool) -> Splits:
+    """The splits with the validation samples among those that are trained on.
+
+    Args:
+        splits: as `data()` gave them.
+        by_make: whether `Splits.make` joined them for it. They stay as they are then, for it may have filtered them;
+            but where it has divided the joined ones once more, by itself.
+
+    Raises:
+        ObjectiveError: they cannot be joined.
+    """
+    if by_make and not _apart(splits.train, splits.val):
+        return splits
+    return replace(splits, train=_both(splits.train, splits.val))
+
+
+def _apart(train: Dataset, val: Dataset) -> bool:
+    """Whether it is known that no validation sample is trained on."""
+    if train.rows is None or val.rows is None:
+        return False
+    return not bool(torch.isin(val.rows, train.rows).any())
+
+
+def _both(train: Dataset, val: Dataset) -> Dataset:
+    if not (train.in_memory and val.in_memory):
+        raise ObjectiveError(
+            "a refit is trained on train and validation, and these parts do not lie in tensors, so that they cannot be "
+            "joined: let Splits.make() divide the data, or give parts in tensors"
+        )
+    for what, one, other in (("x", train.x, val.x), ("y", train.y, val.y)):
+        if form(one) != form(other):
+            raise ObjectiveError(f"a refit cannot join train and validation: {what} is {form(one)} and {form(other)}")
+    rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
+    return replace(train, x=_cat(train.x, val.x), y=_cat(train.y, val.y), rows=rows)
+
+
+def _cat(one: Tree, other: Tree) -> Tree:
+    """The samples of two trees of one form, one after the other."""
+    pairs = zip(tensors(one), tensors(other), strict=True)
+    return refilled(one, (torch.cat([first, second]) for (_, first), (_, second) in pairs))

@@ -1,4 +1,4 @@
-"""Building a run from an objective: everything that can be wrong is found here, before the first step."""
+"""Build a run from an objective and a configuration."""
 
 from __future__ import annotations
 
@@ -19,31 +19,44 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.samplers import Order
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.data.tree import moved
-from hpsearch.objectives.training.evaluation.across_ranks import over_ranks
-from hpsearch.objectives.training.evaluation.calling import call_of
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
+from hpsearch.objectives.training.evaluation.running import over_ranks
+from hpsearch.objectives.training.evaluation.step import call_of
 from hpsearch.objectives.training.loop.fresh import Fresh, build_fresh
 from hpsearch.objectives.training.loop.guards import FiniteGuard
-from hpsearch.objectives.training.loop.measuring import Measuring
-from hpsearch.objectives.training.loop.performance import compiled, layout
+from hpsearch.objectives.training.loop.measuring import Measuring, compiled, layout
 from hpsearch.objectives.training.loop.prepared import prepared_splits
-from hpsearch.objectives.training.loop.progress import Progress
 from hpsearch.objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
-from hpsearch.objectives.training.loop.run import FORMAT, Run
+from hpsearch.objectives.training.loop.run import FORMAT, Progress, Run
 from hpsearch.objectives.training.loop.steplog import StepLog
 from hpsearch.objectives.training.loop.stepping import as_module, build_stepping, call_in
 from hpsearch.objectives.training.optimizers.averaging import build_average
-from hpsearch.objectives.training.optimizers.optimizer import Groups, build_optimizer, checked_groups, parameter_groups
-from hpsearch.objectives.training.optimizers.precision import Precision
-from hpsearch.objectives.training.optimizers.sam import Sharpness
+from hpsearch.objectives.training.optimizers.optimizer import (
+    Groups,
+    Precision,
+    Sharpness,
+    build_optimizer,
+    checked_groups,
+    parameter_groups,
+)
 from hpsearch.objectives.training.optimizers.schedules import build_schedule
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.reproducibility.environment import environment, uncommitted
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
-from hpsearch.objectives.training.strategies.choice import build_strategy
+from hpsearch.objectives.training.strategies.base import Replicated, Strategy
+from hpsearch.objectives.training.strategies.fsdp import Sharded
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
+
+
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
+
+
+def build_strategy(config: TrainConfig, ranks: Ranks) -> Strategy:
+    """What the configuration says, where there are several ranks."""
+    return Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)
+
 
 # What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}

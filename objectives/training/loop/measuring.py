@@ -1,30 +1,218 @@
-"""What is measured of a run's model after an epoch, beside what validation gives."""
+"""Measure a model: latency, parameters, size, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import moved
-from hpsearch.objectives.training.evaluation.calling import Call
-from hpsearch.objectives.training.loop.measurements import latency_ms, machine_load, sizes
-from hpsearch.objectives.training.loop.performance import as_served, peak_memory
+from hpsearch.objectives.training.data.tree import Tree, moved
+from hpsearch.objectives.training.evaluation.step import Call, call_of
+from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import seeded_on
 from hpsearch.objectives.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
+
+
+_WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
+_SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take longer
+
+
+def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call in ms, after a warm-up; every call is waited for.
+
+    It is called 5 times to warm up, then timed 30 times and for 0.2 s at least; what takes longer is timed until 0.5 s
+    are over, 5 times at least. CPU threads are those that the trial has. Torch's own timer (torch.utils.benchmark)
+    times blocks of calls, which overlap on an accelerator: that is throughput.
+
+    Args:
+        forward: what is timed.
+        device: that it runs on.
+    """
+    begun = time.perf_counter()
+    for _ in range(_WARM_UP):
+        _timed(forward, device)
+        if time.perf_counter() - begun > _LONGEST:
+            break
+    seconds: list[float] = []
+    begun, collects = time.perf_counter(), gc.isenabled()
+    gc.disable()  # as timeit does: a collection is none of the model's
+    try:
+        while _goes_on(len(seconds), time.perf_counter() - begun):
+            seconds.append(_timed(forward, device))
+    finally:
+        if collects:
+            gc.enable()
+    return statistics.median(seconds) * 1000
+
+
+def _goes_on(calls: int, elapsed: float) -> bool:
+    return calls < _FEWEST or (elapsed < _LONGEST and (calls < _TIMED or elapsed < _SHORTEST))
+
+
+def _timed(forward: Callable[[], object], device: torch.device) -> float:
+    synchronise(device)
+    begun = time.perf_counter()
+    forward()
+    synchronise(device)
+    return time.perf_counter() - begun
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for what an accelerator has yet to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def machine_load() -> dict[str, float]:
+    """`latency_load`: the machine's load average of the last minute, over its cores; nothing where it keeps none.
+
+    Above 1 programs wait for each other, and times are longer than they need be.
+    """
+    if not hasattr(os, "getloadavg"):
+        return {}
+    return {"latency_load": os.getloadavg()[0] / (os.cpu_count() or 1)}
+
+
+def plain_measures(model: nn.Module, x: Tree, device: torch.device) -> dict[str, float]:
+    """`latency_ms` of a batch of inputs beside `latency_load`, `model_mb` and `parameters`, of a model without a run.
+
+    Args:
+        model: on `device`; what wraps it to train on ranks, or compiles it, is looked through.
+        x: inputs as the model takes them, on any device.
+        device: of the model.
+
+    Raises:
+        ObjectiveError: the model is spread over devices, or does not take such inputs.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model = getattr(model, "_orig_mod", model)
+    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ObjectiveError("trial.measure takes a whole model, and of this one each device has a part")
+    call, x, training = call_of(model, x), moved(x, device), model.training
+    model.eval()
+    try:
+        with torch.inference_mode(), seeded_on(device, "measures"):
+            return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **sizes(model)}
+    finally:
+        model.train(training)
+
+
+def sizes(model: nn.Module) -> dict[str, float]:
+    """`model_mb` and `parameters` of the whole model: what several modules share counts once.
+
+    The first is of parameters and buffers, in 10^6 bytes as sizes of files are; the second of parameters alone, frozen
+    ones among them. Of a sharded model both are of all its parts.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    return {
+        "model_mb": sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6,
+        "parameters": float(sum(parameter.numel() for parameter in model.parameters())),
+    }
+
+
+def layout(model: nn.Module, config: TrainConfig) -> None:
+    """Lays out the model's memory, and its layers' activations, as configured."""
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
+    if config.activation_checkpointing:
+        for layer in layers(model):
+            # Batch norm would count a batch twice, once more when its activations are computed again.
+            if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in layer.modules()):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model without what `layout` and `compiled` put on it, as it is served."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            del module.forward
+        module._compiled_call_impl = None
+    return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]
+
+
+@contextmanager
+def as_served(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """A region in which a model is without what `layout` and `compiled` put on it, as `plain` leaves it.
+
+    Inference mode may begin within it, not before: the memory of weights that train is laid out in it.
+    """
+    modules = list(model.modules())
+    compiled_calls = [module._compiled_call_impl for module in modules]
+    recomputing = {module: vars(module).pop("forward") for module in modules if _recomputes(module)}
+    for module in modules:
+        module._compiled_call_impl = None
+    if config.channels_last:
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch declares no such overload
+    try:
+        yield
+    finally:
+        for module, call in zip(modules, compiled_calls, strict=True):
+            module._compiled_call_impl = call
+        for module, forward in recomputing.items():
+            module.forward = forward
+        if config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch declares no such overload
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is checkpoint
+
+
+def compiled(model: nn.Module, judged: nn.Module, trial: Callable[[], None]) -> str | None:
+    """Compiles the model, and the average that is judged in its place, where that works.
+
+    Args:
+        model: compiled in place: the names of its parameters stay.
+        judged: the model or its average.
+        trial: runs a forward and a backward pass.
+
+    Returns:
+        Why the model is not compiled; None when it is.
+    """
+    both = [model] if judged is model else [model, judged]
+    for module in both:
+        module.compile()
+    try:
+        trial()
+    except Exception as error:  # whatever compilers raise: the model ran a moment ago without them
+        for module in both:
+            module._compiled_call_impl = None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no detail'}"  # the first may only name the backend
+    return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that tensors held on a CUDA device at once since `reset_peak_memory`; None on others."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts to measure `peak_memory` anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
 
 _TAKEN = {"lr", "grad_norm", "epoch_seconds", "peak_memory_bytes", "scaling_efficiency", "latency_load"}
 _BEGINNINGS = ("train_", "val_", "samples_per_second")

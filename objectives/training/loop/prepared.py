@@ -12,8 +12,7 @@ from torch import Tensor
 from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.division import Division, divided_anew
-from hpsearch.objectives.training.data.joined import joined
-from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.data.splits import Splits, joined
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 
 if TYPE_CHECKING:

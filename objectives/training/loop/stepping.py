@@ -12,9 +12,8 @@ from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.evaluation.calling import Call, call_of, whole
 from hpsearch.objectives.training.evaluation.losses import adding_up
-from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
+from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, Stepping, call_of, whole
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective

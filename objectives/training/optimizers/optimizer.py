@@ -1,18 +1,86 @@
-"""Optimizers by name, and how each parameter is treated by them."""
+"""Build optimizers: parameter groups, layer-wise learning rates, SAM, gradient scaling."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.optimizers.layers import NORMS, Placed, placed
+
+# Normalisation layers, told by type: their names miss those inside a Sequential.
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+class Placed(NamedTuple):
+    """A trainable parameter: its module, and the depth of its layer, 0 next to the input."""
+
+    parameter: nn.Parameter
+    module: nn.Module
+    depth: int
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with trainable parameters, in the order in which they were registered: input first.
+
+    Containers are opened, and so is the model itself; any other module, such as a residual block, is one layer unless
+    it holds a ModuleList (as an encoder holds its blocks).
+    """
+    found = [layer for child in model.children() for layer in _opened(child) if _trains(layer)]
+    if not found:
+        return [model]
+    if len(found) == 1 and any(_trains(child) for child in found[0].children()):
+        return layers(found[0])  # a wrapper around the network
+    return found
+
+
+def placed(model: nn.Module) -> list[Placed]:
+    """Every trainable parameter once, with its depth.
+
+    A norm belongs to the layer before it. Parameters outside all layers (a class token, positions) stand at depth 0.
+    """
+    depths: dict[int, int] = {}
+    depth = -1
+    for layer in layers(model):
+        if depth < 0 or not isinstance(layer, NORMS):
+            depth += 1
+        for parameter in layer.parameters():
+            depths.setdefault(id(parameter), depth)
+    seen: set[int] = set()
+    result = []
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                result.append(Placed(parameter, module, depths.get(id(parameter), 0)))
+    return result
+
+
+def _opened(module: nn.Module) -> Iterator[nn.Module]:
+    holds_list = any(isinstance(child, nn.ModuleList) and _trains(child) for child in module.children())
+    if isinstance(module, _CONTAINERS) or holds_list:
+        for child in module.children():
+            yield from _opened(child)
+    else:
+        yield module
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups, TrainConfig, torch.device], Optimizer]
@@ -181,3 +249,91 @@ def build_optimizer(
         ObjectiveError: the optimizer is one of pytorch-optimizer, which is not installed.
     """
     return FACTORIES[config.optimizer](parameter_groups(model, config) if groups is None else groups, config, device)
+
+
+class Sharpness:
+    """The first of SAM's two passes (Foret et al. 2021), by pytorch-optimizer; the second is a step of its base.
+
+    Its own `step` takes a closure, which a GradScaler cannot skip: weights would stay displaced.
+    """
+
+    def __init__(self, sam: Any) -> None:
+        self._sam = sam
+
+    @property
+    def base(self) -> Optimizer:
+        """The optimizer that takes the step."""
+        base: Optimizer = self._sam.base_optimizer
+        return base
+
+    @contextmanager
+    def displaced(self, model: nn.Module) -> Iterator[None]:
+        """A region with the weights moved uphill along their gradients, which are cleared for the second pass.
+
+        The direction does not depend on the gradients' size, so a scaled loss needs no unscaling. Batch norm's
+        running statistics stand still: they belong to the weights that are kept.
+        """
+        from pytorch_optimizer.optimizer.utils.model import disable_running_stats, enable_running_stats
+
+        self._sam.first_step(zero_grad=True)
+        disable_running_stats(model)
+        try:
+            yield
+        finally:
+            enable_running_stats(model)
+            self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for group in self._sam.param_groups:
+            for parameter in group["params"]:
+                if (kept := self._sam.state[parameter].pop("old_p", None)) is not None:
+                    parameter.copy_(kept)
+
+
+_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Runs forward passes in the configured type. Only fp16 scales the loss: bf16 has the range of fp32."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device.type
+        self._dtype = _TYPES[name]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled, and steps with an infinite gradient skipped."""
+        return self.scaler.is_enabled()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device, dtype=self._dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss`, scaled, to the parameters' gradients."""
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Makes the gradients the true ones, for whoever looks at them or clips them."""
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Steps the optimizer; False when loss scaling skipped the step."""
+        if not self.scaled:
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return bool(self.scaler.get_scale() >= before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty when it is off."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        if state:
+            self.scaler.load_state_dict(state)

@@ -1,20 +1,123 @@
-"""The report of a run: what was trained and why so, what came out, and what looks wrong about it."""
+"""The text report of a run, with the diagnosis of its curves."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
+import random
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
+import torch
+
+from hpsearch.objectives.training.config import FIELDS, TrainConfig, type_name
+from hpsearch.objectives.training.data.dataset import Dataset
+from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.metrics import largest_class
-from hpsearch.objectives.training.reports.diagnosis import instabilities, leakage
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.objective import Objective
+    from hpsearch.objectives.objective import BaseObjective, Objective
     from hpsearch.objectives.training.loop.run import Run
     from hpsearch.objectives.training.result import FitResult
+
+
+_CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
+_VANISHED = 1e-7  # norm of a layer's gradient
+_ENOUGH = 8  # evenly spaced steps tell of the whole run; with fewer of them all that were noted are looked at
+_EXPLODED = 100  # times what it was in the first quarter of the run: a loss that sums has large gradients all along
+
+
+def leakage(run: Run, result: FitResult) -> list[str]:
+    """Signs that validation samples were trained on: the same inputs in both, or a loss that tracks the training's."""
+    found = []
+    shared = shared_inputs(run.splits.train, run.splits.val)
+    if shared:
+        found.append(
+            f"- {shared} of {len(run.splits.val)} validation inputs are also training inputs, to the last bit: "
+            "split by group, or drop the copies"
+        )
+    if tracks(
+        [record.metrics["train_loss"] for record in result.history],
+        [record.metrics["val_loss"] for record in result.history],
+    ):
+        found.append(
+            f"- the validation loss stayed within {_CLOSE:.0%} of the training loss from epoch to epoch: "
+            "look for copies of the same case in both splits, or features that know the answer"
+        )
+    return found
+
+
+def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
+    """Whether two curves of losses, while they fall, are closer than those of different samples would be."""
+    if len(train) < 3 or not train[-1] < 0.9 * train[0]:
+        return False
+    return all(abs(b - a) <= _CLOSE * abs(a) for a, b in zip(train[1:], val[1:], strict=True))
+
+
+def shared_inputs(train: Dataset, other: Dataset) -> int:
+    """How many inputs of `other` are in `train` too; of data that are made when they are needed none are looked at."""
+    if not train.in_memory:
+        return 0
+    seen = set(_digests(train))
+    return sum(digest in seen for digest in _digests(other))
+
+
+def _digests(data: Dataset) -> list[bytes]:
+    parts = [
+        tensor.detach().cpu().contiguous().reshape(len(data), -1).view(torch.uint8).numpy()
+        for _, tensor in tensors(data.x)
+    ]
+    rows = (b"".join(row.tobytes() for row in sample) for sample in zip(*parts, strict=True))
+    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
+
+
+def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) -> list[str]:
+    """Skipped and clipped steps, jumps of the loss, and layers whose gradients vanished or exploded."""
+    found = []
+    if run.guard.skipped_in_all:
+        found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16: skipped, loss scale halved")
+    steps, limit = _even(steps, run.config.log_every or 1), run.config.clip_grad_norm
+    norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
+    over = sum(norm > limit for norm in norms) if limit else 0
+    if over and limit:
+        found.append(f"- {over} of {len(norms)} noted steps had a gradient norm above {limit:g}: clipped to it")
+    found += _jumps(result)
+    for layer, norms in _by_layer(steps).items():
+        name, quarter, whole = layer or "the model", max(len(norms) // 4, 1), statistics.median(norms)
+        first, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
+        if whole < _VANISHED:
+            found.append(f"- the gradient of `{name}` vanished: its median norm is {whole:.2g}")
+        elif last > _EXPLODED * first or math.isinf(last):
+            found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
+    return found
+
+
+def _even(steps: Sequence[dict[str, Any]], every: int) -> Sequence[dict[str, Any]]:
+    """Steps evenly spaced over the run: the first are noted each, and would outweigh all others."""
+    even = [record for record in steps if record["step"] % every == 0]
+    return even if len(even) >= _ENOUGH else steps
+
+
+def _jumps(result: FitResult) -> list[str]:
+    losses = [record.metrics["train_loss"] for record in result.history]
+    return [
+        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
+        "nothing was done; lower the rate or warm up longer"
+        for epoch in range(1, len(losses))
+        if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
+    ]
+
+
+def _by_layer(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    norms: dict[str, list[float]] = {}
+    for record in steps:
+        for layer, norm in record.get("layers", {}).items():
+            norms.setdefault(layer, []).append(math.inf if norm is None else norm)
+    return norms
 
 
 def write_report(
@@ -159,3 +262,82 @@ def _share(train: dict[str, float], objective: Objective) -> float:
 def _checkpoints(result: FitResult) -> list[str]:
     named = (("best, for promotion", result.best_path), ("last, for resuming", result.last_path))
     return [f"- {name}: `{path}`" for name, path in named if path] or ["Kept by the session, not in this folder."]
+
+
+class Setting(NamedTuple):
+    """One field of a `TrainConfig`: its name, type, value and what it does."""
+
+    name: str
+    type: str
+    value: Any
+    help: str
+
+
+def settings(config: TrainConfig) -> list[Setting]:
+    """All fields of a configuration, in their order, with the class's own words."""
+    return [
+        Setting(name, type_name(field), getattr(config, name), field.description or "")
+        for name, field in FIELDS.items()
+    ]
+
+
+def own_settings(config: Any) -> list[Setting]:
+    """The settings of an own loop: a dictionary, or a dataclass whose fields may be `Annotated` with words."""
+    values = dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
+    words = {} if isinstance(config, Mapping) else _annotated(type(config))
+    return [Setting(str(name), type(value).__name__, value, words.get(name, "")) for name, value in values.items()]
+
+
+def _annotated(cls: type) -> dict[str, str]:
+    """What the annotations of a dataclass say of its fields: a text, or what `about` makes of one."""
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except (NameError, TypeError):  # of names that are imported for type checkers alone
+        return {}
+    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in said.items()}
+    return {name: "; ".join(text for text in found if isinstance(text, str)) for name, found in texts.items()}
+
+
+def search_space(objective: BaseObjective, draws: int = 64) -> dict[str, str]:
+    """The parameters that `suggest` asks for, with their ranges, as many random trials find them.
+
+    Raises:
+        ObjectiveError: `suggest` gives no configuration, or one that is not valid.
+    """
+    recorder = _Recorder()
+    for _ in range(draws):
+        objective.configure(recorder)
+    return recorder.seen
+
+
+class _Recorder:
+    """A trial that answers at random and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self._random = random.Random(0)  # noqa: S311 nothing secret is drawn
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        self._note(name, low, high, step, log)
+        if step is not None:
+            return low + step * self._random.randint(0, int((high - low) / step + 1e-9))
+        return self._draw(low, high, log)
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        self._note(name, low, high, None if step == 1 else step, log)
+        return min(int(self._draw(low, high, log)), high) if log else self._random.randrange(low, high + 1, step)
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        self.seen[name] = "one of " + ", ".join(map(str, choices))
+        return self._random.choice(choices)
+
+    def _note(self, name: str, low: float, high: float, step: float | None, log: bool) -> None:
+        extra = " on a log scale" if log else "" if step is None else f" in steps of {step:g}"
+        self.seen[name] = f"{low:g} to {high:g}{extra}"
+
+    def _draw(self, low: float, high: float, log: bool) -> float:
+        share: float = self._random.random()
+        return low * (high / low) ** share if log else low + (high - low) * share

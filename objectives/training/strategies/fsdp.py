@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.step import Step
-from hpsearch.objectives.training.optimizers.layers import layers
+from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.strategies.base import Strategy
 
 log = logging.getLogger("hpsearch.objectives.training")

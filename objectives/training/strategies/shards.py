@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from hpsearch.objectives.training.ranks import Ranks
-from hpsearch.objectives.training.reproducibility import shards
+from hpsearch.objectives.training.reproducibility import checkpoint
 
 
 def size(value: Any) -> int:
@@ -57,7 +57,7 @@ def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | 
         try:
             save(sharded, storage_writer=FileSystemWriter(folder), process_group=ranks.control)
             own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.first else [])]
-            files = {path.name: shards.entry(path) for path in own}
+            files = {path.name: checkpoint.entry(path) for path in own}
         except (CheckpointException, OSError) as error:
             failed = _reason(error)
     found = ranks.each((failed, files))

@@ -57,9 +57,8 @@ def backup(
     """
     from rich.filesize import decimal
 
-    from hpsearch.search.console import PlainConsole
-    from hpsearch.search.entry import handling
-    from hpsearch.search.steps import steps
+    from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.search.process import handling
     from hpsearch.storage.backup.backup import backup as make
 
     with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
@@ -87,10 +86,9 @@ def restore(
 
     Trials that were running wait for the next worker, which goes on with them.
     """
-    from hpsearch.search.console import PlainConsole, command
-    from hpsearch.search.entry import handling
+    from hpsearch.search.console import PlainConsole, command, steps
+    from hpsearch.search.process import handling
     from hpsearch.search.services import MLFLOW_UI_URL
-    from hpsearch.search.steps import steps
     from hpsearch.storage.backup.restore import restore as put_back
 
     with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:

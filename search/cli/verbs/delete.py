@@ -23,7 +23,7 @@ def delete(
     home: o.Home = None,
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
-    from hpsearch.search.api.deletion import what_goes
+    from hpsearch.search.api.actions import what_goes
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, checkpoint_url=checkpoint_url, home=home)

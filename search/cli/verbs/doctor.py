@@ -29,8 +29,7 @@ def doctor(
     STUDY, whether it can join that. Exit code 0 when nothing failed, 1 otherwise. Nothing is started.
     """
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.doctor.examine import examine
-    from hpsearch.search.doctor.text import finding_line, summary_line
+    from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
 
     console, findings = PlainConsole(), []
     for finding in examine(

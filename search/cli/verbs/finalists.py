@@ -8,7 +8,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.loading import loading
-from hpsearch.search.entry import EXIT_INTERRUPTED
+from hpsearch.search.process import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +61,7 @@ def finalists(
     it on new data. The test split stays as it is. Called again it goes on where it stopped, and shows the table when
     all is done. Other machines join with 'worker --study STUDY.finalists'.
     """
-    from hpsearch.search.fleet.forking import load_ahead
+    from hpsearch.search.fleet.fork import load_ahead
     from hpsearch.search.services import check_pair
 
     check_pair(storage_url, tracking_uri)  # before anything is loaded
@@ -70,9 +70,8 @@ def finalists(
 
     with loading():
         from hpsearch.search.api.study import Study
-        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.console import PlainConsole, steps
         from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
-        from hpsearch.search.steps import steps
 
     with steps(PlainConsole()) as tell:
         opened = Study.open(

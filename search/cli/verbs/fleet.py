@@ -53,9 +53,7 @@ def print_(
     unit of systemd. Nothing is started, and no password is printed: a URL that holds one is refused.
     """
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.launch.known import why_unknown
-    from hpsearch.search.launch.printed import printed
-    from hpsearch.search.launch.settings import Launch
+    from hpsearch.search.launch.launch import Launch, printed, why_unknown
     from hpsearch.storage.home import home_dir
 
     try:

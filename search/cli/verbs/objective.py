@@ -11,7 +11,7 @@ from hpsearch.search.cli.assignments import Objective_, Set, configured
 from hpsearch.search.cli.listing import listed
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.training.reports.describe import Setting
+    from hpsearch.objectives.training.reports.report import Setting
 
 
 def register(app: typer.Typer) -> None:
@@ -30,12 +30,12 @@ def show(objective: Objective_, settings: Set = None) -> None:
     """Show an objective's configuration, setting by setting, and its search space."""
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-    from hpsearch.objectives.training.reports import describe
+    from hpsearch.objectives.training.reports import report
     from hpsearch.search.console import PlainConsole
 
     found = load_objective(objective)
     config = configured(found, settings)
-    space = describe.search_space(found)
+    space = report.search_space(found)
     console = PlainConsole()
     console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
     if found.directions:
@@ -43,14 +43,14 @@ def show(objective: Objective_, settings: Set = None) -> None:
     if found.constraints:
         console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
     if isinstance(found, LoopObjective):
-        own = describe.own_settings(config)
+        own = report.own_settings(config)
         # Of what is searched by another name than the setting's nobody knows which setting it becomes.
         fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
         searched = {name: f"searched: {values}" for name, values in space.items()}
         rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
         space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
     else:
-        rows = [row for item in describe.settings(config) for row in _rows(item)]
+        rows = [row for item in report.settings(config) for row in _rows(item)]
     for title, block in (("settings", rows), ("search space", list(space.items()))):
         if block:
             console.print(f"\n{title}", style="bold")

@@ -44,7 +44,7 @@ def open_test(
     home: o.Home = None,
 ) -> None:
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
-    from hpsearch.search.api import test_set
+    from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
     from hpsearch.search.errors import SearchError
     from hpsearch.search.finalists.text import confirmation_lines
@@ -54,7 +54,7 @@ def open_test(
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
     if prefer is not None:
         trial = study.preferred(prefer)
-    candidate = test_set.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+    candidate = actions.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpsearch.search.cli import options as o
-from hpsearch.search.entry import EXIT_INTERRUPTED
+from hpsearch.search.process import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:

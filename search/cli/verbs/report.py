@@ -26,10 +26,10 @@ def report(
     home: o.Home = None,
 ) -> None:
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
-    from hpsearch.search.api import reporting
+    from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
-    path = reporting.write(study.services, study.stored, output)
+    path = actions.write(study.services, study.stored, output)
     typer.echo(str(path))
-    reporting.log(study.services, study.stored, path)
+    actions.log(study.services, study.stored, path)

@@ -9,7 +9,7 @@ import typer
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.loading import loading
 from hpsearch.search.cli.settings import takes_settings
-from hpsearch.search.entry import EXIT_INTERRUPTED
+from hpsearch.search.process import EXIT_INTERRUPTED
 
 
 def register(app: typer.Typer) -> None:
@@ -45,10 +45,9 @@ def run(
     home: o.Home = None,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
-    from hpsearch.search.fleet.forking import load_ahead
-    from hpsearch.search.fleet.gpus import visible_gpus, workers_on
+    from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
     from hpsearch.search.services import check_pair
-    from hpsearch.search.spec.check import check_settings
+    from hpsearch.search.study.create import check_settings
 
     check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded

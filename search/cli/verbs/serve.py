@@ -41,7 +41,7 @@ def mlflow(
     """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
-    from hpsearch.storage.embedded.commands import mlflow_command
+    from hpsearch.storage.embedded.services import mlflow_command
     from hpsearch.storage.urls import normalise
 
     variable = "MLFLOW_BACKEND_STORE_URI"

@@ -32,7 +32,7 @@ def serve_check(
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.serve_check import serve_check as check
     from hpsearch.search.services import find_services
-    from hpsearch.storage.study_storage.opening import open_storage
+    from hpsearch.storage.study_storage.storage import open_storage
 
     services = find_services(storage_url, tracking_uri, home=home)
     if services.tracking_uri is None:

@@ -25,11 +25,10 @@ def show(
     home: o.Home = None,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
+    from hpsearch.search.api.opening import notice_promotions
     from hpsearch.search.api.study import Study
-    from hpsearch.search.api.telling import notice_promotions
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.study import print_study
-    from hpsearch.search.report.trial import print_trial
+    from hpsearch.search.report.show import print_study, print_trial
 
     study = Study.open(name, storage_url=storage_url, home=home)
     stored = study.stored

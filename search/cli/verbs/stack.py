@@ -17,8 +17,7 @@ def register(app: typer.Typer) -> None:
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
 
-    from hpsearch.search.console import PlainConsole
-    from hpsearch.search.steps import steps
+    from hpsearch.search.console import PlainConsole, steps
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import home_dir
 

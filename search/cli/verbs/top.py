@@ -33,8 +33,7 @@ def top(
 
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.standing import read_standing
-    from hpsearch.search.report.top import Pace, render
+    from hpsearch.search.report.top import Pace, read_standing, render
 
     study, console, pace = Study.open(name, storage_url=storage_url, home=home), PlainConsole(), Pace()
     if as_json:

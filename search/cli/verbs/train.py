@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpsearch.search.cli.assignments import Device, Objective_, RunSeed, Set, configured
-from hpsearch.search.entry import EXIT_INTERRUPTED
+from hpsearch.search.process import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.base import BaseObjective
+    from hpsearch.objectives.objective import BaseObjective
     from hpsearch.objectives.training.result import RunResult
 
 

@@ -8,7 +8,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.loading import loading
-from hpsearch.search.entry import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
+from hpsearch.search.process import EXIT_GAVE_UP, EXIT_USER_ERROR, telling_mistakes
 
 
 def register(app: typer.Typer) -> None:

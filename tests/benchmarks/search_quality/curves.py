@@ -29,7 +29,7 @@ from hpsearch import NonFiniteError
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Due, Verdict
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.samplers.suggest import derive_seed
 from tests.benchmarks.search_quality.problems import PROBLEMS, Problem
 
 DATA = Path(__file__).parent / "data"

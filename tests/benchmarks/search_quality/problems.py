@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpsearch.objectives.base import BaseObjective
 from hpsearch.objectives.builtin.denoise import Denoise
 from hpsearch.objectives.builtin.gan import Gan
 from hpsearch.objectives.builtin.series import Series
+from hpsearch.objectives.objective import BaseObjective
 from tests.benchmarks.search_quality.likelihood import BreastCancerLikelihood, DigitsLikelihood
 
 NO_END = 10**6

@@ -13,9 +13,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.decision import Case
+from hpsearch.search.pruners.base import Case
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.samplers.suggest import make_sampler
 from tests.benchmarks.search_quality.optuna_study import OptunaStudy
 from tests.benchmarks.search_quality.problems import Problem
 from tests.benchmarks.search_quality.simulation import Work

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpsearch.search.sampling.seeds import derive_seed
+from hpsearch.search.samplers.suggest import derive_seed
 
 PACES = 0.3  # deviation of the logarithm of the time that trials take for an epoch
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import optuna
 
-from hpsearch.search.curves.gain import Left, expected_gain
-from hpsearch.search.study.rest import AGAIN, FIRST
+from hpsearch.search.study.stop_when import AGAIN, FIRST, Left, expected_gain
 from tests.benchmarks.search_quality.problems import PROBLEMS
 from tests.benchmarks.search_quality.production import Production
 from tests.benchmarks.search_quality.simulation import History, Simulation, Work

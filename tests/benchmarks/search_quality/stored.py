@@ -13,22 +13,20 @@ from pathlib import Path
 
 import optuna
 
-from hpsearch.search.pruning import StudyPruner
-from hpsearch.search.pruning.study_pruner import study_rungs
-from hpsearch.search.sampling.paused import as_sampled
-from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.suggest import suggest
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.urls import build
 from tests.benchmarks.search_quality.problems import Problem
 from tests.benchmarks.search_quality.production import table

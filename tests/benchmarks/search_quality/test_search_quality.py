@@ -14,7 +14,7 @@ import pytest
 
 from hpsearch.objectives.builtin.breast_cancer import BreastCancer
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.samplers.suggest import make_sampler
 from tests.benchmarks.search_quality.curves import DATA, read_curves
 from tests.benchmarks.search_quality.optuna_study import OptunaStudy
 from tests.benchmarks.search_quality.peers import Optuna

@@ -13,8 +13,8 @@ import pytest
 import sqlalchemy as sa
 
 from hpsearch import Trainer
-from hpsearch.search.samplers.random import Random
-from hpsearch.search.sampling.seeds import derive_seed, make_sampler
+from hpsearch.search.samplers.optuna import Random
+from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from tests.faults.engines.loading import Longer
 from tests.faults.harness import Arena, Worker
 from tests.faults.invariants import assert_whole, read_trials

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.records.test_openings import read_opening
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
 from tests.faults.orders import OUTSIDE, Order, write

@@ -14,7 +14,7 @@ from hpsearch.search.finalists.refit import Refit, read_refit
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.records.promotions import promotions_of
 from hpsearch.storage.records.test_openings import read_opening
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.finalists.outcomes import outcomes
 from tests.faults.harness import Arena
 from tests.faults.orders import Order, write

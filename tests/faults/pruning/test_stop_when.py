@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.study.rest import FIRST
+from hpsearch.search.study.stop_when import FIRST
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.faults.harness import Arena
 from tests.faults.invariants import assert_attempts, read_promotions, read_trials
 from tests.faults.orders import OUTSIDE, Order, write

@@ -11,7 +11,7 @@ from hpsearch import LoopObjective, NonFiniteError, ObjectiveError
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.measured import value_of
-from hpsearch.objectives.training.loop.measurements import sizes
+from hpsearch.objectives.training.loop.measuring import sizes
 from tests.objectives.own_loop.support import trained
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped

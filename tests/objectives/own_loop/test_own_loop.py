@@ -22,8 +22,8 @@ from hpsearch import (
     promotable,
 )
 from hpsearch.objectives.fit import fit, restore
-from hpsearch.objectives.own_loop.report import drawn
-from hpsearch.objectives.training.reports.describe import search_space
+from hpsearch.objectives.own_loop.run import drawn
+from hpsearch.objectives.training.reports.report import search_space
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
 

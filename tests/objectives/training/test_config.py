@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hpsearch import ObjectiveError, TrainConfig
 from hpsearch.objectives.training import config as config_module
-from hpsearch.objectives.training.reports import describe
+from hpsearch.objectives.training.reports import report
 
 
 def test_a_round_trip_through_json_keeps_every_field():
@@ -111,11 +111,11 @@ def test_a_setting_from_outside_is_one_field_which_is_checked_and_described(monk
         sparkle: Annotated[float | None, Field(ge=0, lt=1, description="how much it glitters")] = None
 
     monkeypatch.setattr(config_module, "FIELDS", vars(More)["__pydantic_fields__"])
-    monkeypatch.setattr(describe, "FIELDS", vars(More)["__pydantic_fields__"])
+    monkeypatch.setattr(report, "FIELDS", vars(More)["__pydantic_fields__"])
     with pytest.raises(ObjectiveError, match=r"^sparkle must be in \[0, 1\), not 1$"):
         More(sparkle=1)
     with pytest.raises(ObjectiveError, match=r"^sparkle must be a number or None, not 'much'$"):
         More(sparkle="much")
-    shown = describe.settings(More(sparkle=0.5))[-1]
+    shown = report.settings(More(sparkle=0.5))[-1]
     assert shown == ("sparkle", "float | None", 0.5, "how much it glitters")
-    assert all(setting.help for setting in describe.settings(More()))
+    assert all(setting.help for setting in report.settings(More()))

@@ -10,10 +10,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch import SearchError, Study, load_objective
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
-from hpsearch.search.api.objective import reference_of
+from hpsearch.search.api.actions import reference_of
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import SPACE, params, search
 
 

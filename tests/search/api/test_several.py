@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from hpsearch import Study
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
 

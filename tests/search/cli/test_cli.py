@@ -22,7 +22,7 @@ from hpsearch.search.errors import SearchError
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `run` that is refused ends before what its workers need is loaded, and the process of the tests does not."""
-    monkeypatch.setattr("hpsearch.search.fleet.forking.can_fork", lambda: False)
+    monkeypatch.setattr("hpsearch.search.fleet.fork.can_fork", lambda: False)
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
     from hpsearch import load_objective
-    from hpsearch.search.study.create_or_join import complete_settings
+    from hpsearch.search.study.create import complete_settings
 
     digits = load_objective("digits")
     assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"

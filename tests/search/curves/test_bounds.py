@@ -10,10 +10,9 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.curves.bounds import least_loss
-from hpsearch.search.curves.forecast import forecasts
-from hpsearch.search.curves.foreseen import Forecast, told
-from hpsearch.search.curves.gain import Left, expected_gain
+from hpsearch.search.curves.forecast import Forecast, forecasts, told
+from hpsearch.search.curves.points import least_loss
+from hpsearch.search.study.stop_when import Left, expected_gain
 
 X = FloatDistribution(0.0, 1.0)
 LEFT = Left(trials=500, epochs=4)

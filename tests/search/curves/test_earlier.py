@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.study import StudyDirection
 
 from hpsearch.search.curves.earlier import EARLIER, TRIALS, Earlier
-from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
+from hpsearch.search.curves.forecast import CHOSEN, chosen_line
 from hpsearch.search.curves.learning import Others
 from hpsearch.search.curves.points import MOST
 from hpsearch.search.curves.process import Points, Process

@@ -10,8 +10,7 @@ import pytest
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.curves.forecast import MOST, forecasts
-from hpsearch.search.curves.foreseen import ENOUGH
+from hpsearch.search.curves.forecast import ENOUGH, MOST, forecasts
 from hpsearch.storage.attributes import INFEASIBLE
 
 EPOCHS = 27

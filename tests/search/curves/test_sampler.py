@@ -12,8 +12,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.curves.fitting import FITTED, REFIT
-from hpsearch.search.curves.foreseen import CHOSEN, band, chosen_line
+from hpsearch.search.curves.forecast import CHOSEN, band, chosen_line
+from hpsearch.search.curves.learning import FITTED, REFIT
 from hpsearch.search.curves.points import Seen
 from hpsearch.search.curves.sampler import CurvesSampler
 
@@ -198,7 +198,7 @@ def test_a_note_fits_a_line_of_eighty_columns():
 
 SCRIPT = """
 import sys, optuna
-from hpsearch.search.curves.foreseen import CHOSEN, band, chosen_line
+from hpsearch.search.curves.forecast import CHOSEN, band, chosen_line
 from hpsearch.search.curves.points import Seen
 from hpsearch.search.curves.sampler import CurvesSampler
 study = optuna.load_study(study_name="s", storage=sys.argv[1])

@@ -13,13 +13,13 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.curves.fitting import FITTED
-from hpsearch.search.curves.foreseen import CHOSEN, chosen_line
+from hpsearch.search.curves.forecast import CHOSEN, chosen_line
+from hpsearch.search.curves.learning import FITTED
+from hpsearch.search.curves.multi_objective import Several, log_improvement, others_by_epoch, undominated, violation
 from hpsearch.search.curves.sampler import CurvesSampler
-from hpsearch.search.curves.several import Several, log_improvement, others_by_epoch, undominated, violation
-from hpsearch.search.sampling.paused import SampledStudy, as_sampled
+from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
-from hpsearch.storage.pareto import hypervolume
+from hpsearch.storage.rungs.fronts import hypervolume
 
 EPOCHS = 9
 X = FloatDistribution(0.0, 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.search.curves.vectors import path, values_by_epoch, worth
+from hpsearch.search.curves.multi_objective import path, values_by_epoch, worth
 from hpsearch.storage.attributes import INFEASIBLE, VALUES
 
 MAXIMIZE = [True, False]

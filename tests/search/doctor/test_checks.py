@@ -12,15 +12,24 @@ import pytest
 import torch
 from rich.text import Text
 
-from hpsearch.search.doctor.check import Check, Checker, Finding, Found, failed, ok
-from hpsearch.search.doctor.devices import device_checks, unseen
-from hpsearch.search.doctor.disk import disk_checks
-from hpsearch.search.doctor.text import finding_line
-from hpsearch.search.doctor.tracking import tracking_checks
-from hpsearch.search.doctor.versions import direct_dependencies, version_check
+from hpsearch.search.doctor.checks import (
+    Check,
+    Checker,
+    Finding,
+    Found,
+    device_checks,
+    direct_dependencies,
+    disk_checks,
+    failed,
+    ok,
+    tracking_checks,
+    unseen,
+    version_check,
+)
+from hpsearch.search.doctor.doctor import finding_line
 from hpsearch.storage.embedded.stack import StackInfo
+from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.probe import remove_probe, write_probe
 
 
 def found_by(*checks: Check) -> dict[str, Finding]:
@@ -56,11 +65,11 @@ def test_a_long_line_is_folded_below_its_words() -> None:
 
 def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_by(*disk_checks(tmp_path))["home"].status == "ok"
-    monkeypatch.setattr("hpsearch.search.doctor.disk.LITTLE", 10**18)
+    monkeypatch.setattr("hpsearch.search.doctor.checks.LITTLE", 10**18)
     disk = found_by(*disk_checks(tmp_path))["disk"]
     assert disk.status == "warning"
     assert "HPSEARCH_HOME" in disk.remedy
-    monkeypatch.setattr("hpsearch.search.doctor.disk.TOO_LITTLE", 10**18)
+    monkeypatch.setattr("hpsearch.search.doctor.checks.TOO_LITTLE", 10**18)
     assert found_by(*disk_checks(tmp_path))["disk"].status == "failed"
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +82,7 @@ def test_a_home_that_cannot_be_written_is_told() -> None:
 
 def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = tmp_path / "constraints.txt"
-    monkeypatch.setattr("hpsearch.search.doctor.versions.CONSTRAINTS", constraints)
+    monkeypatch.setattr("hpsearch.search.doctor.checks.CONSTRAINTS", constraints)
     assert "no constraints.txt" in found_by(version_check())["versions"].found
     pins = {name: str(there).partition("+")[0] for name, there in direct_dependencies().items()}
     assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()

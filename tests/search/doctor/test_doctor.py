@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import optuna
 import pytest
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
@@ -17,10 +18,8 @@ from hpsearch.search.cli import _run
 from hpsearch.storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.conftest import execute
-from tests.search.pruning.test_reasons import spec_of
 
 Look = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 AWAY = "http://127.0.0.1:1"

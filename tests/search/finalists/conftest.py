@@ -6,8 +6,7 @@ import pytest
 
 from hpsearch.search.cli import _run
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.finalists.support import VALUES, Say, finished, search
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing
-from hpsearch.storage.trials.outcome import Outcome
-from tests.search.pruning.test_reasons import spec_of
+from hpsearch.storage.trials.settle import Outcome
 
 Say = Callable[..., str]
 

@@ -8,8 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from hpsearch.search.finalists.expected import LEVEL, Expected, Scored, expect
-from hpsearch.search.finalists.winner import choose
+from hpsearch.search.finalists.winner import LEVEL, Expected, Scored, choose, expect
 
 SIZES = (600, 200, 200)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit, refit_lines, tabulate_refit
-from hpsearch.search.finalists.study import create_or_join
 from hpsearch.search.finalists.table import finalist_sets
 from hpsearch.search.promotion.open_test import choose_candidate
-from hpsearch.search.sampling.seeds import derive_seed, division_seed, training_seed
+from hpsearch.search.samplers.suggest import derive_seed, division_seed, training_seed
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.storage.attributes import PARENT_TRIAL
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.finalist_sets import finalist_studies, refit_studies
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.history import finalist_studies, refit_studies
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.finalists.support import VALUES, Say, params, table, train, train_runs
 
 FRESH = {"error": 0.01, "divided": True, "sizes": [60, 20, 20]}

@@ -8,18 +8,18 @@ import pytest
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
+from hpsearch.search.finalists.choose import best_configurations, create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
-from hpsearch.search.finalists.study import best_configurations, create_or_join
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table, ranked
 from hpsearch.search.promotion.evidence import why_unconfirmed
 from hpsearch.search.promotion.open_test import choose_candidate
-from hpsearch.search.promotion.prefer import parse_preference, preferred
-from hpsearch.search.publish.finalists import table_record
+from hpsearch.search.promotion.promote import parse_preference, preferred
 from hpsearch.search.study.study import StoredStudy
+from hpsearch.search.tracking.publish import table_record
 from hpsearch.storage.attributes import REMOVED
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.search.finalists.support import Say, ended, search, search_several, table, train, train_runs
 
 BOUND = {"constraints": {"latency_ms": "<= 10"}}

@@ -10,18 +10,16 @@ from optuna.trial import TrialState, create_trial
 
 from hpsearch import ObjectiveError, load_objective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists.study import best_configurations, create_or_join, passed_over
+from hpsearch.search.finalists.choose import best_configurations, create_or_join, passed_over
 from hpsearch.search.finalists.text import confirmation_lines
 from hpsearch.search.promotion.open_test import choose_candidate
-from hpsearch.search.sampling.seeds import derive_seed, training_seed
-from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.samplers.suggest import derive_seed, suggest, training_seed
 from hpsearch.search.study.study import StoredStudy, load_study, parent_of
 from hpsearch.storage.attributes import FOLDER, PARENT_TRIAL, REMOVED, STOPPED, TRAINING_SEED
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.finalists.support import SPACE, VALUES, Say, finished, params, search, table, train
 
 

@@ -7,11 +7,9 @@ import re
 import pytest
 
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.finalists.study import (
-    create_or_join,
-)
+from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table
-from hpsearch.search.sampling.seeds import division_seed
+from hpsearch.search.samplers.suggest import division_seed
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.records.test_openings import open_test_set, write_scores

@@ -6,11 +6,11 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import read_finalists
-from hpsearch.search.finalists.study import create_or_join
+from hpsearch.search.finalists.choose import create_or_join
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.finalists.support import Say, finished, search, train
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.search.fleet import cores
-from hpsearch.search.fleet.gpus import visible_gpus
+from hpsearch.search.fleet import fork
+from hpsearch.search.fleet.fork import visible_gpus
 
 
 def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:
@@ -17,7 +17,7 @@ def cgroup(folder: Path, mine: str, files: dict[str, str]) -> float | None:
         path = folder / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return cores.cgroup_limit(folder / "mine", folder / "mounted")
+    return fork.cgroup_limit(folder / "mine", folder / "mounted")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_cores_are_the_least_of_affinity_and_limit(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, found: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "cgroup_limit", lambda: limit)
-    assert cores.cores() == found
-    assert cores.thread_settings(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
+    monkeypatch.setattr(fork, "cgroup_limit", lambda: limit)
+    assert fork.cores() == found
+    assert fork.thread_settings(2)["OMP_NUM_THREADS"] == str(max(1, found // 2))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
@@ -54,7 +54,7 @@ def test_the_affinity_that_an_engine_sets_counts() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert cores.cores() == 1
+        assert fork.cores() == 1
     finally:
         os.sched_setaffinity(0, before)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.devices import check_devices
-from hpsearch.search.fleet.gpus import gpus_of, workers_on
-from hpsearch.search.fleet.rendezvous import rendezvous
+from hpsearch.search.fleet.devices import check_devices, rendezvous
+from hpsearch.search.fleet.fork import gpus_of, workers_on
 from hpsearch.search.worker.options import WorkerOptions
 
 

@@ -17,7 +17,7 @@ import pytest
 from hpsearch.search.cli import main
 from hpsearch.search.fleet import fleet as fleets
 from hpsearch.search.fleet.fleet import MAX_DEATHS, Fleet
-from hpsearch.search.fleet.forking import ForkedProcess, can_fork, load_ahead
+from hpsearch.search.fleet.fork import ForkedProcess, can_fork, load_ahead
 from hpsearch.search.worker.options import WorkerOptions
 
 # Of those who fork, one process of pytest-xdist loads what workers need.
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 _WORKER = """
 import os, time
 from pathlib import Path
-from hpsearch.search.worker.orphan import watch_fleet
+from hpsearch.search.process import watch_fleet
 gone = watch_fleet(fleet)
 assert not gone()
 print("watching", flush=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from docs.rooms import ROOT
-from hpsearch.search.fleet.private_folder import private_folder
+from hpsearch.search.fleet.devices import private_folder
 
 LAUNCHER = """
 import os, sys
-from hpsearch.search.fleet.private_folder import private_folder
+from hpsearch.search.fleet.devices import private_folder
 with private_folder() as folder:
     (folder / "ranks").touch()
     if not os.fork():  # a rank

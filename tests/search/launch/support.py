@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpsearch.search.launch.printed import printed
-from hpsearch.search.launch.settings import Launch
+from hpsearch.search.launch.launch import Launch, printed
 
 AWAY = "postgresql://user@127.0.0.1:1/optuna"
 # Each is a name that somebody may have: none may reach a shell, YAML, Python or systemd but as it is.

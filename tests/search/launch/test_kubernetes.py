@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpsearch.search.launch.printed import job_name
+from hpsearch.search.launch.launch import job_name
 from tests.search.launch.support import HOME, URL, text
 
 IMAGE = "registry.example:5000/team/hpsearch:0.1.0"

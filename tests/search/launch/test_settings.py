@@ -8,8 +8,8 @@ import pytest
 
 from hpsearch.search.cli import _run
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.launch.settings import ENGINES, Launch
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.search.launch.launch import ENGINES, Launch
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.launch.support import AWAY, launch
 
 BAD = [

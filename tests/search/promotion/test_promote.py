@@ -15,19 +15,18 @@ from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.promotion.registry_watch import Watch, notice
-from hpsearch.search.publish.note import study_note
 from hpsearch.search.report import write_report
-from hpsearch.search.report.promotions import promotion_lines
-from hpsearch.search.report.trial import print_trial
+from hpsearch.search.report.show import print_trial, promotion_lines
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.publish import study_note
 from hpsearch.storage.attributes import REASON, REMOVED, TRACKING
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.promotions import TrialOfRun, end_promotion, record_promotion
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
-from hpsearch.storage.trials.finalist_sets import finalist_studies
+from hpsearch.storage.trials.history import finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
 
 WHO = r"\S+@\S+"

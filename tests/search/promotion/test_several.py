@@ -13,18 +13,16 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.open_test import choose_candidate
 from hpsearch.search.promotion.promote import promote, refresh_evidence
-from hpsearch.search.publish.finalists import tell_confirmation
-from hpsearch.search.publish.note import study_note
-from hpsearch.search.publish.study import close_study
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.cleanup import find_garbage
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.publish import close_study, study_note, tell_confirmation
 from hpsearch.storage.attributes import BROKEN, REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
-from hpsearch.storage.study_storage.opening import open_storage
-from hpsearch.storage.trials.finalist_sets import finalist_studies
+from hpsearch.storage.study_storage.storage import open_storage
+from hpsearch.storage.trials.history import finalist_studies
 from tests.search.promotion.support import Left, Tracked, unregister
 
 pytestmark = pytest.mark.xdist_group("several promoted")  # one registry, in which the model has one name

@@ -9,8 +9,7 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
-from hpsearch.search.pruning import Decision, StudyPruner
-from hpsearch.search.pruning.study_pruner import StoredPeers
+from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 

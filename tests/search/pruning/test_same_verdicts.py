@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.pruning import Decision, StudyPruner
-from hpsearch.search.pruning.study_pruner import StoredPeers
+from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 EPOCHS = 12

@@ -7,12 +7,10 @@ from typing import Any
 import optuna
 import pytest
 
-from hpsearch.search.pruning import Decision, StudyPruner
-from hpsearch.search.pruning.study_pruner import study_rungs
+from hpsearch.search.pruners.study_pruner import Decision, StudyPruner, study_rungs
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.storage.pareto import losses_of
-from hpsearch.storage.rungs.front_order import order
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.rungs.fronts import losses_of, order
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.spec.test_several import refused, spec
 
 WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import importances
-from hpsearch.search.report.spent import spent
-from hpsearch.search.report.trials import shown_trials
-from hpsearch.search.report.volume import volume
-from hpsearch.search.study.front import broken_bounds
+from hpsearch.search.report.figures import importances, volume
+from hpsearch.search.report.trials import shown_trials, spent
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.search.study.summary import broken_bounds
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.report.support import BOUNDS, TRIALS, WAYS, study_of, trial
 
 

@@ -15,7 +15,7 @@ from hpsearch.search.report import trials as shown
 from hpsearch.search.report import write_report
 from hpsearch.search.report.figures import importances
 from hpsearch.storage.attributes import INFEASIBLE, REASON
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
 
 HOSTILE = "</script><script>alert(1)</script>"

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from hpsearch.search.report.foreseen import foreseen
-from hpsearch.search.report.standing import read_standing
-from hpsearch.search.report.study import print_study
-from hpsearch.search.report.top import render
-from hpsearch.search.report.trial import print_trial
+from hpsearch.search.report.show import foreseen, print_study, print_trial
+from hpsearch.search.report.top import read_standing, render
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
 Shown = Callable[[Console], object]

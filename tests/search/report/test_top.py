@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from hpsearch.search.report.standing import Standing
-from hpsearch.search.report.top import render
-from hpsearch.storage.trials.progress import Progress
+from hpsearch.search.report.top import Standing, render
+from hpsearch.storage.trials.history import Progress
 from hpsearch.storage.trials.register import Event, Identity, WorkerRow
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -10,9 +10,8 @@ import pytest
 from optuna.samplers import TPESampler
 from optuna.trial import TrialState
 
-from hpsearch.search.sampling.paused import as_sampled
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 LR = optuna.distributions.FloatDistribution(1e-4, 1.0, log=True)
 
@@ -63,8 +62,8 @@ def test_what_others_see_is_as_it_was(storage: PostgresStorage) -> None:
 
 PROGRAM = """
 import sys
-from hpsearch.search.sampling.paused import as_sampled
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.sampling.test_paused import suggested
 import optuna
 storage = open_storage(sys.argv[1], application_name="test")

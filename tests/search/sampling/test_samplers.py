@@ -19,10 +19,10 @@ from optuna.trial import TrialState
 from hpsearch import ObjectiveError
 from hpsearch.objectives.search_space import every_configuration
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.sampling.test_suggest import Small, Worker, branches, distinct, nine
 
 GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}

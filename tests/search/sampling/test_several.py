@@ -13,7 +13,7 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISample
 from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.sampling.paused import SampledStudy, as_sampled
+from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
 
 X = FloatDistribution(0.0, 1.0)

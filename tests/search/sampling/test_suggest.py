@@ -14,15 +14,13 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpsearch import Objective, TrainConfig
-from hpsearch.search.sampling.seeds import make_sampler
-from hpsearch.search.sampling.suggest import _Untried, suggest
+from hpsearch.search.samplers.suggest import _Untried, make_sampler, suggest
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database.locks import suggestion_turn
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 Space = Callable[[optuna.Trial], object]
 

@@ -10,18 +10,18 @@ import pytest
 import typer
 from optuna.trial import create_trial
 from pydantic import Field
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 from typer.testing import CliRunner
 
 from hpsearch.search.cli.settings import takes_settings
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.decision import Case, Decision, Peers
-from hpsearch.search.pruning import StudyPruner
+from hpsearch.search.pruners.base import Case, Decision, Peers
+from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.spec import StudySpec, parse_spec
-from tests.search.pruning.test_reasons import spec_of
 from tests.search.spec.test_spec import BASE
 
 

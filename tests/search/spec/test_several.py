@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.several import Bound
+from hpsearch.search.spec.multi_objective import Bound
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 
 BASE = {"name": "s", "objective": "x", "n_trials": 100, "epochs": 9}

@@ -9,11 +9,11 @@ import pytest
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
-from hpsearch.search.pruners.hyperband import bracket_of, shares
+from hpsearch.search.pruners.rungs import bracket_of, shares
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.seeds import derive_seed, make_sampler
-from hpsearch.search.spec.differences import differences
+from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.study.create import differences
 
 BASE: dict[str, Any] = {
     "name": "night",

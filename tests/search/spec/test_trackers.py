@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists import companion
+from hpsearch.search.finalists import choose
 from hpsearch.search.spec.spec import FinalistsOf, parse_spec
-from hpsearch.search.tracking.readers import check_readers
+from hpsearch.search.tracking.tracker import check_readers
 
 BASE: dict[str, Any] = {
     "name": "s", "objective": "digits", "metric": "accuracy", "direction": "maximize", "n_trials": 3, "epochs": 2,
@@ -54,7 +54,7 @@ def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, t
 def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | None) -> None:
     searched = parse_spec({**BASE, "tensorboard": "/runs", "wandb": "me/wine"})
     of = FinalistsOf(study="s", study_id=1, top=1, trials=[0], seeds=[5], refit=refit)
-    made = companion._spec(searched, of, 1)
+    made = choose._spec(searched, of, 1)
     assert (made.tensorboard, made.wandb) == ("/runs", "me/wine")
 
 

@@ -13,14 +13,13 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.open_test import choose_candidate, open_for
 from hpsearch.search.promotion.promote import promote
 from hpsearch.search.study.cleanup import Garbage, find_garbage
-from hpsearch.search.study.folders import runs_folder
-from hpsearch.search.study.study import load_study
+from hpsearch.search.study.study import load_study, runs_folder
 from hpsearch.storage.attributes import ATTEMPT, CHECKPOINT_URL, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.disk_usage import Kept, RunStorage
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked, train_finalists
 
 

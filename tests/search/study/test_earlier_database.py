@@ -9,12 +9,10 @@ import pytest
 
 from hpsearch import load_objective
 from hpsearch.search.cli import _run
-from hpsearch.search.sampling.seeds import training_seed
-from hpsearch.search.sampling.suggest import suggest
+from hpsearch.search.samplers.suggest import suggest, training_seed
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.database.migrate import migrate
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 
 DUMP = Path(__file__).with_name("database-0.1.0.sql")

@@ -12,14 +12,12 @@ import pytest
 from hpsearch import LoopObjective, ObjectiveError, load_objective
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.search.errors import SearchError
-from hpsearch.search.sampling.given import default_params
-from hpsearch.search.spec.check import check_settings
-from hpsearch.search.study.create_or_join import create_or_join
-from hpsearch.search.study.enqueue import enqueue, read_rows
+from hpsearch.search.study.create import check_settings, create_or_join
+from hpsearch.search.study.enqueue import default_params, enqueue, read_rows
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import ORIGIN
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 
 
 class Wide(LoopObjective):

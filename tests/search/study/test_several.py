@@ -11,15 +11,14 @@ from optuna.study import StudyDirection
 
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.check import check_settings
-from hpsearch.search.spec.spec_file import named, read_spec_file
-from hpsearch.search.study.create_or_join import create_or_join
+from hpsearch.search.spec.files import named, read_spec_file
+from hpsearch.search.study.create import check_settings, create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import rows, take
 
 WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}

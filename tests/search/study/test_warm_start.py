@@ -13,13 +13,12 @@ from hpsearch import load_objective
 from hpsearch.search.cli import _run
 from hpsearch.search.curves.earlier import EARLIER
 from hpsearch.search.errors import SearchError
-from hpsearch.search.sampling.seeds import make_sampler
+from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec.spec import parse_spec
-from hpsearch.search.study.create_or_join import create_or_join
+from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 LR = FloatDistribution(1e-4, 1e-1, log=True)
 

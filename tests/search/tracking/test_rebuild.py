@@ -14,7 +14,7 @@ from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.storage.attributes import TRACKING
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.promotion.support import Tracked
 
 PENDING = "pending: on its way from host"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from hpsearch.search.tracking.study_run import open_parent_run
+from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import RUN_ID, RUN_URL, TRACKING_URI
 from hpsearch.storage.database.locks import LockLostError, study_lock
 from hpsearch.storage.mlflow.client import Tracking

@@ -10,15 +10,15 @@ import optuna
 import torch
 
 from hpsearch import LocalSession
-from hpsearch.objectives.training.reproducibility import shards
+from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 
 LETTERS = ("format", "objective", "config", "seed", "split_seed", "split_hash")
 
@@ -42,7 +42,7 @@ def written_in_parts(place: Path, epoch: int) -> dict[str, object]:
     folder.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_text(f"{name} after epoch {epoch}")
-    return {"folder": folder.name, "files": {path.name: shards.entry(path) for path in folder.iterdir()}}
+    return {"folder": folder.name, "files": {path.name: checkpoint.entry(path) for path in folder.iterdir()}}
 
 
 class Study:

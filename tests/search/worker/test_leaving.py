@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpsearch.search.worker.leaving import Leaving, Stop
+from hpsearch.search.process import Leaving, Stop
 
 
 def test_its_grace_counts_from_the_signal() -> None:

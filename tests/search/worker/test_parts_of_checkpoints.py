@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from hpsearch.objectives.training.reproducibility import checkpoint, shards
+from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility import checkpoint as shards
 from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.errors import CheckpointStoreError
 from tests.search.worker.checkpointed import Study, state_after

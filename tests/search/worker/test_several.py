@@ -14,12 +14,11 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch import ObjectiveError
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.search.worker.epoch_values import EpochValues, violations
+from hpsearch.search.worker.attempt import EpochValues, violations
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.trials.epoch_values import read_epoch_values
-from hpsearch.storage.trials.progress import read_progress
+from hpsearch.storage.trials.history import read_epoch_values, read_progress
 from tests.search.spec.test_several import spec
 
 # All of them have the run of a study s in MLflow, by their number.

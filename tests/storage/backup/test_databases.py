@@ -18,17 +18,17 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
-from hpsearch.storage.backup import adapt, archive
+from hpsearch.storage.backup import archive
+from hpsearch.storage.backup import restore as adapt
 from hpsearch.storage.backup.backup import Made, backup
-from hpsearch.storage.backup.programs import _connection, find_programs
+from hpsearch.storage.backup.dumps import _connection, find_programs
 from hpsearch.storage.backup.restore import restore
 from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from tests.conftest import PostgresServer
 

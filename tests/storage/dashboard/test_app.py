@@ -15,11 +15,11 @@ from wsgiref.util import setup_testing_defaults
 import optuna
 import pytest
 
-from hpsearch.storage.dashboard import app
-from hpsearch.storage.embedded import ports
+from hpsearch.storage import dashboard
+from hpsearch.storage.embedded import state
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 def _status(stack: StackInfo, method: str = "GET", path: str = "/api/meta", **headers: str) -> int:
@@ -62,10 +62,10 @@ def test_foreign_pages_are_refused(stack: StackInfo, headers: dict[str, str]) ->
 @pytest.fixture
 def read_only(database_url: str) -> Iterator[str]:
     """The address of a dashboard that only shows, served as its own command serves it."""
-    port = ports.choose(None)
+    port = state.choose(None)
     arguments = [sys.executable, "-m", "hpsearch", "serve", "dashboard", "--port", str(port), "--read-only"]
     environment = {**os.environ, "HPSEARCH_STORAGE_URL": database_url}
-    with subprocess.Popen(arguments, env=environment, cwd=Path(app.__file__).parents[2]) as process:
+    with subprocess.Popen(arguments, env=environment, cwd=Path(dashboard.__file__).parents[2]) as process:
         while not answers(port):
             assert process.poll() is None, "the dashboard ended"
             time.sleep(0.1)  # until it listens
@@ -113,7 +113,7 @@ def test_it_reads_through_a_cache(database_url: str, monkeypatch: pytest.MonkeyP
 
     given: list[object] = []
     monkeypatch.setattr(optuna_dashboard, "wsgi", lambda storage, artifact_store: given.append(storage))
-    app._application(database_url, None)
+    dashboard._application(database_url, None)
     (storage,) = given
     assert isinstance(storage, PostgresStorage), "the bare RDBStorage reads every trial anew for each request"
 
@@ -126,7 +126,9 @@ def test_what_is_out_of_bounds_is_neither_best_nor_on_the_front(database_url: st
             study.add_trial(optuna.trial.create_trial(values=list(each), system_attrs=over))
         environ: dict[str, Any] = {"PATH_INFO": f"/api/studies/{study._study_id}"}
         setup_testing_defaults(environ)
-        told: dict[str, Any] = json.loads(b"".join(app._application(database_url, None)(environ, lambda *_: None)))
+        told: dict[str, Any] = json.loads(
+            b"".join(dashboard._application(database_url, None)(environ, lambda *_: None))
+        )
         return told
 
     two = made("two", (3.0, 3.0), (2.0, 1.0), (1.0, 2.0), (1.0, 1.0))
@@ -140,14 +142,14 @@ def test_a_port_in_use_is_named(database_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(StorageError, match=f"^--port {port} is in use on 127.0.0.1: choose another"):
-            app.serve_dashboard(database_url, host="127.0.0.1", port=port)
+            dashboard.serve_dashboard(database_url, host="127.0.0.1", port=port)
 
 
 def test_an_address_of_another_machine(database_url: str) -> None:
     with pytest.raises(StorageError, match=r"^--host '192\.0\.2\.1' --port 8080 cannot be listened on"):
-        app.serve_dashboard(database_url, host="192.0.2.1", port=8080)
+        dashboard.serve_dashboard(database_url, host="192.0.2.1", port=8080)
 
 
 def test_a_database_without_tables_is_named(empty_database_url: str) -> None:
     with pytest.raises(StorageError, match="run hpsearch migrate"):
-        app.serve_dashboard(empty_database_url, host="127.0.0.1", port=8080)
+        dashboard.serve_dashboard(empty_database_url, host="127.0.0.1", port=8080)

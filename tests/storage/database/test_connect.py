@@ -9,9 +9,8 @@ import sqlalchemy as sa
 
 from hpsearch.storage.database.connect import check_database, make_engine
 from hpsearch.storage.database.roles import OWNER, WORKER
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.errors import AwayError, StorageError
 

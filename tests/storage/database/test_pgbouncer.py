@@ -16,9 +16,8 @@ import psycopg2
 import pytest
 import sqlalchemy as sa
 
-from hpsearch.storage.embedded import ports
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.embedded import state
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer
@@ -37,7 +36,7 @@ def bouncer(postgres_server: PostgresServer, database: str, open_folder: Path) -
     binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
     if binary is None:
         pytest.skip("PgBouncer is not installed")
-    port, url = ports.choose(None), sa.make_url(postgres_server.url(database))
+    port, url = state.choose(None), sa.make_url(postgres_server.url(database))
     config = open_folder / "pgbouncer.ini"
     config.write_text(
         f"""[databases]

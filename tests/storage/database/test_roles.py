@@ -9,9 +9,8 @@ import pytest
 from hpsearch.storage.database.connect import connect
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.urls import build
 from tests.faults.harness import Zygote

@@ -14,11 +14,11 @@ import psutil
 import psycopg2
 import pytest
 
-from hpsearch.storage.embedded import postgres_account, postgres_data, postgres_server, process
+from hpsearch.storage.embedded import postgres, postgres_account, process
+from hpsearch.storage.embedded import postgres as postgres_server
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import find_account, make_folder, reachable
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
 from hpsearch.storage.errors import StorageError
 
 
@@ -326,13 +326,13 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_locks_are_inherited_and_exclusive(tmp_path: Path) -> None:
-    lock = postgres_data.try_lock(tmp_path)
+    lock = postgres.try_lock(tmp_path)
     assert lock is not None
     holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock,))
     os.close(lock)
-    assert postgres_data.try_lock(tmp_path) is None
-    assert postgres_data.lock_holder(tmp_path) == os.uname().nodename
+    assert postgres.try_lock(tmp_path) is None
+    assert postgres.lock_holder(tmp_path) == os.uname().nodename
     holder.communicate()
-    lock = postgres_data.try_lock(tmp_path)
+    lock = postgres.try_lock(tmp_path)
     assert lock is not None
     os.close(lock)

@@ -12,11 +12,9 @@ import sqlalchemy as sa
 from hpsearch.storage.journals.journal import Journal, Place
 from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Params
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Reader
-from hpsearch.storage.journals.trial_ends import TrialEnds
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.journals.reader import Reader, TrialEnds
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.trials.settle import Outcome
 
 
 class Post:

@@ -18,7 +18,7 @@ from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.artifacts import SHOWN, RunArtifacts, artifact_attrs, artifact_id_of
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 
 RUN = "0123456789abcdef" * 2
 

@@ -22,9 +22,8 @@ from mlflow.exceptions import MlflowException
 from hpsearch.storage.attributes import RUN_ID, TRACKING
 from hpsearch.storage.database.roles import MLFLOW
 from hpsearch.storage.database.roles import TRACKING as TRACKING_DATABASE
-from hpsearch.storage.embedded.ports import LOOPBACK
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.embedded.state import load
+from hpsearch.storage.embedded.state import LOOPBACK, load
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal, Place
 from hpsearch.storage.journals.journal_records import (
@@ -41,13 +40,12 @@ from hpsearch.storage.journals.journal_records import (
 )
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.mlflow import exported_model
+from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.mlflow.shipper import Shipper
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.trials.settle import Outcome
 
 _numbers = itertools.count()
 

@@ -12,8 +12,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 SHA, OTHER = "a" * 64, "b" * 64
 

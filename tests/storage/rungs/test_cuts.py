@@ -16,10 +16,9 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database import migrations
 from hpsearch.storage.database.migrate import migrate
-from hpsearch.storage.rungs.cuts import count_anew
-from hpsearch.storage.rungs.rungs import Rungs, note
+from hpsearch.storage.rungs.rungs import Rungs, count_anew, note
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import budget, rows, take
 
 CUTS = "SELECT * FROM hpsearch_rung_cuts WHERE study_id = :study ORDER BY rung"

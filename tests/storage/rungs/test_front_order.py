@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpsearch.storage.pareto import ranks
-from hpsearch.storage.rungs.front_order import epsilon_net, order
+from hpsearch.storage.rungs.fronts import epsilon_net, order, ranks
 
 losses = st.integers(1, 3).flatmap(
     lambda metrics: st.lists(

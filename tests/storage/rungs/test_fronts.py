@@ -16,12 +16,11 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import RUNG
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.pareto import dominating, losses_of
-from hpsearch.storage.rungs.front_order import order
+from hpsearch.storage.rungs.fronts import dominating, losses_of, order
 from hpsearch.storage.rungs.rungs import Rungs, Standing, note
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.outcome import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import budget, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))

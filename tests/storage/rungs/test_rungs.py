@@ -16,8 +16,8 @@ from hpsearch.storage.attributes import PRUNING, REASON, RUNG, STOPPED
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired, Stopped
-from hpsearch.storage.trials.outcome import Outcome
 from hpsearch.storage.trials.reopening import reopen_trial, wait_again
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import begin_at_once, budget, kill, outcomes, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True)
@@ -314,7 +314,7 @@ WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.trials.claims import Claim, Claims, Retired
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.rungs.rungs import Rungs
 rungs = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", rungs=rungs)

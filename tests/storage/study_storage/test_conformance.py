@@ -10,8 +10,7 @@ from optuna.study import StudyDirection
 from optuna.testing.pytest_storages import StorageTestCase
 
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.study_storage import PostgresStorage, creating
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, creating, open_storage
 
 
 @pytest.fixture

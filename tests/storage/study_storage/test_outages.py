@@ -20,12 +20,10 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.retry import is_transient, retrying
 from hpsearch.storage.database.roles import create_databases
-from hpsearch.storage.embedded import ports
+from hpsearch.storage.embedded import state as ports
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
-from hpsearch.storage.embedded.postgres_data import SUPERUSER
-from hpsearch.storage.embedded.postgres_server import Server
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.urls import build
 from tests.storage.conftest import Open
 from tests.storage.shaking import COMPLETE, X, check, run_trials

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from tests.storage.conftest import Open
 from tests.storage.statements import statements
 

@@ -27,9 +27,9 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
-from hpsearch.storage.tensorboard.event_files import EventFiles
+from hpsearch.storage.tensorboard.files import EventFiles
 from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.journals.post import Post, log
 
 
@@ -80,7 +80,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
     assert status_of(row) == "STATUS_UNKNOWN", "it runs"
     log(journal, [3], at=100.0)
     journal.append(Metrics(3, 103.0, {"best_val_loss": 0.0}))
-    journal.append(Tags({"hpsearch.pruning": "{}"}))
+    journal.append(Tags({"hpsearch.pruners.study_pruner": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
     assert post.ship(reader, journal)
     folder = root / post.study / "0000"
@@ -95,7 +95,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
     session = row.sessions[0]
     assert (status_of(row), session.start_time_secs, session.end_time_secs) == ("STATUS_SUCCESS", 1.0, 5.0)
     texts = EventAccumulator(str(folder)).Reload().Tags()["tensors"]
-    assert {"outcome", "about", "hpsearch.pruning"} <= set(texts)
+    assert {"outcome", "about", "hpsearch.pruners.study_pruner"} <= set(texts)
 
 
 def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: Path) -> None:
@@ -117,8 +117,8 @@ def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: P
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.storage.tensorboard.event_files import EventFiles
-from hpsearch.storage.tensorboard.events import scalars
+from hpsearch.storage.tensorboard.files import EventFiles
+from hpsearch.storage.tensorboard.files import scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
     with files.alone():

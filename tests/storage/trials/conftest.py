@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from optuna.storages import BaseStorage
 
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims
 from tests.storage.trials.support import Join, budget
 

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import Join, budget, kill, outcomes, rows, states, take
 
 

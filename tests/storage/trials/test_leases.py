@@ -17,7 +17,7 @@ from hpsearch.storage.trials.claims import (
     ClaimLostError,
     Nothing,
 )
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import Join, outcomes, rows, take
 
 

@@ -18,7 +18,7 @@ from tests.storage.trials.support import begin_at_once, budget, outcomes, rows
 WORKER_PROGRAM = """
 import sys
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.database.connect import make_engine
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w")
 print("ready", flush=True)
@@ -63,7 +63,7 @@ def test_many_processes_one_of_them_killed_run_exactly_the_budget(
 EIGHT_PROGRAM = """
 import sys
 from hpsearch.storage.trials.claims import Claim, Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.database.connect import make_engine
 engine = make_engine(sys.argv[1], application_name="w")
 print("ready", flush=True)

@@ -14,11 +14,11 @@ from optuna.trial import TrialState
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import Claims, Retired
-from hpsearch.storage.trials.epoch_values import read_epoch_values
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
-from hpsearch.storage.trials.spending import open_spending
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import budget, kill, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))

@@ -15,10 +15,10 @@ from optuna.trial import TrialState
 from hpsearch.search.spec.spec import MOST_TRIALS
 from hpsearch.storage.attributes import CUT, REASON, SPEC
 from hpsearch.storage.rungs.rungs import Rungs
+from hpsearch.storage.trials.budget import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.outcome import Outcome
 from hpsearch.storage.trials.reopening import go_on_again, reopen_trial
-from hpsearch.storage.trials.spending import UNBOUNDED, Spending, change_budgets, open_spending, read_spending
+from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import begin_at_once, budget, kill, rows, take
 
 EPOCHS = 4  # of a full trial
@@ -239,7 +239,7 @@ WORKER_PROGRAM = """
 import sys, random
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 claims = Claims(make_engine(sys.argv[1], application_name="w"), int(sys.argv[2]), worker="w", metered=5)
 print("ready", flush=True)
 sys.stdin.readline()

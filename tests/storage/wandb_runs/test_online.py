@@ -14,7 +14,7 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.wandb_runs import reader as wandb_reader
 from hpsearch.storage.wandb_runs.connection import WandbAwayError
 from hpsearch.storage.wandb_runs.reader import WandbRuns

@@ -22,11 +22,10 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trials.outcome import Outcome
-from hpsearch.storage.wandb_runs.account import check_account
+from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
-from hpsearch.storage.wandb_runs.offline_files import records, rows
-from hpsearch.storage.wandb_runs.reader import WandbRuns
+from hpsearch.storage.wandb_runs.process import records, rows
+from hpsearch.storage.wandb_runs.reader import WandbRuns, check_account
 from tests.storage.journals.post import Post, log
 
 KEY = "a" * 40
@@ -93,7 +92,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     journal.append(Metrics(60, 101.5, {"system/cpu_utilization_percentage": 50.0}))
     log(journal, [2], at=100.0)
     journal.append(Metrics(2, 102.0, {"best_val_loss": 0.0}))
-    journal.append(Tags({"hpsearch.pruning": "{}"}))
+    journal.append(Tags({"hpsearch.pruners.study_pruner": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
     assert post.ship(reader, journal)
     [path] = readers.files
@@ -106,7 +105,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     load = [row.get("system/cpu_utilization_percentage") for row in rows(path)]
     assert load == [None, None, 50.0], "with the next epoch, for its steps are seconds"
     config, summary = values(path, "config"), values(path, "summary")
-    assert (config["lr"], config["model"], config["hpsearch.pruning"]) == ("0.1", '"mlp"', '"{}"')
+    assert (config["lr"], config["model"], config["hpsearch.pruners.study_pruner"]) == ("0.1", '"mlp"', '"{}"')
     assert (summary["best_val_loss"], summary["state"], summary["reason"]) == ("0.0", '"complete"', '"as it goes"')
     assert [end.exit_code for end in found(path, "exit")] == [0]
 

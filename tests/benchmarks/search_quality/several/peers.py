@@ -9,8 +9,8 @@ import numpy as np
 import optuna
 from optuna.samplers import BaseSampler
 
-from hpsearch.search.curves.vectors import path
-from hpsearch.storage.pareto import ranks
+from hpsearch.search.curves.multi_objective import path
+from hpsearch.storage.rungs.fronts import ranks
 from tests.benchmarks.search_quality.peers import Flat, syne_tune_domain
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.simulation import Work

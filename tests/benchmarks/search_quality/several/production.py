@@ -13,12 +13,12 @@ import numpy as np
 import optuna
 from optuna.trial import TrialState
 
-from hpsearch.search.curves.vectors import path
+from hpsearch.search.curves.multi_objective import path
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.samplers import SamplerSpec
-from hpsearch.search.sampling.paused import as_sampled
-from hpsearch.search.sampling.seeds import make_sampler
-from hpsearch.storage.rungs.front_order import order
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.suggest import make_sampler
+from hpsearch.storage.rungs.fronts import order
 from tests.benchmarks.search_quality.production import table
 from tests.benchmarks.search_quality.several.problems import TwoMetrics
 from tests.benchmarks.search_quality.simulation import Work

@@ -95,9 +95,9 @@ def digest(one: Search) -> str:
     """Names a search's file: another for other curves, another simulation or, of hpsearch's ways, other code."""
     sources = [HERE / name for name in ("problems.py", "simulation.py")] + [HERE.parent / "simulation.py"]
     if one.way in OURS:
-        sources += [HERE / "production.py", ROOT / "storage/rungs/front_order.py", ROOT / "storage/pareto.py"]
+        sources += [HERE / "production.py", ROOT / "storage/rungs/fronts.py", ROOT / "storage/rungs/fronts.py"]
         rooms = ("curves", "samplers", "pruners", "sampling") if "random" not in one.way else ("pruners",)
-        sources += [ROOT / "search/bohb.py"] if "tpe" in one.way else []
+        sources += [ROOT / "search/samplers/optuna.py"] if "tpe" in one.way else []
         sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
     else:
         sources.append(HERE / "peers.py")

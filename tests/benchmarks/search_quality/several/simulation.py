@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpsearch.storage.pareto import front, hypervolume
+from hpsearch.storage.rungs.fronts import front, hypervolume
 from tests.benchmarks.search_quality.simulation import Simulation, Work
 
 

@@ -13,7 +13,7 @@ import optuna
 import pytest
 
 from hpsearch.objectives.builtin.breast_cancer import BreastCancer
-from hpsearch.storage.pareto import ranks
+from hpsearch.storage.rungs.fronts import ranks
 from tests.benchmarks.search_quality.problems import PROBLEMS, Problem
 from tests.benchmarks.search_quality.several.peers import as_meant, as_shipped
 from tests.benchmarks.search_quality.several.problems import parameters, reference, two_metrics

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from hpsearch import Dataset, Step
-from hpsearch.objectives.training.evaluation.cross_fit import MOST, CrossFit, Outputs
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
-from hpsearch.objectives.training.evaluation.resampling import standard_error, value_of
 from hpsearch.objectives.training.evaluation.step import LossStep
+from hpsearch.objectives.training.loop.fresh import MOST, CrossFit, Outputs, standard_error, value_of
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")

@@ -12,8 +12,7 @@ from hpsearch import NonFiniteError, ObjectiveError, Step, TrainConfig
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.training.checks.smoke import smoke
-from hpsearch.objectives.training.loop.measurements import latency_ms, sizes
-from hpsearch.objectives.training.loop.performance import as_served, layout
+from hpsearch.objectives.training.loop.measuring import as_served, latency_ms, layout, sizes
 from tests.objectives.training.loop.test_resume import DiedError, Dying, _die
 from tests.objectives.training.support import Stopped, Wine, fit, same_result
 

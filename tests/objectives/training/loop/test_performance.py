@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpsearch import LocalSession, TrainConfig, Trainer, Verdict, load_objective
-from hpsearch.objectives.training.loop.performance import peak_memory
+from hpsearch.objectives.training.loop.measuring import peak_memory
 from tests.objectives.training.support import exact, same_result, started
 
 CNN = {"kind": "cnn", "layers": 2, "width": 8, "dropout": 0.2}
@@ -169,7 +169,8 @@ def test_a_run_that_goes_on_where_compiling_fails_is_not_exact(wine, monkeypatch
 
 def test_the_memory_that_a_device_counts_is_recorded_and_reported(wine, monkeypatch, tmp_path):
     """No GPU is needed to see where the number goes."""
-    from hpsearch.objectives.training import conclude, trainer
+    from hpsearch.objectives.training import trainer
+    from hpsearch.objectives.training import trainer as conclude
 
     assert trainer.peak_memory is conclude.peak_memory is peak_memory
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hpsearch import Standardize, TrainConfig, Trainer, evaluate, load_objective
-from hpsearch.objectives.training.evaluation.calling import whole
+from hpsearch.objectives.training.evaluation.step import whole
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.averaging import EvenAverage, build_average
 from tests.objectives.training.support import built, started, take_step

@@ -7,8 +7,7 @@ from torch import nn
 
 from hpsearch import ObjectiveError, Standardize, TrainConfig
 from hpsearch.objectives.training.config import BASES, OPTIMIZERS
-from hpsearch.objectives.training.optimizers.optimizer import FACTORIES, build_optimizer, parameter_groups
-from hpsearch.objectives.training.optimizers.sam import Sharpness
+from hpsearch.objectives.training.optimizers.optimizer import FACTORIES, Sharpness, build_optimizer, parameter_groups
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 CPU = torch.device("cpu")

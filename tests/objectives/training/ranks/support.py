@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from hpsearch.objectives.training.data.child import ending_with_parent
+from hpsearch.objectives.training.data.loader import ending_with_parent
 from hpsearch.objectives.training.ranks import joined
 
 WAIT = 300.0  # seconds in which all ranks have to end; a machine may be busy

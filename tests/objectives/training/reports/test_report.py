@@ -9,7 +9,7 @@ from torch import nn
 
 from hpsearch import Dataset, Splits, Standardize, TrainConfig, Trainer, Verdict, evaluate
 from hpsearch.objectives.training.checks.smoke import smoke
-from hpsearch.objectives.training.reports.diagnosis import instabilities, shared_inputs, tracks
+from hpsearch.objectives.training.reports.report import instabilities, shared_inputs, tracks
 from tests.objectives.training.support import Memory, built, fit
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hpsearch import TrainConfig, Trainer, load_objective
-from hpsearch.objectives.training.loop.resume import restore
+from hpsearch.objectives.training.loop.epoch import restore
 from hpsearch.objectives.training.reproducibility.environment import uncommitted
 from tests.objectives.training.support import built
 

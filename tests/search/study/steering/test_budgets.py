@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import optuna
 import pytest
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import Where, list_studies
 from hpsearch.search.cli import _run
 from hpsearch.search.errors import SearchError
-from hpsearch.search.report.standing import read_standing
-from hpsearch.search.report.top import render
+from hpsearch.search.report.top import read_standing, render
 from hpsearch.search.spec.spec import MOST_TRIALS, parse_spec
-from hpsearch.search.study.create_or_join import complete_settings, create_or_join
+from hpsearch.search.study.create import complete_settings, create_or_join
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CUT, SPEC
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import Claims, Retired
-from hpsearch.storage.trials.outcome import Outcome
-from hpsearch.storage.trials.spending import open_spending
-from tests.search.pruning.test_reasons import spec_of
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, take
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpsearch.storage.attributes import REASON
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, take
 
 

@@ -12,11 +12,11 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.steering import retry_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.rungs import rung_key
+from hpsearch.storage.study_storage.reading import rung_key
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Lost
-from hpsearch.storage.trials.outcome import Outcome
 from hpsearch.storage.trials.process_identity import current_process
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 

@@ -11,19 +11,19 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 
-from hpsearch.search.curves.foreseen import CHOSEN
-from hpsearch.search.pruning import study_rungs
-from hpsearch.search.publish.note import study_note
+from hpsearch.search.curves.forecast import CHOSEN
+from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report import write_report
-from hpsearch.search.report.spent import moments
+from hpsearch.search.report.trials import moments
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.publish import study_note
 from hpsearch.storage.attributes import SPEC
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.trials.attempts import Stretch
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, Retired
-from tests.search.pruning.test_reasons import spec_of
+from hpsearch.storage.trials.history import Stretch
 from tests.search.study.steering.support import Say, take
 
 

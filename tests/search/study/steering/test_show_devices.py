@@ -10,10 +10,10 @@ import pytest
 from hpsearch.search.report import write_report
 from hpsearch.search.study.devices import pace_of
 from hpsearch.search.study.study import StoredStudy
-from hpsearch.storage.study_storage import PostgresStorage
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.outcome import Outcome
 from hpsearch.storage.trials.register import Identity, Register
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, take
 
 HOST = "ip-172-31-22-11.eu-central-1"

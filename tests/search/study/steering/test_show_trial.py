@@ -8,10 +8,10 @@ import optuna
 from optuna.trial import create_trial
 
 from hpsearch.storage.attributes import PRUNING, REASON
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.rungs import rung_key
+from hpsearch.storage.study_storage.reading import rung_key
+from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, take
 
 

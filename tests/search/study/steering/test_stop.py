@@ -10,7 +10,7 @@ import optuna
 from hpsearch.search.study.steering import start_study, stop_study
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.trials.claims import Claims, Stopped
-from hpsearch.storage.trials.outcome import Outcome
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, take
 
 

@@ -12,29 +12,28 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
+from tests.search.pruners.study_pruner.test_reasons import spec_of
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import _run
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.publish.note import study_note
 from hpsearch.search.report import write_report
-from hpsearch.search.report.standing import read_standing
-from hpsearch.search.report.summary import summary_lines
+from hpsearch.search.report.show import summary_lines
+from hpsearch.search.report.top import read_standing
 from hpsearch.search.run.live import LiveView
-from hpsearch.search.sampling.paused import as_sampled
+from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.study.enqueue import waits_in_vain
-from hpsearch.search.study.rest import FIRST, Rest
+from hpsearch.search.study.stop_when import FIRST, Rest
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.search.tracking.publish import study_note
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.study_storage import PostgresStorage
-from hpsearch.storage.study_storage.opening import open_storage
+from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.trials.budget import give_up
 from hpsearch.storage.trials.claims import Claims, Nothing
-from hpsearch.storage.trials.giving_up import give_up
-from hpsearch.storage.trials.outcome import Outcome
-from tests.search.pruning.test_reasons import spec_of
+from hpsearch.storage.trials.settle import Outcome
 from tests.search.study.steering.support import Say, rows, take
 
 X = FloatDistribution(0.0, 1.0)

@@ -1,0 +1,145 @@
+"""Run the checks of `hpsearch doctor` and print their results."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import optuna
+from rich.text import Text
+
+from hpsearch.search.console import command
+from hpsearch.search.doctor.checks import (
+    Check,
+    Checker,
+    Finding,
+    Found,
+    Status,
+    checkpoint_check,
+    device_checks,
+    disk_checks,
+    failed,
+    ok,
+    study_checks,
+    tracking_checks,
+    version_check,
+)
+from hpsearch.search.doctor.database import database_checks
+from hpsearch.search.services import check_pair
+from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
+from hpsearch.storage.embedded import stack
+from hpsearch.storage.home import home_dir
+from hpsearch.storage.study_storage.storage import open_storage
+
+
+def examine(
+    study: str | None = None,
+    *,
+    storage_url: str | None = None,
+    tracking_uri: str | None = None,
+    checkpoint_url: str | None = None,
+    home: str | None = None,
+) -> Iterator[Finding]:
+    """Yield what each check of this machine comes to; nothing is started, and no file that is written stays.
+
+    Args:
+        study: the name of a study that a worker here is to join.
+        storage_url, tracking_uri: the services; without them the embedded stack, if it runs.
+        checkpoint_url: where the checkpoints go; by default where the study says, else a folder of the home.
+        home: folder of the embedded stack, runs and logs; by default the user's.
+
+    Raises:
+        SearchError: there is no such study, or only the tracking server was given.
+        StorageError: the home cannot be used, or the database's URL cannot be read.
+    """
+    check_pair(storage_url, tracking_uri, both=False)
+    folder = home_dir(home)
+    running = None if storage_url is not None else stack.info(folder)
+    database = storage_url if running is None else running.storage_url
+    checker = Checker([url for url in (database, checkpoint_url) if url])
+    given = "--storage-url" if running is None else "embedded Postgres"
+    first = list(checker.run([_services(folder, storage_url, running), *database_checks(database, given)]))
+    # Before anything is told: a name that is wrong is the one thing to say then.
+    found = _open(study, database) if study is not None and database and not checker.lacks("rights") else None
+    yield from first
+
+    named, attrs = study is not None and found is None, found.attrs if found is not None else {}
+    server = tracking_uri or (running.tracking_uri if running is not None else attrs.get(TRACKING_URI))
+    unknown: tuple[str, ...] = ("rights",) if named else ("services",)  # the study would have named it
+    yield from checker.run(
+        tracking_checks(server, "--tracking-uri", needs=() if server else unknown, otherwise=_no_server(found))
+    )
+    if study is not None:
+        yield from checker.run(study_checks(found))
+    kept = checkpoint_url or attrs.get(CHECKPOINT_URL)
+    yield from checker.run(
+        [
+            checkpoint_check(
+                kept or str(folder / "checkpoints"),
+                "--checkpoint-url",
+                needs=("rights",) if named and kept is None else (),
+            ),
+            *device_checks(),
+            *disk_checks(folder),
+            version_check(),
+        ]
+    )
+
+
+def _services(home: Path, storage_url: str | None, running: stack.StackInfo | None) -> Check:
+    def look() -> Found:
+        if storage_url is not None:
+            return ok("the database of --storage-url")
+        if running is not None:
+            return ok(f"the embedded stack in {home}")
+        states = ", ".join(f"{service.name} {service.state}" for service in stack.status(home))
+        return failed(
+            f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
+            f"run '{command('up')}', or give --storage-url and --tracking-uri",
+        )
+
+    return Check("services", look)
+
+
+def _open(name: str, url: str) -> StoredStudy:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return load_study(open_storage(url, application_name="hpsearch doctor"), name)
+
+
+def _no_server(study: StoredStudy | None) -> Found:
+    if study is not None:
+        return failed(f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
+    return Found("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
+
+
+_COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+_STATUS, _NAME = 9, 13  # columns, with the blanks after them
+
+
+def finding_line(finding: Finding, columns: int | None) -> Text:
+    """Return the line of a finding, folded at `columns`; None folds nothing."""
+    said = finding.found + (f": {finding.remedy}" if finding.remedy else "")
+    head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
+    indent = " " * len(head)
+    if columns is not None:
+        said = textwrap.fill(
+            said,
+            max(columns, 2 * len(head)),
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ).lstrip()
+    text = Text(head + said)
+    text.stylize(_COLOURS[finding.status], 0, len(finding.status))
+    return text
+
+
+def summary_line(findings: Iterable[Finding]) -> str:
+    """Return how many checks came to what: ``14 ok, 1 warning, 1 failed``."""
+    counts = Counter(finding.status for finding in findings)
+    words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}
+    return ", ".join(f"{counts[status]} {said}" for status, said in words.items() if counts[status])  # type: ignore[index]  # a status is one of these words

@@ -1,0 +1,222 @@
+"""Pruners that stop a trial: median, percentile, threshold, patient, none."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from hpsearch.search.pruners.base import Case, Decision, Grounds, Halving, Peers, PrunerSpec, first_of_interval
+from hpsearch.search.spec.kinds import Number
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+
+class _Stopping(PrunerSpec):
+    """What the two have in common."""
+
+    n_startup_trials: int = Field(default=5, ge=0)
+    n_warmup_steps: int = Field(default=2, ge=0)
+    interval_steps: int = Field(default=1, ge=1)
+    n_min_trials: int = Field(default=1, ge=1)
+
+    knows_several: ClassVar[bool] = False
+
+
+class Median(_Stopping):
+    """Prune what is worse than the median of the finished trials at the same epoch, Optuna's ``MedianPruner``."""
+
+    name: Literal["median"] = "median"
+
+    def build(self) -> BasePruner:
+        from optuna.pruners import MedianPruner
+
+        return MedianPruner(**self.options)
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        return _compare(case, self, peers, keep=50.0)
+
+
+class Percentile(_Stopping):
+    """Keep the best `percentile` percent at each epoch, Optuna's ``PercentilePruner``."""
+
+    name: Literal["percentile"] = "percentile"
+    percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
+
+    def build(self) -> BasePruner:
+        from optuna.pruners import PercentilePruner
+
+        return PercentilePruner(**self.options)
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        return _compare(case, self, peers, keep=self.percentile)
+
+
+def _compare(case: Case, options: _Stopping, peers: Peers, *, keep: float) -> Decision:
+    """Compare the trial's best value so far with that of the best `keep` percent of finished trials at the same epoch.
+
+    Nothing is read where the epoch is not one at which trials are judged.
+    """
+    step = case.step
+    if step < options.n_warmup_steps or not first_of_interval(
+        case.values, step, n_warmup_steps=options.n_warmup_steps, interval_steps=options.interval_steps
+    ):
+        return case.on()
+    trials = peers.finished()
+    if len(trials) < max(1, options.n_startup_trials):
+        return case.on()
+    best = _best_value(case.values.values(), maximize=case.maximize)
+    if best is None:
+        return case.prune(f"no {case.metric} so far is a number", value=math.nan)
+    at_step = [t.intermediate_values[step] for t in trials if step in t.intermediate_values]
+    numbers = [value for value in at_step if not math.isnan(value)]
+    # As in Optuna, the minimum counts the values that are not numbers, too.
+    if len(at_step) < options.n_min_trials or not numbers:
+        return case.on()
+    import numpy as np  # who only checks a spec does not wait for it
+
+    with np.errstate(invalid="ignore"):  # between two infinities there is no number, and no cut-off
+        cutoff = float(np.percentile(numbers, 100 - keep if case.maximize else keep))
+    grounds: Grounds = {"value": best, "cutoff": cutoff, "peers": len(numbers)}
+    if not case.worse(best, cutoff):
+        return case.on(**grounds)
+    among = f"{len(numbers)} finished trials at that epoch"
+    what = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
+    return case.prune(f"{case.compared(best, cutoff, best=True)}, {what}", **grounds)
+
+
+def _best_value(values: Iterable[float], *, maximize: bool) -> float | None:
+    """Return the best value that is a number, or None."""
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
+        return None
+    return max(numbers) if maximize else min(numbers)
+
+
+class Threshold(PrunerSpec):
+    """Prune at an absolute bound, Optuna's ``ThresholdPruner``; which way is better does not matter.
+
+    It is a bound on the study's metric, or on the `metric` that is named: one that is optimised, or has constraints.
+    """
+
+    name: Literal["threshold"] = "threshold"
+    lower: Number | None = None
+    upper: Number | None = None
+    metric: str | None = None
+    n_warmup_steps: int = Field(default=0, ge=0)
+    interval_steps: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.lower is None and self.upper is None:
+            raise ValueError("give lower or upper")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower {self.lower:g} is more than upper {self.upper:g}")
+        return self
+
+    def names_metric(self) -> str | None:
+        return self.metric
+
+    def build(self) -> BasePruner:
+        from optuna.pruners import ThresholdPruner
+
+        return ThresholdPruner(**self.model_dump(exclude={"name", "metric"}))
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        if case.step < self.n_warmup_steps or not first_of_interval(
+            case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
+        ):
+            return case.on()
+        metric, value = self.metric or case.metric, case.last if self.metric is None else case.reported[self.metric]
+        if math.isnan(value):
+            return case.prune(f"{metric} is not a number", value=value)
+        if self.lower is not None and value < self.lower:
+            why = f"{metric} {value:.6g} is below the threshold {self.lower:g}"
+            return case.prune(why, value=value, cutoff=self.lower)
+        if self.upper is not None and value > self.upper:
+            why = f"{metric} {value:.6g} is above the threshold {self.upper:g}"
+            return case.prune(why, value=value, cutoff=self.upper)
+        return case.on(value=value)
+
+
+def _parse(given: object) -> object:
+    return None if given is None else PrunerSpec.parse({"name": given} if isinstance(given, str) else given)
+
+
+class Patient(PrunerSpec):
+    """Ask the `wrapped` pruner, Optuna's ``PatientPruner``, once `patience` + 1 epochs are worse than the best before.
+
+    They are by more than `min_delta`. Without a `wrapped` one such a trial is pruned.
+    """
+
+    name: Literal["patient"] = "patient"
+    knows_several: ClassVar[bool] = False
+    patience: int = Field(default=3, ge=0)
+    min_delta: Number = Field(default=0.0, ge=0)
+    wrapped: Annotated[SerializeAsAny[PrunerSpec] | None, BeforeValidator(_parse)] = None
+
+    @model_validator(mode="after")
+    def _stops(self) -> Self:
+        if self.wrapped is not None and self.wrapped.promotion(1_000_000) is not None:
+            raise ValueError(f"{self.wrapped.name} pauses trials, and patience is for those that end: wrap another one")
+        return self
+
+    def for_epochs(self, epochs: int) -> Self:
+        wrapped = None if self.wrapped is None else self.wrapped.for_epochs(epochs)
+        return self.model_copy(update={"wrapped": wrapped})
+
+    def build(self) -> BasePruner:
+        from optuna.exceptions import ExperimentalWarning
+        from optuna.pruners import PatientPruner
+
+        wrapped = None if self.wrapped is None else self.wrapped.build()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            return PatientPruner(wrapped, self.patience, self.min_delta)
+
+    def halving(self, study: str, number: int) -> Halving | None:
+        return None if self.wrapped is None else self.wrapped.halving(study, number)
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        steps = sorted(case.values)
+        before, after = steps[: -self.patience - 1], steps[-self.patience - 1 :]
+        if not before:
+            return case.on()
+        was, since = (_best_of((case.values[step] for step in part), case) for part in (before, after))
+        cutoff = was - self.min_delta if case.maximize else was + self.min_delta
+        if not case.worse(since, cutoff):
+            return case.on(value=since, cutoff=cutoff)
+        why = f"{case.compared(since, cutoff, best=True)} since epoch {after[0] + 1}, after {was:.6g} before"
+        if self.wrapped is None:
+            return case.prune(why, value=since, cutoff=cutoff)
+        decision = self.wrapped.judge(replace(case, pruner=self.wrapped.name), peers)
+        return replace(decision, reason=f"{decision.reason}; {why}") if decision.prune else decision
+
+
+def _best_of(values: Iterable[float], case: Case) -> float:
+    """Return the best value that is a number; NaN where none is."""
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
+        return math.nan
+    return max(numbers) if case.maximize else min(numbers)
+
+
+class NoPruning(PrunerSpec):
+    """Every trial runs all its epochs, Optuna's ``NopPruner``."""
+
+    name: Literal["none"] = "none"
+
+    prunes: ClassVar[bool] = False
+
+    def build(self) -> BasePruner:
+        from optuna.pruners import NopPruner
+
+        return NopPruner()
+
+    def judge(self, case: Case, peers: Peers) -> Decision:
+        return case.on()

@@ -1,1 +1,0 @@
-"""Publishing: a study's end, its finalists and its note, told to MLflow and the dashboard."""

@@ -1,0 +1,181 @@
+"""Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpsearch.search.samplers.base import SamplerSpec
+from hpsearch.search.spec.kinds import Number
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+
+class Random(SamplerSpec):
+    """Independent random search, Optuna's ``RandomSampler``."""
+
+    name: Literal["random"] = "random"
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from optuna.samplers import RandomSampler
+
+        return RandomSampler(seed=seed)
+
+
+class TPE(SamplerSpec):
+    """Tree-structured Parzen estimator (Bergstra et al. 2011), Optuna's ``TPESampler``.
+
+    Where several metrics are optimised and trials were pruned it is as in BOHB (Falkner et al. 2018): three trials of
+    ten are drawn at random, and once ten came to their end only those tell good from bad.
+    """
+
+    name: Literal["tpe"] = "tpe"
+    n_startup_trials: int = Field(default=10, ge=0)
+    n_ei_candidates: int = Field(default=24, ge=1)
+    multivariate: bool = True
+    group: bool = True
+    constant_liar: bool = True
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from hpsearch.search.samplers.bohb import BOHBSampler
+
+        return BOHBSampler(seed=seed, **self.options)
+
+
+class GP(SamplerSpec):
+    """Gaussian-process Bayesian optimisation, Optuna's ``GPSampler``."""
+
+    name: Literal["gp"] = "gp"
+    n_startup_trials: int = Field(default=10, ge=0)
+    deterministic_objective: bool = False
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from optuna.samplers import GPSampler
+
+        return GPSampler(seed=seed, warn_independent_sampling=False, **self.options)
+
+
+class QMC(SamplerSpec):
+    """Quasi-Monte Carlo search, Optuna's ``QMCSampler``."""
+
+    name: Literal["qmc"] = "qmc"
+    qmc_type: Literal["sobol", "halton"] = "sobol"
+    scramble: bool = True
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from optuna.samplers import QMCSampler, RandomSampler
+
+        first = RandomSampler(seed=seed)
+        return QMCSampler(seed=common_seed, independent_sampler=first, warn_independent_sampling=False, **self.options)
+
+
+class _Genetic(SamplerSpec):
+    """What the two have in common."""
+
+    population_size: int = Field(default=50, ge=2)
+    mutation_prob: Number | None = Field(default=None, ge=0, le=1)
+    crossover_prob: Number = Field(default=0.9, ge=0, le=1)
+    swapping_prob: Number = Field(default=0.5, ge=0, le=1)
+
+    repeats: ClassVar[bool] = True  # a child may have all of one parent
+
+    def for_trials(self, n_trials: int) -> None:
+        if self.population_size >= n_trials:
+            raise ValueError(
+                f"sampler.population_size {self.population_size} is not below the budget of {n_trials} trials: all "
+                "would be of the first generation, which is random; lower it, or give more --trials"
+            )
+
+
+class NSGA2(_Genetic):
+    """Genetic search with a sorted population (Deb et al. 2002), Optuna's ``NSGAIISampler``.
+
+    A generation is of `population_size` trials that have run to their end: a pruned one is no parent.
+    """
+
+    name: Literal["nsga2"] = "nsga2"
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from optuna.samplers import NSGAIISampler
+
+        return NSGAIISampler(seed=seed, **self.options)
+
+
+class NSGA3(_Genetic):
+    """As nsga2, with parents chosen by reference points (Deb and Jain 2014), Optuna's ``NSGAIIISampler``."""
+
+    name: Literal["nsga3"] = "nsga3"
+    dividing_parameter: int = Field(default=3, ge=1)
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from optuna.samplers import NSGAIIISampler
+
+        return NSGAIIISampler(seed=seed, **self.options)
+
+
+class CMAES(SamplerSpec):
+    """Covariance matrix adaptation (Hansen 2016), Optuna's ``CmaEsSampler``; categorical parameters are left to chance.
+
+    So are all in the first `n_startup_trials`, and those that not every trial has. It learns from trials that have run
+    to their end; from the last value of pruned ones too with `consider_pruned_trials`.
+    """
+
+    name: Literal["cmaes"] = "cmaes"
+    knows_several: ClassVar[bool] = False
+    n_startup_trials: int = Field(default=1, ge=0)
+    popsize: int | None = Field(default=None, ge=4)
+    consider_pruned_trials: bool = False
+    use_separable_cma: bool = False
+    with_margin: bool = False
+    lr_adapt: bool = False
+
+    @model_validator(mode="after")
+    def _one_variant(self) -> Self:
+        variants = [name for name in ("use_separable_cma", "with_margin", "lr_adapt") if getattr(self, name)]
+        if len(variants) > 1:
+            raise ValueError(f"{' and '.join(variants)} exclude each other: choose one")
+        return self
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        return _sampler(seed, self.options)
+
+
+def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
+    from optuna.samplers import CmaEsSampler
+    from optuna.study import Study, StudyDirection
+    from optuna.trial import TrialState
+
+    class Fitting(CmaEsSampler):
+        """Optuna's, in a study whose trials wait at rungs, diverge, or are of somebody's own choice."""
+
+        def sample_relative(
+            self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        ) -> dict[str, Any]:
+            if "fixed_params" in trial.system_attrs:  # no sample of the distribution
+                return {}
+            return super().sample_relative(study, trial, search_space)
+
+        def _get_trials(self, study: Study) -> list[FrozenTrial]:
+            if not self._consider_pruned_trials:
+                return super()._get_trials(study)
+            worst = math.inf if study.direction == StudyDirection.MINIMIZE else -math.inf
+            # Asked for by its state, a trial that waits at a rung is among the pruned.
+            states = (TrialState.COMPLETE, TrialState.PRUNED)
+            found = study._get_trials(deepcopy=False, states=states)
+            return [_valued(trial, worst) for trial in found if trial.values or trial.intermediate_values]
+
+    def _valued(trial: FrozenTrial, worst: float) -> FrozenTrial:
+        if trial.state == TrialState.COMPLETE:
+            return trial
+        shown = copy.copy(trial)
+        last = trial.intermediate_values[max(trial.intermediate_values)]
+        shown.value = worst if math.isnan(last) else last
+        return shown
+
+    return Fitting(seed=seed, warn_independent_sampling=False, **options)
