@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import optuna
 import pytest
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template

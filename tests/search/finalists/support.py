@@ -7,7 +7,7 @@ from collections.abc import Callable
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec

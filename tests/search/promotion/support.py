@@ -9,7 +9,7 @@ from pathlib import Path
 import mlflow
 import optuna
 from optuna.trial import TrialState, create_trial
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC

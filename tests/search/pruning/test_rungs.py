@@ -8,7 +8,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
 from hpsearch.search.spec.spec import StudySpec

@@ -10,7 +10,7 @@ import pytest
 import typer
 from optuna.trial import create_trial
 from pydantic import Field
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 from typer.testing import CliRunner
 
 from hpsearch.search.cli.settings import takes_settings

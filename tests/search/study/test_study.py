@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import optuna
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.cli import _run
 from hpsearch.search.study.study import StoredStudy, load_study

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import Where, list_studies

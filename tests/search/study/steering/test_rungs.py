@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.curves.forecast import CHOSEN
 from hpsearch.search.pruners.study_pruner import study_rungs

@@ -12,7 +12,7 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from tests.search.pruners.study_pruner.test_reasons import spec_of
+from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import _run
