@@ -332,7 +332,7 @@ def _told(described: str, own: BaseException) -> BaseException:
     if said["name"] == type(own).__qualname__ and said["text"] == str(own):
         return own
     text = f"{said['text']} (on rank {said['rank']})"
-    if not said["module"].startswith("objectives."):
+    if not said["module"].startswith("hpsearch.objectives."):
         return RankError(f"{said['name']}: {text}")
     kind = getattr(importlib.import_module(said["module"]), said["name"], RankError)
     error: BaseException = kind.__new__(kind)

@@ -9,10 +9,11 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from docs.rooms import ROOT
 from hpsearch import Study
 from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Zygote
-from tests.search.api.support import ROOT, run_forked
+from tests.search.api.support import run_forked
 
 SCRIPT = ROOT / "docs" / "notebook.py"
 

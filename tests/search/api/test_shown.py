@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.process import handling
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.trials.history import Progress, Running
+from tests.search.pruning.test_reasons import spec_of
 
 RUNNING = Running(number=3, worker="elsewhere:1", step=1, value=0.75)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.spec.spec import parse_spec
@@ -16,6 +15,7 @@ from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing
 from hpsearch.storage.trials.settle import Outcome
+from tests.search.pruning.test_reasons import spec_of
 
 Say = Callable[..., str]
 

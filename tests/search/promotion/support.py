@@ -9,13 +9,13 @@ from pathlib import Path
 import mlflow
 import optuna
 from optuna.trial import TrialState, create_trial
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.promotions import Promotion, promotions_of
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from tests.search.pruning.test_reasons import spec_of
 
 
 @dataclass(frozen=True)

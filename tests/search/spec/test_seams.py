@@ -10,7 +10,6 @@ import pytest
 import typer
 from optuna.trial import create_trial
 from pydantic import Field
-from tests.search.pruning.test_reasons import spec_of
 from typer.testing import CliRunner
 
 from hpsearch.search.cli.settings import takes_settings
@@ -22,6 +21,7 @@ from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.spec import StudySpec, parse_spec
+from tests.search.pruning.test_reasons import spec_of
 from tests.search.spec.test_spec import BASE
 
 

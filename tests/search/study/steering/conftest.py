@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.cli import _run
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
+from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say
 
 

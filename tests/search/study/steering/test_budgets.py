@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import optuna
 import pytest
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import Where, list_studies
@@ -20,6 +19,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import Claims, Retired
 from hpsearch.storage.trials.settle import Outcome
+from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, take
 
 

@@ -11,7 +11,6 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.curves.forecast import CHOSEN
 from hpsearch.search.pruners.study_pruner import study_rungs
@@ -24,6 +23,7 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, Retired
 from hpsearch.storage.trials.history import Stretch
+from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, take
 
 

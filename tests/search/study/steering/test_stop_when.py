@@ -12,7 +12,6 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
-from tests.search.pruning.test_reasons import spec_of
 
 from hpsearch.search.api.study import Study
 from hpsearch.search.cli import _run
@@ -34,6 +33,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.budget import give_up
 from hpsearch.storage.trials.claims import Claims, Nothing
 from hpsearch.storage.trials.settle import Outcome
+from tests.search.pruning.test_reasons import spec_of
 from tests.search.study.steering.support import Say, rows, take
 
 X = FloatDistribution(0.0, 1.0)
