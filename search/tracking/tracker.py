@@ -130,7 +130,7 @@ _STARTING = 15.0  # seconds that a server may take to start
 
 def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
     """Return what notes on what grounds a trial was pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-    return journal_records.Tags({"hpsearch.pruners.study_pruner": json.dumps(grounds)})
+    return journal_records.Tags({"hpsearch.pruning": json.dumps(grounds)})
 
 
 class Tracker:

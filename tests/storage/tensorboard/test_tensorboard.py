@@ -80,7 +80,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
     assert status_of(row) == "STATUS_UNKNOWN", "it runs"
     log(journal, [3], at=100.0)
     journal.append(Metrics(3, 103.0, {"best_val_loss": 0.0}))
-    journal.append(Tags({"hpsearch.pruners.study_pruner": "{}"}))
+    journal.append(Tags({"hpsearch.pruning": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
     assert post.ship(reader, journal)
     folder = root / post.study / "0000"
@@ -95,7 +95,7 @@ def test_a_trial_has_its_scalars_at_their_steps_and_times_and_a_row_in_the_hpara
     session = row.sessions[0]
     assert (status_of(row), session.start_time_secs, session.end_time_secs) == ("STATUS_SUCCESS", 1.0, 5.0)
     texts = EventAccumulator(str(folder)).Reload().Tags()["tensors"]
-    assert {"outcome", "about", "hpsearch.pruners.study_pruner"} <= set(texts)
+    assert {"outcome", "about", "hpsearch.pruning"} <= set(texts)
 
 
 def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     journal.append(Metrics(60, 101.5, {"system/cpu_utilization_percentage": 50.0}))
     log(journal, [2], at=100.0)
     journal.append(Metrics(2, 102.0, {"best_val_loss": 0.0}))
-    journal.append(Tags({"hpsearch.pruners.study_pruner": "{}"}))
+    journal.append(Tags({"hpsearch.pruning": "{}"}))
     log(journal, [], end=Outcome.COMPLETE)
     assert post.ship(reader, journal)
     [path] = readers.files
@@ -105,7 +105,7 @@ def test_a_trial_is_a_run_with_its_parameters_history_and_end(post: Post, reader
     load = [row.get("system/cpu_utilization_percentage") for row in rows(path)]
     assert load == [None, None, 50.0], "with the next epoch, for its steps are seconds"
     config, summary = values(path, "config"), values(path, "summary")
-    assert (config["lr"], config["model"], config["hpsearch.pruners.study_pruner"]) == ("0.1", '"mlp"', '"{}"')
+    assert (config["lr"], config["model"], config["hpsearch.pruning"]) == ("0.1", '"mlp"', '"{}"')
     assert (summary["best_val_loss"], summary["state"], summary["reason"]) == ("0.0", '"complete"', '"as it goes"')
     assert [end.exit_code for end in found(path, "exit")] == [0]
 
