@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,14 @@ class _Ragged:
                 yield from line
                 yield Segment(last.text.rstrip(), last.style)
             yield Segment.line()
+
+
+def plain_table(*columns: str, right: Container[str] = (), header_style: str = "bold") -> Table:
+    """Return an empty table without lines; the columns in `right` are aligned to the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
 
 
 def counted(number: int, noun: str) -> str:

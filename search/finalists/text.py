@@ -6,7 +6,7 @@ import statistics
 
 from rich.table import Table
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import counted, plain_table
 from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
 from hpsearch.search.finalists.winner import LEVEL, Expected, Scored
 from hpsearch.search.study.ranking import best_first
@@ -56,11 +56,9 @@ def finalist_table(study: StoredStudy, found: Finalists) -> Table:
     """Return the table: rank, trial, the search's value, mean, spread, optimism, each seed's value, and the verdict."""
     if study.spec.several:
         return _front_table(study, found)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("rank", "trial", "search", "fresh mean", "spread", "optimism"):
-        table.add_column(column, justify="right")
-    table.add_column(f"val {study.spec.metric} by {'division' if found.divided else 'seed'}")
-    table.add_column("")
+    numbers = ("rank", "trial", "search", "fresh mean", "spread", "optimism")
+    by_seed = f"val {study.spec.metric} by {'division' if found.divided else 'seed'}"
+    table = plain_table(*numbers, by_seed, "", right=numbers)
     for rank, row in enumerate(ranked(study, found), 1):
         values = [
             f"{value:.4f}" if value is not None else str(reason)
@@ -91,10 +89,8 @@ def told_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
 
 def _front_table(study: StoredStudy, found: Finalists) -> Table:
     """The table of several metrics: of each what the search said, and the mean on fresh seeds."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("trial", *(word for name in study.spec.ways for word in (name, "fresh mean"))):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    numbers = ("trial", *(word for name in study.spec.ways for word in (name, "fresh mean")))
+    table = plain_table(*numbers, "", right=numbers)
     for row in ranked(study, found):
         means = [f"{mean:.4g}" for mean in row.means] or ["-"] * len(row.searched)
         pairs = zip((f"{value:.4g}" for value in row.searched), means, strict=True)

@@ -353,17 +353,6 @@ def _rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
 
 
 _LAST = 20
-_UNSAID = {
-    "finalists_of",
-    "budget_epochs",
-    "budget_seconds",
-    "warm_start",
-    "stop_when",
-    "directions",
-    "constraints",
-    "tensorboard",
-    "wandb",
-}
 _WIDE = 100  # columns, from which on there is room for more
 
 
@@ -371,7 +360,7 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
     """Print all there is to know about a study; of its trials the last ones, or `every` one."""
     told = {"metric", "direction"} if study.spec.several else set()  # by the directions
     for key, value in study.spec.model_dump(exclude={"name", "version", *told}).items():
-        if key in _UNSAID and value is None:
+        if value is None:
             continue
         shown = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
         shown = ", ".join(value) if isinstance(value, list) else shown

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.worker.options import worker_name
@@ -126,9 +127,8 @@ class LiveView:
         )  # fmt: skip
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=1, completed=progress.share, width=60))
-        workers = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("worker", "state", "trial", "epoch", self._spec.metric):
-            workers.add_column(column, justify="left" if column in {"worker", "state"} else "right")
+        numbers = ("trial", "epoch", self._spec.metric)
+        workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
         shown: set[int] = set()
         for slot in self._fleet.slots:
             name = worker_name(slot.pids[-1]) if slot.pids else ""
