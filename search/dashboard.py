@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-import threading
 
 from hpsearch.search.promotion.registry_watch import Watch
 from hpsearch.search.services import MLFLOW_UI_URL
@@ -34,26 +34,15 @@ def serve(storage_url: str, tracking_uri: str | None, *, host: str, port: int, r
         return serve_dashboard(storage_url, host=host, port=port, read_only=read_only)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     check_database(storage_url)
-    tracking = _Remembered(tracking_uri)
+
+    @functools.cache
+    def tracking() -> Tracking:
+        check_server(tracking_uri)
+        return Tracking(tracking_uri, ui_url=os.environ.get(MLFLOW_UI_URL))
+
     # Its own connection, and little patience: it is a look every few seconds.
     storage = open_storage(storage_url, application_name="hpsearch-noticing", pool_size=1, patience=10.0)
     with Watch(storage, tracking):
         artifacts = RunArtifacts(lambda: tracking().client)
         serve_dashboard(storage_url, host=host, port=port, artifacts=artifacts, read_only=read_only)
     return None
-
-
-class _Remembered:
-    """The tracking server, opened at its first use."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._lock = threading.Lock()
-        self._opened: Tracking | None = None
-
-    def __call__(self) -> Tracking:
-        with self._lock:
-            if self._opened is None:
-                check_server(self._uri)
-                self._opened = Tracking(self._uri, ui_url=os.environ.get(MLFLOW_UI_URL))
-            return self._opened

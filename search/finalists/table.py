@@ -96,10 +96,14 @@ class Finalists:
         return [trial for trial, losses in pairs if trial != row.trial and dominating(losses)[1]]
 
     @property
+    def scored(self) -> list[Scored]:
+        """The scores of the runs that have ended."""
+        return [run for row in self.rows for run in row.scored if run is not None]
+
+    @property
     def divided(self) -> bool:
         """Whether the runs that have ended were on fresh divisions of the data, and not on fresh seeds alone."""
-        scored = [run for row in self.rows for run in row.scored if run is not None]
-        return bool(scored) and all(run.divided for run in scored)
+        return bool(self.scored) and all(run.divided for run in self.scored)
 
     def verdict(self, row: FinalistRow) -> Literal["winner", "tie", "front", "dominated", "confirmed", "incomplete"]:
         """Return what became of a finalist: without a value for every seed it cannot win."""

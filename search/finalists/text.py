@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hpsearch.search.console import counted, plain_table
 from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
-from hpsearch.search.finalists.winner import LEVEL, Expected, Scored
+from hpsearch.search.finalists.winner import LEVEL, Expected
 from hpsearch.search.study.ranking import best_first
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_openings import Opening, read_opening
@@ -124,7 +124,7 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
         lines.append(f"a tie with {who}: {within}; the better mean is taken")
     if (expected := found.expected) is not None:
         lines.append(f"expect {expected.mean:.4f} on new data, {expected_words(expected)}: {basis(found)}")
-    elif scored_runs(found):
+    elif found.scored:
         lines.append("no interval: how far the validation samples leave it to chance is unknown")
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
@@ -151,11 +151,6 @@ def _front_lines(found: Finalists) -> list[str]:
     if fallen:
         lines.append(f"dominated on fresh seeds: trial{'s' if len(fallen) > 1 else ''} {', '.join(fallen)}")
     return lines
-
-
-def scored_runs(found: Finalists) -> list[Scored]:
-    """Return what is known of the runs that have ended."""
-    return [run for row in found.rows for run in row.scored if run is not None]
 
 
 def drawn(found: Finalists) -> str:

@@ -65,7 +65,10 @@ def figure_data(
         "chosen": _chosen(study),
         "best": _improvements(study),
         "spent": spent.figure,
-        "foreseen": _foreseen(forecasts),
+        "foreseen": [
+            {"trial": number, "value": finite(each.value), "low": finite(each.low), "high": finite(each.high)}
+            for number, each in list(forecasts.items())[:_FORESEEN]
+        ],
         "axes": _axes(shown, names, [] if isinstance(shares, str) else [name for name, _ in shares]),
         "finalists": None if finalists is None else _finalists(finalists),
     }
@@ -127,14 +130,6 @@ def _curve(trial: FrozenTrial, stride: int) -> list[tuple[int, float | None]]:
     ]
 
 
-def _foreseen(forecasts: Mapping[int, Forecast]) -> list[dict[str, Any]]:
-    """Return the best that are foreseen; all at once could not be told apart."""
-    return [
-        {"trial": number, "value": finite(each.value), "low": finite(each.low), "high": finite(each.high)}
-        for number, each in list(forecasts.items())[:_FORESEEN]
-    ]
-
-
 def _chosen(study: StoredStudy) -> int | None:
     """Return the number of the best trial that can be drawn; of several metrics by the first."""
     ranked = study.front() if study.spec.several else study.best_trials()
@@ -181,8 +176,8 @@ def _finalists(found: Finalists) -> list[dict[str, Any]]:
         {
             "trial": row.trial,
             "search": finite(row.search_value),
-            "mean": None if row.mean is None else finite(row.mean),
-            "values": [None if value is None else finite(value) for value in row.values],
+            "mean": finite(row.mean),
+            "values": [finite(value) for value in row.values],
             "verdict": "" if found.pending else SHOWN[found.verdict(row)],
         }
         for row in found.rows
@@ -293,12 +288,9 @@ def front_section(study: StoredStudy, summary: Summary, names: list[str], found:
         ],
         "left": max(len(summary.front) - _ROWS, 0),
         "undrawn": " and ".join(undrawn),
-        "reference": None if found is None else ", ".join(map(_at, spec.ways, found.reference)),
+        "reference": found
+        and ", ".join(f"{name} {format_value(value)}" for name, value in zip(spec.ways, found.reference, strict=True)),
     }
-
-
-def _at(name: str, value: float) -> str:
-    return f"{name} {format_value(value)}"
 
 
 def _parameter(value: Any) -> tuple[str, Any]:

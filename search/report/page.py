@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         importances=shares,
         front=front_section(study, summary, names, hypervolume) if several else None,
         named=named(study.spec),
-        broken={state: number for state in ("complete", "pruned") if (number := _broken(figures, state))},
+        broken=Counter(trial["state"] for trial in figures["trials"] if trial["broken"]),
         finalists=_finalists(study, finalists) if finalists else None,
         test_set=opening_line(study, opening, finalists) if opening else None,
         test_scores=opening.scores if opening else None,
@@ -164,10 +164,6 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
 
 def _bounds(study: StoredStudy) -> str:
     return " and ".join(map(str, study.spec.bounds))
-
-
-def _broken(figures: dict[str, Any], state: str) -> int:
-    return sum(bool(trial["broken"]) for trial in figures["trials"] if trial["state"] == state)
 
 
 def _early(study: StoredStudy) -> str:
@@ -274,11 +270,10 @@ def _finalists(study: StoredStudy, found: Finalists) -> dict[str, Any]:
                 "verdict": told_verdict(study, found, row),
             }
         )
-    drawn_anew = "division" if found.divided else "seed"
     return {
         "seeds": found.seeds,
         "others": list(study.spec.ways)[1:],
         "rows": rows,
         "lines": finalist_lines(study, found),
-        "anew": drawn_anew,
+        "anew": "division" if found.divided else "seed",
     }

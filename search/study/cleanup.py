@@ -70,18 +70,14 @@ def find_garbage(
     problems: list[str] = []
     runs = runs_folder(home / "runs", study)
 
-    def on_server() -> list[Garbage]:
-        return [] if tracking is None else _models(study, tracking, keep_top)
-
-    def in_store() -> list[Garbage]:
-        return _checkpoints(study, open_checkpoints(study, home, None), runs)
-
-    def here() -> list[Garbage]:
-        return _run_dirs(study, runs)
-
-    for look in (on_server, in_store, here):
+    searches: tuple[Callable[[], list[Garbage]], ...] = (
+        lambda: [] if tracking is None else _models(study, tracking, keep_top),
+        lambda: _checkpoints(study, open_checkpoints(study, home, None), runs),
+        lambda: _run_dirs(study, runs),
+    )
+    for search in searches:
         try:
-            found += look()
+            found += search()
         except (StorageError, OSError) as error:
             problems.append(f"{study.spec.name}: {error}")
     return found, problems
