@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc as garbage
+import gc
 import re
 import sys
-from importlib import metadata
-from typing import Annotated
 
 import typer
 
-from hpsearch.search.cli import verbs
+from hpsearch.search.cli import confirm, look, objective, run, services, steer
+from hpsearch.search.cli.app import app
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -19,63 +18,21 @@ from hpsearch.search.process import (
     telling_mistakes,
 )
 from hpsearch.search.secret_files import read_secret_files
-from hpsearch.search.spec.kinds import load_modules
 
-app = typer.Typer(
-    name="hpsearch",
-    help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
-    epilog="The wrapper ./hpsearch has four verbs more: 'add' (what objectives import), 'test', 'lint' and 'docs'.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# The order of --help; a verb that is not here comes after these.
-ORDER = (
-    *("run", "worker", "fleet", "studies", "show", "report", "delete", "init"),
-    *("stop", "start", "extend", "retry", "sync"),
-    *("finalists", "open_test"),
-    *("promote", "serve_check", "gc"),
-    *("train", "smoke", "lr_range", "objective"),
-    *("stack", "doctor", "backup", "migrate", "serve", "secrets"),
-)
-
-
-def add_verbs(app: typer.Typer) -> None:
-    """Add every module of :mod:`hpsearch.search.cli.verbs` to a command line."""
-    found = load_modules(verbs.__name__, verbs.__path__)
-    for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
-        found[name].register(app)
-
-
-add_verbs(app)
-
-
-def _say_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"hpsearch {metadata.version('hpsearch')}")
-        raise typer.Exit
-
-
-_Version = Annotated[
-    bool, typer.Option("--version", help="Say which version this is, and exit.", is_eager=True, callback=_say_version)
-]
-
-
-@app.callback()
-def _root(version: _Version = False) -> None: ...
+COMMANDS = (run, look, steer, confirm, objective, services)  # each registers its own on the app
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     leave_when_told()
     find_modules_here()
-    code = _run(arguments)
-    garbage.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
+    code = run_command(sys.argv[1:] if arguments is None else arguments)
+    gc.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
     sys.exit(code)
 
 
-def _run(arguments: list[str] | None) -> int:
+def run_command(arguments: list[str]) -> int:
+    """Run one command and return its exit code; a mistake of the user is one line on stderr, and code 2."""
     command = typer.main.get_command(app)
 
     def work() -> int:
@@ -86,7 +43,7 @@ def _run(arguments: list[str] | None) -> int:
     try:
         return telling_mistakes(work)
     except typer.TyperException as error:
-        if message := error.format_message():  # none when the help was shown for want of a verb
+        if message := error.format_message():  # none when the help was shown for want of a command
             typer.echo(f"hpsearch: {_with_value(error, message, arguments)}", err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
@@ -96,9 +53,8 @@ def _run(arguments: list[str] | None) -> int:
         return 0
 
 
-def _with_value(error: typer.TyperException, message: str, arguments: list[str] | None) -> str:
+def _with_value(error: typer.TyperException, message: str, given: list[str]) -> str:
     """Return the message with the value that was refused and where to read on; typer leaves the value out."""
-    given = sys.argv[1:] if arguments is None else arguments
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")

@@ -1,24 +1,275 @@
-"""Questions before what cannot be undone."""
+"""Confirm a winner and promote it: finalists, the test set, the registry, and what is served."""
 
 from __future__ import annotations
 
-import sys
+from typing import Annotated
 
 import typer
 
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.app import CONFIRM, confirm, loading, register
+from hpsearch.search.process import EXIT_INTERRUPTED
 
-def confirm(question: str) -> bool:
-    """Ask; return the answer.
 
-    Raises:
-        SearchError: nobody is there to answer, as in a job without a terminal.
+@register(CONFIRM)
+def finalists(
+    study: o.StudyName,
+    *,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", min=1, help="How many of the best configurations  [default: 5; of several metrics the front]"
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="How many fresh seeds, the same for all  [default: 2]")
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", min=0, max=512, help="Worker processes on this machine; 0 chooses and shows, and trains none."
+        ),
+    ] = 2,
+    new_set: Annotated[
+        bool,
+        typer.Option(
+            "--new-set",
+            help="Choose anew, on other seeds; an earlier winner stands until these have one.",
+        ),
+    ] = False,
+    infeasible: Annotated[
+        bool, typer.Option("--infeasible", help="Take trials too that break a constraint of the study.")
+    ] = False,
+    devices_per_trial: o.DevicesPerTrial = 1,
+    collective_timeout: o.CollectiveTimeout = None,
+    grace: o.Grace = 30.0,
+    save_every: o.SaveEvery = None,
+    stall: o.Stall = None,
+    lease: o.Lease = 60.0,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
+    home: o.Home = None,
+) -> int:
+    """Train the best trials of a finished search again, on fresh seeds and divisions that are the same for all.
+
+    The best of many over-states itself: the winner is chosen on the fresh runs alone, which also tell what to expect of
+    it on new data. The test split stays as it is. Called again it goes on where it stopped, and shows the table when
+    all is done. Other machines join with 'worker --study STUDY.finalists'.
+    """
+    from hpsearch.search.fleet.fork import load_ahead
+    from hpsearch.search.services import check_pair
+
+    check_pair(storage_url, tracking_uri)  # before anything is loaded
+
+    load_ahead(workers)  # while this process loads what it needs itself
+
+    with loading():
+        from hpsearch.search.api.study import Study
+        from hpsearch.search.console import PlainConsole, steps
+        from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
+
+    with steps(PlainConsole()) as tell:
+        opened = Study.open(
+            study,
+            storage_url=storage_url,
+            tracking_uri=tracking_uri,
+            checkpoint_url=checkpoint_url,
+            home=home,
+            progress=tell,
+        )
+    ran = opened.train_finalists(
+        top, seeds, workers=workers, new_set=new_set, infeasible=infeasible,
+        lease=lease, grace=grace, save_every=save_every, stall=stall,
+        devices=devices_per_trial, collective_timeout=collective_timeout,
+    )  # fmt: skip
+    if ran.interrupted:
+        return EXIT_INTERRUPTED
+    decided = ran.table.decided if workers or not ran.table.pending else True
+    return 0 if decided else 1
+
+
+@register(CONFIRM)
+def open_test(
+    name: o.StudyName,
+    *,
+    trial: Annotated[
+        int | None,
+        typer.Option(
+            "--trial",
+            min=0,
+            help="Number of the trial, with --unconfirmed or of several metrics  [default: the winner]",
+        ),
+    ] = None,
+    prefer: Annotated[
+        str | None,
+        typer.Option("--prefer", help="In place of --trial, of several metrics: see 'promote --help'."),
+    ] = None,
+    unconfirmed: Annotated[
+        bool,
+        typer.Option("--unconfirmed", help="Open it for a trial that did not win among finalists; it is marked so."),
+    ] = False,
+    refit: Annotated[
+        bool,
+        typer.Option("--refit", help="Open it for the winner's refit, which 'promote --refit' has trained."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
+    from hpsearch.search.api import actions
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.errors import SearchError
+    from hpsearch.search.finalists.text import confirmation_lines
+
+    if trial is not None and prefer is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    if prefer is not None:
+        trial = study.preferred(prefer)
+    candidate = actions.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+    number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
+    if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
+        raise typer.Abort
+    for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
+        typer.echo(f"test {metric} {value:.6g}")
+    for line in confirmation_lines(study.stored):
+        typer.echo(line)
+
+
+@register(CONFIRM)
+def promote(
+    name: o.StudyName,
+    *,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best]"),
+    ] = None,
+    prefer: Annotated[
+        str | None,
+        typer.Option(
+            "--prefer",
+            help="In place of --trial, of several metrics: conditions, then what is to be best among those that keep "
+            "to them, such as 'accuracy >= 0.98 then latency_ms'.",
+        ),
+    ] = None,
+    infeasible: Annotated[
+        bool, typer.Option("--infeasible", help="Promote the trial though it breaks a constraint of the study.")
+    ] = False,
+    alias: Annotated[
+        str,
+        typer.Option("--alias", help="Name for this version; the one that had it becomes 'previous' (previous-ALIAS)."),
+    ] = "champion",
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the registered model  [default: the study's]")
+    ] = None,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit",
+            help="Train the finalists' winner on train and validation, for the epochs that its fresh runs chose, and "
+            "promote that.",
+        ),
+    ] = False,
+    refit_seeds: Annotated[
+        int | None,
+        typer.Option(
+            "--refit-seeds",
+            min=1,
+            help="With --refit: on how many seeds, an odd number; the run of the median training loss is promoted  "
+            "[default: 3]",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=0,
+            max=512,
+            help="With --refit: worker processes on this machine; 0 makes and shows, and trains none.  [default: 2]",
+        ),
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> int:
+    """Register a trial's model in MLflow with its evidence, and let an alias name it.
+
+    With --refit it is the winner's configuration, trained anew on all data but the test split. Other machines join with
+    'worker --study STUDY.refit'.
+    """
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.mlflow.registry import check_alias, check_model_name
+
+    for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
+        if value is not None and not refit:
+            raise SearchError(f"{flag} {value}: it is for --refit: add that, or leave it out")
+    check_alias(alias)  # before anything is trained
+    check_model_name(model or name, setting="--model")
+    if trial is not None and prefer is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    if prefer is not None:
+        trial = study.preferred(prefer, infeasible=infeasible)
+    if refit:
+        ran = study.train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
+        if ran.interrupted:
+            return EXIT_INTERRUPTED
+        if ran.refit.pending:
+            return 0 if workers == 0 else 1
+    done = study.promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
+    what = f"the refit, trial {done.trial} of {ran.refit.study}," if refit else f"trial {done.trial} of {name}"
+    typer.echo(f"{what} is models:/{done.model}@{done.alias} (version {done.version})")
+    if done.made:
+        typer.echo("it had left no model: this one was made now, from its best checkpoint")
+    if done.replaced is not None:
+        typer.echo(f"version {done.replaced}, which had the alias, is models:/{done.model}@{done.previous}")
+    if done.unconfirmed:
+        typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
+    if done.checkable:
+        typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")
+    return 0
+
+
+@register(CONFIRM)
+def serve_check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION.")],
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0.0, help="How far the score may be from the recorded one.")
+    ] = 1e-6,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> int:
+    """Load a registered model in a new process without this project's code, and score the validation split with it.
+
+    A model that cannot be exported is its checkpoint, and is loaded by the objective's code.
+
+    Exit code 0 when it scores what its trial recorded, 1 when it does not.
     """
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.promotion.serve_check import serve_check as check
+    from hpsearch.search.services import find_services
+    from hpsearch.storage.study_storage.storage import open_storage
 
-    try:
-        return typer.confirm(question)
-    except typer.Abort:
-        if sys.stdin is not None and sys.stdin.isatty():
-            raise
-        typer.echo(err=True)
-        raise SearchError("there is no terminal to answer on: give --yes") from None
+    services = find_services(storage_url, tracking_uri, home=home)
+    if services.tracking_uri is None:
+        raise SearchError("--tracking-uri is missing: give the MLflow server that has the model")
+    storage = open_storage(services.storage_url, application_name="hpsearch serve-check")
+    done = check(storage, services.open_tracking(), model, tolerance=tolerance)
+    typer.echo(f"version {done.version.number} of {done.version.model}: trial {done.trial} of study {done.study}")
+    typer.echo(f"recorded   val {done.metric} {done.recorded:.9g}")
+    if done.scored is not None:
+        typer.echo(f"as served  val {done.metric} {done.scored:.9g}")
+    if done.why:
+        typer.echo(f"not reproduced: {done.why}")
+        return 1
+    if done.weights_only:
+        typer.echo(f"reproduced by the objective's code: the model cannot be exported ({done.weights_only})")
+    else:
+        typer.echo("reproduced, in a process without this project's code")
+    return 0

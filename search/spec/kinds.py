@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -118,14 +115,3 @@ def refusal(setting: str, first: Mapping[str, Any]) -> str:
     message = str(first["msg"]).removeprefix("Input should be ")
     message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return f"{setting} is {first['input']!r}: it must be {message}"
-
-
-def load_modules(package: str, path: Iterable[str]) -> dict[str, ModuleType]:
-    """Import every module of a package, and return them by their names there, in the order of these.
-
-    Args:
-        package: its dotted name.
-        path: its `__path__`.
-    """
-    names = sorted(found.name for found in pkgutil.iter_modules(path))
-    return {name: importlib.import_module(f"{package}.{name}") for name in names}

@@ -9,7 +9,7 @@ import mlflow
 import pytest
 from optuna.trial import TrialState
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from tests.e2e.support import Cli
 from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start
 from tests.waiting import wait_for
@@ -26,7 +26,7 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         monkeypatch.setenv(name, cli.environment[name])
 
     def run(*arguments: str) -> str:
-        assert _run(list(arguments)) == 0
+        assert run_command(list(arguments)) == 0
         return capsys.readouterr().out
 
     return run

@@ -82,9 +82,9 @@ def main(arguments: list[str]) -> int:
         watchdog.LEAST = float(least)
     if offset := float(os.environ.get("CLOCK_OFFSET", "0")):
         shift_clock(offset)
-    from hpsearch.search.cli import _run
+    from hpsearch.search.cli import run_command
 
-    return _run(arguments)
+    return run_command(arguments)
 
 
 def wrap(module: str, attribute: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

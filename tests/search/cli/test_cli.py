@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-import hpsearch.search.cli
-from hpsearch.search.cli import _run
-from hpsearch.search.cli.confirm import confirm
-from hpsearch.search.cli.verbs.secrets import NAMES
+from hpsearch.search.cli import run_command
+from hpsearch.search.cli.app import confirm
+from hpsearch.search.cli.services import NAMES
 from hpsearch.search.errors import SearchError
 
 
@@ -30,7 +27,7 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
     """Run a command that must be refused, and return its one line."""
 
     def run(*arguments: str) -> str:
-        assert _run(list(arguments)) == 2
+        assert run_command(list(arguments)) == 2
         captured = capsys.readouterr()
         assert captured.err.count("\n") == 1, captured.err
         assert "Traceback" not in captured.err
@@ -126,7 +123,7 @@ def services(url: str) -> list[str]:
 def test_a_database_that_is_away_may_come_back(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.0)
     for arguments in (["run", "digits", "--tracking-uri", "http://127.0.0.1:1"], ["worker", "--study", "s"]):
-        assert _run([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
+        assert run_command([*arguments, "--storage-url", "postgresql://u:geheim@127.0.0.1:1/x"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
         assert "nothing listens at 127.0.0.1:1" in said
         assert "geheim" not in said
@@ -154,7 +151,7 @@ def test_a_metric_that_does_not_fit_names_those_that_do(refuse, database_url: st
 
 
 def test_a_dead_tracking_server_is_told(capsys: pytest.CaptureFixture[str], database_url: str) -> None:
-    assert _run(["run", "digits", "--tracking-required", *services(database_url)]) == 1
+    assert run_command(["run", "digits", "--tracking-required", *services(database_url)]) == 1
     assert "--tracking-uri http://127.0.0.1:1: no MLflow server answers" in capsys.readouterr().err
 
 
@@ -178,7 +175,7 @@ def test_a_port_in_use_is_told(refuse, database_url: str, monkeypatch: pytest.Mo
 
 def test_init_writes_an_objective_once(refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.py"
-    assert _run(["init", str(path)]) == 0
+    assert run_command(["init", str(path)]) == 0
     capsys.readouterr()
     assert "exists" in refuse("init", str(path))
 
@@ -186,7 +183,7 @@ def test_init_writes_an_objective_once(refuse, tmp_path: Path, capsys: pytest.Ca
 def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for _ in range(2):
-        assert _run(["secrets"]) == 0
+        assert run_command(["secrets"]) == 0
         printed.append(dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines()))
     assert tuple(printed[0]) == NAMES
     values = [*printed[0].values(), *printed[1].values()]
@@ -210,20 +207,3 @@ def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPat
         confirm("remove it?")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert confirm("remove it?")
-
-
-def test_a_verb_from_outside_is_found_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the package is all that a verb is: --help and the command line know it, and those there before."""
-    (tmp_path / "toy_verb.py").write_text(
-        "import typer\n"
-        "def register(app):\n    app.command()(toy_verb)\n"
-        "def toy_verb(name: str):\n    '''Greet somebody.'''\n    typer.echo(f'hello {name}')\n"
-    )
-    monkeypatch.setattr(hpsearch.search.cli.verbs, "__path__", [*hpsearch.search.cli.verbs.__path__, str(tmp_path)])
-    app = typer.Typer(rich_markup_mode=None)
-    hpsearch.search.cli.add_verbs(app)
-    assert CliRunner().invoke(app, ["toy-verb", "Ada"]).output == "hello Ada\n"
-    listed = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    before = typer.main.get_command(hpsearch.search.cli.app).commands  # type: ignore[attr-defined]
-    assert sorted(listed) == sorted([*before, "toy-verb"])
-    assert [verb for verb in listed if verb != "toy-verb"] == list(before), "in the order that it has without"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.secret_files import NAMES, read_secret_files
 
@@ -62,7 +62,7 @@ def test_the_command_line_reads_them_before_its_options(
     monkeypatch.setenv("HPSEARCH_STORAGE_URL_FILE", str(tmp_path / "url"))
     monkeypatch.delenv("HPSEARCH_STORAGE_URL", raising=False)
     try:
-        assert _run(["serve", "dashboard"]) == 2
+        assert run_command(["serve", "dashboard"]) == 2
     finally:
         os.environ.pop("HPSEARCH_STORAGE_URL", None)  # what was read stays in the process that read it
     assert capsys.readouterr().err.startswith(
@@ -76,7 +76,7 @@ def test_a_secret_that_is_given_twice_is_refused_without_it(
     (tmp_path / "secret").write_text("geheim")
     monkeypatch.setenv("PGPASSWORD_FILE", str(tmp_path / "secret"))
     monkeypatch.setenv("PGPASSWORD", "anders")
-    assert _run(["studies"]) == 2
+    assert run_command(["studies"]) == 2
     said = capsys.readouterr().err
     assert (
         said

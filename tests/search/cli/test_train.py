@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from tests.faults.harness import Zygote
 
 SMALL = ["--set", "model.kind=mlp", "--set", "model.width=16", "--epochs", "3"]
@@ -23,7 +23,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
-    code = _run(list(arguments))
+    code = run_command(list(arguments))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

@@ -13,7 +13,7 @@ import pytest
 
 from hpsearch import load_objective, source_hash
 from hpsearch.objectives.template import write_template
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.storage.attributes import RELEASE, SOURCE, SPEC, STOPPED, TRACKING_URI
 from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
@@ -32,7 +32,7 @@ def look(capsys: pytest.CaptureFixture[str]) -> Look:
     """Run the verb with --json; return its exit code and what each check came to."""
 
     def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-        code = _run(["doctor", "--json", *arguments])
+        code = run_command(["doctor", "--json", *arguments])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
         told = json.loads(captured.out)
@@ -74,7 +74,7 @@ def test_on_a_working_stack_nothing_fails(look: Look, stack: StackInfo) -> None:
 
 
 def test_each_check_is_a_line_and_no_password_is_in_them(stack: StackInfo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["doctor", "--home", str(stack.home)]) == 0
+    assert run_command(["doctor", "--home", str(stack.home)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [*SERVICES, "checkpoints", *MACHINE]
     assert re.fullmatch(r"\d+ ok(, \d+ with a warning)?", lines[-1])
@@ -217,7 +217,7 @@ def test_what_keeps_a_worker_from_a_study_is_told(
 )
 def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [] if "--storage-url" in arguments else ["--storage-url", database_url]
-    assert _run(["doctor", *given, *arguments]) == 2
+    assert run_command(["doctor", *given, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -225,5 +225,5 @@ def test_bad_input_is_one_line(arguments, words, database_url: str, capsys: pyte
 
 
 def test_a_tracking_server_without_a_database_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["doctor", "--tracking-uri", AWAY]) == 2
+    assert run_command(["doctor", "--tracking-uri", AWAY]) == 2
     assert "--storage-url is not" in capsys.readouterr().err

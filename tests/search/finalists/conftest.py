@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.search.finalists.support import VALUES, Say, finished, search
@@ -23,7 +23,7 @@ def study(storage: PostgresStorage) -> StoredStudy:
 @pytest.fixture
 def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
     def run(*arguments: str, code: int = 0) -> str:
-        assert _run([*arguments, "--storage-url", database_url]) == code
+        assert run_command([*arguments, "--storage-url", database_url]) == code
         captured = capsys.readouterr()
         assert captured.err.count("\n") == (1 if code else 0), captured.err
         return captured.err if code else captured.out

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.launch.launch import ENGINES, Launch
 from hpsearch.storage.study_storage.storage import open_storage
@@ -89,7 +89,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
 
     def run(*arguments: str) -> str:
-        assert _run(["fleet", "print", *arguments]) == 2
+        assert run_command(["fleet", "print", *arguments]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1, captured.err
@@ -142,7 +142,7 @@ def test_where_it_does_not_answer_it_is_printed_all_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpsearch.storage.database.connect.OPENING", 0.1)
-    assert _run(["fleet", "print", "slurm", "wine", "--workers", "2", "--storage-url", AWAY]) == 0
+    assert run_command(["fleet", "print", "slurm", "wine", "--workers", "2", "--storage-url", AWAY]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("#!/bin/bash\n")
     assert "nobody was asked whether there is a study 'wine'" in captured.err

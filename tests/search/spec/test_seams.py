@@ -12,7 +12,7 @@ from optuna.trial import create_trial
 from pydantic import Field
 from typer.testing import CliRunner
 
-from hpsearch.search.cli.settings import takes_settings
+from hpsearch.search.cli.options import takes_settings
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.base import Case, Decision, Peers

@@ -8,7 +8,7 @@ import psycopg2
 import pytest
 
 from hpsearch import load_objective
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.samplers.suggest import suggest, training_seed
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.database.migrate import migrate
@@ -43,7 +43,7 @@ def claimed(storage: PostgresStorage, name: str) -> Claim:
 
 def test_what_it_came_to_is_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["studies"], ["show", "kept"], ["show", "cut", "--trial", "0"]):
-        assert _run([*arguments, "--storage-url", url]) == 0
+        assert run_command([*arguments, "--storage-url", url]) == 0
     said = capsys.readouterr().out
     for line in (
         "kept.finalists (finalists)",
@@ -72,7 +72,7 @@ def test_a_trial_whose_worker_died_then_goes_on_with_its_parameters_and_its_chec
 
 
 def test_a_study_whose_budget_was_spent_is_extended(url: str, storage: PostgresStorage) -> None:
-    assert _run(["extend", "cut", "--trials", "+1", "--storage-url", url]) == 0
+    assert run_command(["extend", "cut", "--trials", "+1", "--storage-url", url]) == 0
     claim = claimed(storage, "cut")
     assert (claim.number, claim.attempt) == (3, 1)
 

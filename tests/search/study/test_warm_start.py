@@ -10,7 +10,7 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
 from hpsearch import load_objective
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.curves.earlier import EARLIER
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import make_sampler
@@ -31,7 +31,7 @@ def storage(database_url: str) -> PostgresStorage:
 @pytest.fixture
 def objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert _run(["init", "wine.py"]) == 0
+    assert run_command(["init", "wine.py"]) == 0
     return load_objective("wine.py")
 
 
@@ -133,7 +133,7 @@ def test_finalists_are_refused_as_an_earlier_study_and_have_none_themselves(stor
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["run", "digits", *arguments]) == 2
+    assert run_command(["run", "digits", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.startswith("hpsearch: --warm-start")

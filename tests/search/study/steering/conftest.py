@@ -5,7 +5,7 @@ from __future__ import annotations
 import optuna
 import pytest
 
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -42,7 +42,7 @@ def say(database_url: str, capsys: pytest.CaptureFixture[str]) -> Say:
     """Run a verb on the study and return what it prints; with `code` 2, its one line of complaint."""
 
     def run(*arguments: str, code: int = 0) -> str:
-        assert _run([*arguments, "--storage-url", database_url]) == code
+        assert run_command([*arguments, "--storage-url", database_url]) == code
         captured = capsys.readouterr()
         if code:
             assert captured.err.count("\n") == 1, captured.err

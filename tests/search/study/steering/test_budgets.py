@@ -7,7 +7,7 @@ import pytest
 
 from hpsearch import load_objective
 from hpsearch.search.api.opening import Where, list_studies
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_standing, render
 from hpsearch.search.spec.spec import MOST_TRIALS, parse_spec
@@ -149,7 +149,7 @@ def test_a_budget_below_one_full_trial_is_refused(storage: PostgresStorage) -> N
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["run", "digits", *arguments]) == 2
+    assert run_command(["run", "digits", *arguments]) == 2
     said = capsys.readouterr().err
     assert arguments[0] in said
     assert said.count("\n") == 1, said

@@ -14,7 +14,7 @@ from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
 from hpsearch.search.api.study import Study
-from hpsearch.search.cli import _run
+from hpsearch.search.cli import run_command
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import summary_lines
@@ -197,7 +197,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "no improvement is likely"])
 def test_bad_input_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["run", "digits", "--stop-when", given]) == 2
+    assert run_command(["run", "digits", "--stop-when", given]) == 2
     said = capsys.readouterr().err
     assert "--stop-when" in said
     assert said.count("\n") == 1, said

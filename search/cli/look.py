@@ -1,0 +1,149 @@
+"""Look at studies: all of them, one, its workers now, and its report."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.app import STEER, register
+
+if TYPE_CHECKING:
+    from hpsearch.search.api.opening import StudyRow
+
+
+_NUMBERS = ("trials", "complete", "pruned", "failed", "running")
+_COLUMNS = ("study", "objective", *_NUMBERS, "best", "promoted")
+_ALWAYS = {"study", "objective", "trials", "complete", "best"}
+_LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narrower cannot be read
+
+
+@register(STEER)
+def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+    """List the studies and where they stand."""
+    from rich.table import Table
+
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole, command
+
+    found = [_cells(row) for row in Study.list(storage_url=storage_url, home=home)]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    # What no study has takes no room: a terminal of 80 columns has none for all of them.
+    kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
+    for name in kept:
+        right, least = name in _NUMBERS, _LEAST.get(name)
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right, min_width=least)
+    for row in found:
+        table.add_row(*(row.get(name, "") for name in kept))
+    if table.row_count:
+        PlainConsole().print(table)
+    else:
+        typer.echo(f"no studies yet; start one with: {command('run', 'digits')}")
+
+
+def _cells(row: StudyRow) -> dict[str, str]:
+    from hpsearch.objectives.errors import shown
+
+    if not row.ours:
+        return {"study": row.name, "objective": "(not made by hpsearch)"}
+    kind = " (finalists)" if row.of_finalists else " (refit)" if row.of_refit else ""
+    name = row.name + kind + (" (stopped)" if row.stopped else "")
+    name += " (stopped early)" if row.stopped_early else ""
+    best = "" if row.best_value is None else f"{row.metric} {row.best_value:.4f} (trial {row.best_number})"
+    best += f", {row.front} on the front" if row.front else ""
+    path, colon, cls = row.objective.rpartition(":")
+    return {
+        "study": name,
+        "objective": f"{shown(path)}{colon}{cls}" if path.startswith("/") else row.objective,
+        "trials": row.done.removesuffix(" trials"),
+        **{state: str(getattr(row, state)) for state in _NUMBERS[1:]},
+        "best": best,
+        "promoted": ", ".join(row.promoted),
+    }
+
+
+@register(STEER)
+def show(
+    name: o.StudyName,
+    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
+    trial: Annotated[
+        int | None,
+        typer.Option("--trial", min=0, help="Show this one: parameters, attempts, values, and why it ended as it did."),
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
+    from hpsearch.search.api.opening import notice_promotions
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.report.show import print_study, print_trial
+
+    study = Study.open(name, storage_url=storage_url, home=home)
+    stored = study.stored
+    notice_promotions(study.services, stored.storage, stored)
+    if trial is None:
+        print_study(PlainConsole(), stored, study.services.dashboard_url, every=every)
+    else:
+        print_trial(PlainConsole(), stored, trial)
+
+
+@register(STEER)
+def top(
+    name: o.StudyName,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once as JSON, for scripts.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once; so it is done where there is no terminal.")
+    ] = False,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
+    storage_url: o.StorageUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Watch a study: its workers on all machines, their trials, epochs and leases, what ended and why, and when it
+    will be over. Ctrl-C ends it.
+    """
+    from rich.live import Live
+
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.report.top import Pace, read_standing, render
+
+    study, console, pace = Study.open(name, storage_url=storage_url, home=home), PlainConsole(), Pace()
+    if as_json:
+        typer.echo(read_standing(study.stored).to_json())
+        return
+    if once or not console.is_terminal:
+        standing = read_standing(study.stored)
+        console.print(render(standing, pace.of(standing), width=console.width))
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            standing = read_standing(study.stored)
+            view = render(standing, pace.of(standing), width=console.width, height=console.height)
+            live.update(view, refresh=True)
+            time.sleep(every)  # a look; nothing wakes it
+
+
+@register(STEER)
+def report(
+    name: o.StudyName,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write  [default: reports/STUDY.html in the home]"),
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
+    from hpsearch.search.api import actions
+    from hpsearch.search.api.study import Study
+
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    path = actions.write(study.services, study.stored, output)
+    typer.echo(str(path))
+    actions.log(study.services, study.stored, path)

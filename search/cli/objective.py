@@ -1,0 +1,366 @@
+"""Work on an objective without a study: write one, look at it, train it, check it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpsearch.search.cli.app import OBJECTIVES, group, register
+from hpsearch.search.console import command
+from hpsearch.search.process import EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from hpsearch.objectives.objective import BaseObjective
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.objectives.training.config import TrainConfig
+    from hpsearch.objectives.training.reports.report import Setting
+    from hpsearch.objectives.training.result import RunResult
+
+
+@register(OBJECTIVES)
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE.py", help="File to write; it must not exist.")],
+) -> None:
+    """Write a small objective that runs as it is, to be made one's own."""
+    from hpsearch.objectives.template import write_template
+
+    write_template(path)
+    typer.echo(f"wrote {path}; run it with: {command('run', str(path))}")
+
+
+Objective_ = Annotated[
+    str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A training setting, such as lr=1e-3 or model.width=64; may be given again. "
+        "'hpsearch objective show OBJECTIVE' lists them.",
+    ),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]")]
+RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the order.")]
+
+
+def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
+    """Return the objective's default configuration with the given settings in place.
+
+    Raises:
+        SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
+        ObjectiveError: a setting is unknown or its value is not valid.
+    """
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.search.spec.files import parse_options
+
+    given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
+    if isinstance(objective, LoopObjective):
+        return _own(objective, given)
+    return _trained(objective, given)
+
+
+def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
+    """The configuration of an own loop: of the settings that its search space has."""
+    from hpsearch.objectives.own_loop.loop_objective import config_of, plain_config
+    from hpsearch.search.errors import SearchError
+
+    values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
+    for key, value in given.items():
+        _require(key in values, f"--set {key}: {objective.name} has no setting {key!r}", key, list(values))
+        if isinstance(values[key], float | int) and isinstance(value, str):
+            raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
+        values[key] = value
+    return config_of(objective, values)
+
+
+def _trained(objective: BaseObjective, given: dict[str, Any]) -> TrainConfig:
+    from hpsearch.objectives.errors import ObjectiveError
+    from hpsearch.objectives.training.config import TrainConfig
+    from hpsearch.search.errors import SearchError
+
+    values = objective.default_config().to_dict()
+    for key, value in given.items():
+        head, dot, name = key.partition(".")
+        if head != "model" or not dot:
+            values[key] = value
+            continue
+        known = values["model"]
+        _require(
+            name in known, f"--set {key}: the model of {objective.name} has no setting {name!r}", name, list(known)
+        )
+        known[name] = value
+    try:
+        return TrainConfig.from_dict(values)
+    except ObjectiveError as error:
+        raise SearchError(f"--set: {error}" if given else str(error)) from None
+
+
+def _require(there: bool, otherwise: str, name: str, known: list[str]) -> None:
+    from hpsearch.objectives.errors import nearest
+    from hpsearch.search.errors import SearchError
+
+    if not there:
+        raise SearchError(f"{otherwise}: {nearest(name, known) if known else 'the default configuration names none'}")
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-3 as a word."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+@register(OBJECTIVES)
+def train(
+    objective: Objective_,
+    *,
+    settings: Set = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="  [default: the objective's]")] = None,
+    seed: RunSeed = 0,
+    device: Device = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Folder of the run; give it again to go on  [default: runs/NAME-TIME]"),
+    ] = None,
+    test: Annotated[bool, typer.Option("--test", help="Open the held-out test split at the end, once.")] = False,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many checkpoints to keep for resuming.")] = 2,
+    save_every: Annotated[
+        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves every epoch.")
+    ] = 0.0,
+    snapshot_every: Annotated[
+        int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that stay.")
+    ] = None,
+    profile: Annotated[int, typer.Option("--profile", min=0, help="Steps of the first epoch to profile.")] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
+) -> int:
+    """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
+    from hpsearch.objectives.fit import Where, fit, model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+    from hpsearch.objectives.training.loop.instruments import Instruments
+    from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+    from hpsearch.objectives.training.session import LocalSession, Verdict
+
+    class Printing(LocalSession):
+        def report(self, record: EpochRecord) -> Verdict:
+            typer.echo(_line(record.epoch, record.metrics, found.metric))
+            return super().report(record)
+
+    found = load_objective(objective)
+    found.also_report([*found.directions, *found.constraints])
+    config = configured(found, settings)
+    folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
+    where: Where = {"epochs": epochs or found.epochs, "seed": seed, "session": session, "device": device}
+    if profile or tensorboard:
+        model_objective(found, "--profile" if profile else "--tensorboard")
+        where["instruments"] = Instruments(profile_steps=profile, tensorboard=tensorboard)
+    try:
+        with _warnings_shown():
+            result = fit(found, config, **where)
+    except (NonFiniteError, DeviceMemoryError) as error:
+        typer.echo(f"hpsearch: {error}", err=True)
+        return 1
+    except KeyboardInterrupt:
+        typer.echo(f"hpsearch: stopped; go on with --run-dir {folder}", err=True)
+        return EXIT_INTERRUPTED
+    _conclude(found, result, folder, test=test)
+    return 0
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Prints what the run warns of, a line each: its log is in a file."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("hpsearch: %(message)s"))
+    logger = logging.getLogger("hpsearch.objectives.training")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _line(epoch: int, metrics: dict[str, float], metric: str) -> str:
+    names = ["train_loss", "val_loss", *([f"val_{metric}"] if metric != "loss" else []), "lr"]
+    shown = "  ".join(f"{name} {metrics[name]:.5g}" for name in names if name in metrics)
+    return f"epoch {epoch + 1:3}  {shown}  {metrics['epoch_seconds']:.2f} s"
+
+
+def _conclude(objective: BaseObjective, result: RunResult, folder: Path, *, test: bool) -> None:
+    from hpsearch.objectives.fit import restore
+    from hpsearch.objectives.measured import value_of
+    from hpsearch.objectives.training.reproducibility import checkpoint
+
+    best = f"best {objective.metric} {result.best_value:.6g} at epoch {result.best_epoch + 1}"
+    report = folder / "report.md"
+    typer.echo(f"{best}; {report if report.exists() else folder}")
+    if result.best_metrics and objective.reported:
+        typer.echo("  ".join(f"{name} {value_of(result.best_metrics, name):.6g}" for name in objective.reported))
+    if result.resume_note:
+        typer.echo(result.resume_note)
+    if test and result.best_path is not None:
+        scores = restore(objective, checkpoint.read(result.best_path)).test()
+        typer.echo("test " + "  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
+
+
+_LINES = 20  # of the curve that is printed
+
+
+@register(OBJECTIVES)
+def smoke(
+    objective: Objective_,
+    *,
+    settings: Set = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="In the batch.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", min=25, help="To take at most, with each rate tried.")] = 1000,
+    seed: RunSeed = 0,
+    device: Device = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png  [default: none]")
+    ] = None,
+) -> int:
+    """Overfit one batch: a model that cannot bring its loss near zero has a fault. Exit code 1 when it does not."""
+    import dataclasses
+
+    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.checks.smoke import smoke as overfit
+    from hpsearch.objectives.training.trainer import device_named
+
+    found = model_objective(load_objective(objective), "smoke")
+    config = configured(found, settings)
+    result = overfit(found, config, seed=seed, samples=samples, steps=steps, device=device_named(device))
+    last = len(result.losses) - 1
+    for number in sorted({*range(0, last, max(last // _LINES, 1)), last}):
+        typer.echo(f"step {number:5}  loss {result.losses[number]:.6g}")
+    if run_dir is not None:
+        result.write(run_dir)
+    told = dataclasses.asdict(result)
+    if result.passed:
+        typer.echo("passed: {samples} samples fitted to below {target:.4g} at learning rate {lr:g}".format(**told))
+        return 0
+    typer.echo(f"hpsearch: failed: {result.reason}", err=True)
+    return 1
+
+
+@register(OBJECTIVES)
+def lr_range(
+    objective: Objective_,
+    *,
+    settings: Set = None,
+    lowest: Annotated[float, typer.Option("--lowest", help="First rate.")] = 1e-6,
+    highest: Annotated[float, typer.Option("--highest", help="Last rate.")] = 10.0,
+    steps: Annotated[int, typer.Option("--steps", help="From the one to the other.")] = 200,
+    seed: RunSeed = 0,
+    device: Device = None,
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png.")] = Path(),
+) -> None:
+    """Train with a climbing learning rate until the loss diverges; print a rate to start from and draw the loss."""
+    from hpsearch.objectives.fit import model_objective
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.checks.lr_range import lr_range as climb
+    from hpsearch.objectives.training.trainer import device_named
+
+    found = model_objective(load_objective(objective), "lr-range")
+    result = climb(
+        found,
+        configured(found, settings),
+        seed=seed,
+        lowest=lowest,
+        highest=highest,
+        steps=steps,
+        device=device_named(device),
+    )
+    result.write(run_dir)
+    typer.echo(f"suggested lr {result.suggestion:.2g} (steepest fall); the loss is lowest at {result.highest:.2g}")
+    typer.echo(f"wrote {run_dir / 'lr-range.png'}")
+
+
+_objective = group("objective", OBJECTIVES, "Look at an objective.")
+
+
+@_objective.command()
+def show(objective: Objective_, settings: Set = None) -> None:
+    """Show an objective's configuration, setting by setting, and its search space."""
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.objectives.training.reports import report
+    from hpsearch.search.console import PlainConsole
+
+    found = load_objective(objective)
+    config = configured(found, settings)
+    space = report.search_space(found)
+    console = PlainConsole()
+    console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
+    if found.directions:
+        console.print("directions: " + ", ".join(f"{better} {name}" for name, better in found.directions.items()))
+    if found.constraints:
+        console.print("constraints: " + ", ".join(f"{name} {bound}" for name, bound in found.constraints.items()))
+    if isinstance(found, LoopObjective):
+        own = report.own_settings(config)
+        # Of what is searched by another name than the setting's nobody knows which setting it becomes.
+        fixed = "the same in every trial" if space.keys() <= {item.name for item in own} else ""
+        searched = {name: f"searched: {values}" for name, values in space.items()}
+        rows = [(_set(item), _and(item.help, searched.get(item.name, fixed))) for item in own]
+        space = {name: values for name, values in space.items() if name not in {item.name for item in own}}
+    else:
+        rows = [row for item in report.settings(config) for row in _rows(item)]
+    for title, block in (("settings", rows), ("search space", list(space.items()))):
+        if block:
+            console.print(f"\n{title}", style="bold")
+            for line in listed(block, console.width):
+                console.print(line)
+
+
+def _rows(item: Setting) -> list[tuple[str, str]]:
+    """A setting with its words; those of the model one by one, under the names that --set takes."""
+    if isinstance(item.value, dict) and item.value:
+        return [
+            (f"{item.name}.{name} = {json.dumps(value)}", "of the objective's model")
+            for name, value in item.value.items()
+        ]
+    kind = f" ({item.type.replace(' | ', ' or ')})" if " | " in item.type else ""  # else its value tells
+    return [(_set(item), f"{item.help}{kind}")]
+
+
+def _set(item: Setting) -> str:
+    return f"{item.name} = {json.dumps(item.value)}"
+
+
+def _and(*words: str) -> str:
+    return "; ".join(part for part in words if part)
+
+
+_WIDEST = 120  # longer lines of words are hard to read
+_ROOM = 36  # columns that words need beside the names
+_LEFT = 34  # columns of the names
+_INDENT = "    "
+
+
+def listed(rows: Iterable[tuple[str, str]], columns: int) -> Iterator[str]:
+    """Lines of a name and its words: beside it, or below where there is no room. Nothing is cut, no word torn."""
+    columns = min(columns, _WIDEST)
+    found = list(rows)
+    left = min(max((len(name) for name, _ in found), default=0), _LEFT) + 2
+    for name, words in found:
+        if columns - left >= _ROOM and len(name) + 2 <= left:
+            yield from _wrapped(f"{name:{left}}{words}", columns, " " * left)
+        else:
+            yield from _wrapped(name, columns, _INDENT)
+            yield from _wrapped(_INDENT + words, columns, _INDENT) if words else ()
+
+
+def _wrapped(text: str, columns: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

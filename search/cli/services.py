@@ -1,0 +1,339 @@
+"""The services that a search uses: embedded ones, checks, backups, migrations, containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets as random
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.app import SERVICES, group, register
+
+if TYPE_CHECKING:
+    from hpsearch.storage.backup.archive import Manifest
+
+
+@register(SERVICES)
+def up(home: o.Home = None) -> None:
+    """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
+
+    from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
+
+    with steps(PlainConsole(stderr=True)) as tell:
+        info = stack.up(home_dir(home), progress=tell)
+    typer.echo(f"MLflow            {info.tracking_uri}")
+    typer.echo(f"Optuna dashboard  {info.dashboard_url}")
+    typer.echo(f"data              {info.home}")
+
+
+@register(SERVICES)
+def down(home: o.Home = None) -> None:
+    """Stop the embedded services; everything they hold stays for the next start."""
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
+
+    stopped = stack.down(home_dir(home))
+    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
+
+
+@register(SERVICES)
+def status(home: o.Home = None) -> int:
+    """Show the embedded services; exit code 0 when all run, 3 when not."""
+    from hpsearch.storage.embedded import stack
+    from hpsearch.storage.home import home_dir
+
+    services = stack.status(home_dir(home))
+    for service in services:
+        where = service.url or ""
+        typer.echo(f"{service.name:<16} {service.state:<8} {where} {service.detail}".rstrip())
+    return 0 if all(service.state == "running" for service in services) else 3
+
+
+@register(SERVICES)
+def doctor(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="A study that a worker here is to join.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for scripts.")] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
+    home: o.Home = None,
+) -> int:
+    """Check what a worker on this machine needs: the services, the rights in them, disk, devices, versions; with
+    STUDY, whether it can join that. Exit code 0 when nothing failed, 1 otherwise. Nothing is started.
+    """
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
+
+    console, findings = PlainConsole(), []
+    for finding in examine(
+        name, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
+    ):
+        findings.append(finding)
+        if not as_json:
+            console.print(finding_line(finding, console.width if console.is_terminal else None))
+    failed = any(finding.status == "failed" for finding in findings)
+    if as_json:
+        told = {"ok": not failed, "checks": [finding.to_dict() for finding in findings]}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        console.print(summary_line(findings))
+    return 1 if failed else 0
+
+
+OwnerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-url",
+        envvar="HPSEARCH_OWNER_URL",
+        show_envvar=True,
+        help="Postgres of the studies, as the owner of its database; MLflow's is then that of "
+        "MLFLOW_BACKEND_STORE_URI. Without it the embedded services are meant.",
+    ),
+]
+Artifacts = Annotated[
+    str | None,
+    typer.Option(
+        "--artifacts",
+        help="With services of your own: the folder of MLflow's artifacts, as 'serve mlflow' has it.",
+    ),
+]
+
+
+@register(SERVICES)
+def backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, such as backup.tar.")],
+    artifacts: Artifacts = None,
+    no_artifacts: Annotated[
+        bool,
+        typer.Option("--no-artifacts", help="Leave out the artifacts' files, where they stay: their index is kept."),
+    ] = False,
+    studies_only: Annotated[bool, typer.Option("--studies-only", help="Leave out all that MLflow has.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    storage_url: OwnerUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Write all that searches need to go on elsewhere to one file; they may run meanwhile.
+
+    That is the studies, MLflow's runs, models and artifacts, and the checkpoints in the home folder.
+    """
+    from rich.filesize import decimal
+
+    from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.search.process import handling
+    from hpsearch.storage.backup.backup import backup as make
+
+    with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
+        made = make(
+            file,
+            owner_url=storage_url,
+            artifacts=artifacts,
+            files=not no_artifacts,
+            studies_only=studies_only,
+            force=force,
+            home=home,
+            progress=tell,
+        )
+    typer.echo(f"{file}: {_counted(made.manifest)}, {decimal(made.size)}")
+
+
+@register(SERVICES)
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What 'hpsearch backup' wrote.")],
+    artifacts: Artifacts = None,
+    storage_url: OwnerUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Put a backup back where there are no studies, runs and registered models yet; nothing is overwritten.
+
+    Trials that were running wait for the next worker, which goes on with them.
+    """
+    from hpsearch.search.console import PlainConsole, command, steps
+    from hpsearch.search.process import handling
+    from hpsearch.search.services import MLFLOW_UI_URL
+    from hpsearch.storage.backup.restore import restore as put_back
+
+    with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
+        done = put_back(
+            file,
+            owner_url=storage_url,
+            artifacts=artifacts,
+            tracking_uri=tracking_uri,
+            ui_url=os.environ.get(MLFLOW_UI_URL),
+            home=home,
+            progress=tell,
+        )
+    typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")
+    for study, url in done.checkpoints:
+        typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
+    if done.left_out:
+        typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
+    typer.echo(f"go on with: {command('studies', *(('--home', home) if home else ()))}")
+
+
+def _counted(manifest: Manifest) -> str:
+    from hpsearch.search.console import counted
+
+    studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
+    parts = [studies, counted(manifest.trials, "trial")]
+    if manifest.with_mlflow:
+        parts += [counted(manifest.runs, "run"), counted(manifest.models, "registered model")]
+    return ", ".join(parts)
+
+
+def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 as signal has it
+    raise KeyboardInterrupt  # what was begun is removed
+
+
+@register(SERVICES)
+def migrate(
+    storage_url: Annotated[
+        str | None,
+        typer.Option(
+            "--storage-url",
+            envvar="HPSEARCH_OWNER_URL",
+            show_envvar=True,
+            help="Postgres of the studies, as the owner of its database.",
+        ),
+    ] = None,
+    bootstrap: Annotated[
+        bool,
+        typer.Option(
+            "--bootstrap",
+            help="First create the databases and roles, as the superuser of HPSEARCH_ADMIN_URL, with the passwords "
+            "of HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD.",
+        ),
+    ] = False,
+) -> None:
+    """Create or upgrade the tables; the embedded stack does it by itself. Safe to repeat, and many at once."""
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.database.migrate import migrate as migrate_tables
+    from hpsearch.storage.database.roles import create_databases
+    from hpsearch.storage.urls import redact
+
+    url = storage_url
+    if bootstrap:
+        databases = create_databases(
+            _required("HPSEARCH_ADMIN_URL"),
+            owner_password=_required("HPSEARCH_OWNER_PASSWORD"),
+            worker_password=_required("HPSEARCH_WORKER_PASSWORD"),
+            mlflow_password=_required("MLFLOW_DB_PASSWORD"),
+        )
+        url = databases.owner_url
+    if url is None:
+        raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_OWNER_URL")
+    migrate_tables(url)
+    typer.echo(f"tables are up to date at {redact(url)}")
+
+
+def _required(name: str) -> str:
+    from hpsearch.search.errors import SearchError
+
+    if value := os.environ.get(name):
+        return value
+    raise SearchError(f"{name} is not set: --bootstrap needs it")
+
+
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; neither service knows users.")]
+
+
+_serve = group("serve", SERVICES, "Run one service in the foreground.")
+
+
+@_serve.command()
+def mlflow(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000,
+    artifacts: Annotated[
+        str,
+        typer.Option(
+            "--artifacts",
+            envvar="HPSEARCH_ARTIFACTS",
+            show_envvar=True,
+            help="Folder or URL (s3://BUCKET/PREFIX) that holds the artifacts.",
+        ),
+    ] = "artifacts",
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option("--allowed-hosts", help="Host headers to answer, with ports, separated by commas."),
+    ] = None,
+) -> None:
+    """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
+    from hpsearch.search.errors import SearchError
+    from hpsearch.storage.database.connect import connect
+    from hpsearch.storage.embedded.services import mlflow_command
+    from hpsearch.storage.urls import normalise
+
+    variable = "MLFLOW_BACKEND_STORE_URI"
+    if not (given := os.environ.get(variable)):
+        raise SearchError(f"{variable} is not set: it names the Postgres database that MLflow keeps its runs in")
+    url = normalise(given, setting=variable)
+    connect(url, application_name="hpsearch serve", setting=variable).close()
+    _check_free(host, port)
+    hosts = allowed_hosts.split(",") if allowed_hosts else None
+    command, environment = mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
+    os.execve(command[0], command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
+
+
+def _check_free(host: str, port: int) -> None:
+    from hpsearch.search.errors import SearchError
+
+    try:
+        with socket.create_server((host, port)):
+            return
+    except OSError as error:
+        raise SearchError(
+            f"--port {port}: cannot be listened on at {host} ({error.strerror}); choose another"
+        ) from None
+
+
+@_serve.command()
+def dashboard(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8080,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    read_only: Annotated[
+        bool,
+        typer.Option(
+            "--read-only",
+            envvar="HPSEARCH_DASHBOARD_READ_ONLY",
+            show_envvar=True,
+            help="Show only: what would delete, rename or note is refused.",
+        ),
+    ] = False,
+) -> None:
+    """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
+    from hpsearch.search.dashboard import serve
+    from hpsearch.search.errors import SearchError
+
+    if storage_url is None:
+        raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")
+    serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)
+
+
+NAMES = (
+    "POSTGRES_PASSWORD",
+    "HPSEARCH_OWNER_PASSWORD",
+    "HPSEARCH_WORKER_PASSWORD",
+    "MLFLOW_DB_PASSWORD",
+    "HPSEARCH_LOGIN_PASSWORD",
+    "HPSEARCH_S3_SECRET",
+)
+
+
+@register(SERVICES)
+def secrets() -> None:
+    """Print a .env file of fresh random passwords for docker-compose.yml."""
+    for name in NAMES:
+        typer.echo(f"{name}={random.token_urlsafe(24)}")

@@ -1,0 +1,218 @@
+"""Change a study from outside: stop, start, extend, retry, send, delete, clean up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpsearch.search.cli import options as o
+from hpsearch.search.cli.app import STEER, confirm, register
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hpsearch.search.study.cleanup import Garbage
+
+
+@register(STEER)
+def stop(
+    name: o.StudyName,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running any more.")] = False,
+    storage_url: o.StorageUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
+
+    study = Study.open(name, storage_url=storage_url, home=home)
+    before, running = study.stop(), study.running
+    typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
+    if running:
+        typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
+    if wait:
+        study.stop(wait=True)
+    typer.echo(f"go on with: {command('start', name)}")
+
+
+@register(STEER)
+def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+    """Let a study go on that was stopped, or stopped early by itself; start workers with 'run' or 'worker'."""
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import command
+
+    study = Study.open(name, storage_url=storage_url, home=home)
+    why = study.start()
+    typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
+    typer.echo(f"run it with: {study.stored.go_on}")
+    typer.echo(f"or join it:  {command('worker', '--study', name)}")
+
+
+@register(STEER)
+def extend(
+    name: o.StudyName,
+    trials: Annotated[
+        str | None, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
+    ] = None,
+    budget_epochs: Annotated[
+        str | None, typer.Option("--budget-epochs", metavar="N", help="The same of a budget in epochs.")
+    ] = None,
+    budget_seconds: Annotated[
+        str | None, typer.Option("--budget-seconds", metavar="N", help="The same of a budget in seconds of training.")
+    ] = None,
+    *,
+    enqueue: o.Enqueue = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
+    from hpsearch.search.api.study import Study
+
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    given_up = study.stored.given_up
+    done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
+    if enqueue is not None:
+        typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
+    if given_up is not None:
+        typer.echo(f"{name} goes on, though {given_up.why}: that is judged again after some more trials")
+    of = "of them" if done.unit == "trials" else "trials"
+    if done.before == done.after:
+        typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
+        return
+    typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
+    typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
+
+
+@register(STEER)
+def retry(
+    name: o.StudyName,
+    trial: Annotated[list[int], typer.Option("--trial", min=0, help="Number of the trial; may be given again.")],
+    *,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Run it from its first epoch, not from its last checkpoint.")
+    ] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Run a failed or infeasible trial again: same number, same parameters, same MLflow run, retries counted anew."""
+    from hpsearch.search.api.study import Study
+
+    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    for number in dict.fromkeys(trial):
+        epoch = study.retry(number, from_start=from_start)
+        where = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
+        if epoch == -1:
+            where = "in its first epoch, at its last checkpoint's step"
+        typer.echo(f"trial {number} waits to be run again, {where}")
+    typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
+
+
+@register(STEER)
+def sync(
+    study: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="The study's name  [default: all that have something]")
+    ] = None,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    checkpoint_url: o.CheckpointUrl = None,
+    home: o.Home = None,
+) -> int:
+    """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
+    from hpsearch.search.api.study import Study
+
+    studies = Study.waiting(
+        study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
+    )
+    if not studies:
+        typer.echo("nothing waits on this machine")
+    synced = [each.sync() for each in studies]
+    return 0 if all(each.whole for each in synced) else 1
+
+
+@register(STEER)
+def delete(
+    name: o.StudyName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage_url: o.StorageUrl = None,
+    checkpoint_url: o.CheckpointUrl = None,
+    home: o.Home = None,
+) -> None:
+    """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
+    from hpsearch.search.api.actions import what_goes
+    from hpsearch.search.api.study import Study
+
+    study = Study.open(name, storage_url=storage_url, checkpoint_url=checkpoint_url, home=home)
+    if not yes and not confirm(f"delete {what_goes(study.stored)}?"):
+        raise typer.Abort
+    for gone in study.delete():
+        typer.echo(f"deleted {gone}; its runs in MLflow stay")
+
+
+@register(STEER)
+def gc(
+    name: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
+    keep_top: Annotated[
+        int, typer.Option("--keep-top", min=1, metavar="K", help="How many of the best trials keep their models.")
+    ] = 5,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage_url: o.StorageUrl = None,
+    tracking_uri: o.TrackingUri = None,
+    home: o.Home = None,
+) -> None:
+    """Show what of a study can go, ask, and remove it: surplus models, leftover checkpoints, old run directories.
+
+    What a running or waiting trial, a finalist or a registered version refers to stays. Safe while a search runs.
+    """
+    from rich.filesize import decimal
+
+    from hpsearch.search.api.study import Study
+    from hpsearch.search.console import PlainConsole
+    from hpsearch.search.study.cleanup import remove_garbage
+
+    found: list[Garbage] = []
+    problems: list[str] = []
+    for each in [name] if name is not None else _all(storage_url, home):
+        some, told = Study.open(each, storage_url=storage_url, tracking_uri=tracking_uri, home=home).garbage(keep_top)
+        found, problems = found + some, problems + told
+    console = PlainConsole()
+    if found:
+        console.print(_table(found))
+    else:
+        console.print("nothing can go")
+    for problem in problems:
+        typer.echo(f"hpsearch: not looked at: {problem}", err=True)
+    if not found or not (yes or confirm(f"remove these {decimal(sum(g.size for g in found))}?")):
+        return
+    freed, stay = remove_garbage(found)
+    for problem in stay:
+        typer.echo(f"hpsearch: {problem}", err=True)
+    console.print(f"freed {decimal(freed)}")
+    if any(garbage.where == "MLflow" for garbage in found):
+        console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
+
+
+def _all(storage_url: str | None, home: str | None) -> list[str]:
+    from hpsearch.search.api.study import Study
+
+    return [row.name for row in Study.list(storage_url=storage_url, home=home) if row.ours]
+
+
+def _table(found: list[Garbage]) -> Table:
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("study", "what can go", "trials", "where", "size"):
+        table.add_column(column, justify="right" if column == "size" else "left")
+    for garbage in found:
+        table.add_row(garbage.study, garbage.what, _numbers(garbage.trials), garbage.where, decimal(garbage.size))
+    return table
+
+
+def _numbers(trials: tuple[int, ...], most: int = 8) -> str:
+    """Return ``0, 3, 4 and 12 more``."""
+    more = f" and {len(trials) - most} more" if len(trials) > most else ""
+    return ", ".join(map(str, trials[:most])) + more
