@@ -1,11 +1,10 @@
-"""Readers of journals: the interface, and the base class that follows every journal of a host."""
+"""Base class of the readers of journals: MLflow, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import sqlalchemy as sa
 
@@ -35,42 +34,6 @@ class Failure:
     passes: bool
     everything: bool = False
     expected: bool = True
-
-
-class Reader(Protocol):
-    """Something that is told what journals hold. All but `close` is called by one thread.
-
-    Attributes:
-        name: of its thread, and of its files beside a journal.
-        title: its name for a person.
-    """
-
-    name: str
-    title: str
-
-    def ship(self, place: Place) -> bool:
-        """Bring on what there is from a place in a journal on; return whether this reader has all of the journal.
-
-        Safe to repeat, whatever the time before came to.
-
-        Raises:
-            NotYetError: it may never be needed; to be asked again later.
-            LockHeldError: another process is at the trial.
-            Exception: something else went wrong, see `failure`.
-        """
-        ...
-
-    def refused(self, place: Place) -> None:
-        """Take note that a journal waits for a person, as its position says."""
-        ...
-
-    def failure(self, error: Exception) -> Failure:
-        """Return what an error means that `ship` raised."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything, also of what `ship` waits for in another thread."""
-        ...
 
 
 _PATIENCE = 10.0  # seconds to wait for the database
@@ -125,11 +88,15 @@ _ENDED = sa.text("""
 """)
 
 
-class Follower(ABC):
-    """A reader that keeps to the rules for journals whose process has died; what it tells is a subclass's.
+class Reader(ABC):
+    """Base class of what journals are sent to. One thread calls everything except `close`.
 
     Args:
-        ends: what the study's database says of trials.
+        ends: the states of trials in the study's database.
+
+    Attributes:
+        name: of its thread and of its position files.
+        title: the name to display.
     """
 
     name: str
@@ -139,10 +106,11 @@ class Follower(ABC):
         self._ends = ends
 
     def ship(self, place: Place) -> bool:
-        """Tell what there is; return whether the journal is over.
+        """Send the unsent records of a journal; return whether this reader has all of it. Safe to repeat.
 
         Raises:
-            NotYetError: a later attempt may tell all of it.
+            NotYetError: a later attempt may report all of it again; try again later.
+            LockHeldError: another process sends the same trial.
             Exception: see `failure`.
         """
         journal = place.journal
@@ -154,38 +122,41 @@ class Follower(ABC):
             over = self.tell(place, entries)
         finally:
             place.returned()
-        if journal.live or (over and not self.superseded(place)):
-            return over
-        # Its process died before it could say how it ended, where its trial has.
-        if (ended := self._ends.ended(journal.head.trial)) is not None:
-            self.end(place, End(ended.outcome, ended.reason, int(journal.path.stat().st_mtime * 1000), kept=False))
-        self.leave(place)
-        return True
+        if not journal.live and (not over or self.superseded(place)):
+            # Its process died before it recorded how the trial ended.
+            if (ended := self._ends.ended(journal.head.trial)) is not None:
+                at = int(journal.path.stat().st_mtime * 1000)
+                # The checkpoints of a failed trial stay: it may be retried.
+                self.end(place, End(ended.outcome, ended.reason, at, kept=ended.outcome is not Outcome.FAILED))
+            over = True
+        if over:
+            self.leave(place)
+        return over
 
     def superseded(self, place: Place) -> bool:
-        """Whether the trial was given to another attempt, which has the last word on it."""
+        """Whether a later attempt owns the trial, and with it the state of its run."""
         return self._ends.superseded(place.journal.head.trial, place.journal.head.attempt)
 
     @abstractmethod
     def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
-        """Tell of these, and move the place when that will last; return whether the last of them ends the journal."""
+        """Send records and move the place once they are stored; return whether the last of them ends the journal."""
 
     @abstractmethod
     def end(self, place: Place, end: End) -> None:
-        """Tell how a trial ended, of a journal that does not."""
+        """Send how a trial ended whose journal does not contain it."""
 
     @abstractmethod
     def leave(self, place: Place) -> None:
-        """Let go of a journal, of which nothing more is told here."""
+        """Release what is held for a journal; nothing more of it is sent from here."""
 
     @abstractmethod
     def failure(self, error: Exception) -> Failure:
-        """Return what an error means that came of telling."""
+        """Return the meaning of an error raised by `ship`."""
 
     @abstractmethod
     def refused(self, place: Place) -> None:
-        """Take note that a journal waits for a person."""
+        """Record that a journal waits for a person, as its position says."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything, also of what `ship` waits for in another thread."""
+        """Release everything, also what `ship` waits for in another thread."""

@@ -7,14 +7,14 @@ looked for before it is created wherever another process, or a reply that was lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
-from hpsearch.storage.journals.reader import Failure
+from hpsearch.storage.journals.reader import Failure, Reader
 from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
@@ -62,7 +62,7 @@ class _Batch:
         self.entries += more.entries
 
 
-class Shipper:
+class Shipper(Reader):
     """Ships journals of one study: MLflow as one of its readers.
 
     Args:
@@ -82,6 +82,7 @@ class Shipper:
         parent: Callable[[], str],
         delivered: Callable[[int], None] = lambda _: None,
     ) -> None:
+        super().__init__(links)
         self._tracking = tracking
         self._links = links
         self._parent = parent
@@ -89,28 +90,12 @@ class Shipper:
         self._known: dict[str, dict[int, float]] = {}  # of a journal with care: the epochs that its run has
 
     def ship(self, place: Place) -> bool:
-        """Ship what is there; return whether all of the journal has arrived.
-
-        Raises:
-            NotYetError: it may never be needed; to be asked again later.
-            Exception: something is away (see `storage.mlflow.health.is_away`, or the database), or the server will
-                never have the rest.
-        """
-        journal = place.journal
-        entries = place.unsent()
+        """Send the unsent records of a journal; return whether all of it has arrived, or its study was deleted."""
         try:
-            if not journal.live and self._links.outlived(journal):
-                return True
-            over = self._ship(place, entries)
+            return super().ship(place)
         except TrialGoneError:
-            log.warning("%s: its study was deleted", journal.folder)
+            log.warning("%s: its study was deleted", place.journal.folder)
             return True
-        finally:
-            place.returned()
-        if not journal.live and (not over or self._superseded(place)):
-            self._end_for(place)  # its process died before it could say how it ended
-            over = True
-        return over
 
     def failure(self, error: Exception) -> Failure:
         """Return what an error of `ship` means."""
@@ -125,10 +110,8 @@ class Shipper:
     def close(self) -> None:
         """Nothing: a request ends by itself."""
 
-    def _superseded(self, place: Place) -> bool:
-        return self._links.superseded(place.journal.head.trial, place.journal.head.attempt)
-
-    def _ship(self, place: Place, entries: list[Entry]) -> bool:
+    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
+        """Send records, those that are logged in as few requests as possible."""
         batch = _Batch()
         for entry in entries:
             record = entry.record
@@ -145,6 +128,17 @@ class Shipper:
                 return True
         self._send(place, batch)
         return False
+
+    def end(self, place: Place, end: journal_records.End) -> None:
+        """End the run of a trial whose process died before it recorded the end."""
+        if end.outcome is Outcome.COMPLETE and not place.position.published:
+            # For example an interrupted rebuild: only the checkpoint has the weights; the next `sync` uses it.
+            place.position.problem = f"{PENDING}: the process that sent it died before all was written down"
+        self._conclude(place, end)
+
+    def leave(self, place: Place) -> None:
+        """Forget the epochs of its run."""
+        self._known.pop(place.journal.name, None)
 
     def _deliver(self, place: Place, record: journal_records.Record) -> None:
         """Bring a record that stands alone to MLflow."""
@@ -163,7 +157,7 @@ class Shipper:
             case journal_records.Published():
                 place.position.published = True
             case journal_records.End():
-                if not self._superseded(place):  # else it was given another go meanwhile
+                if not self.superseded(place):  # else it was given another go meanwhile
                     self._conclude(place, record)
             case journal_records.Leave():
                 pass
@@ -316,13 +310,3 @@ class Shipper:
         self._links.delivered(place.journal.head.trial, problem)
         if end.kept and not (problem or "").startswith(PENDING):
             self._delivered(place.journal.head.number)
-
-    def _end_for(self, place: Place) -> None:
-        """End the run of a trial that was settled by a process that died before it wrote so in the journal."""
-        if (ended := self._links.ended(place.journal.head.trial)) is not None:
-            at = int(place.journal.path.stat().st_mtime * 1000)
-            if ended.outcome is Outcome.COMPLETE and not place.position.published:
-                # Such as a remake that was interrupted: its checkpoint is all there is, and the next `sync` takes it.
-                place.position.problem = f"{PENDING}: the process that sent it died before all was written down"
-            kept = ended.outcome is not Outcome.FAILED  # the checkpoints of a failed trial stay: it may be tried again
-            self._conclude(place, journal_records.End(ended.outcome, ended.reason, at, kept))

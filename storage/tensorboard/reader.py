@@ -10,7 +10,7 @@ from pathlib import Path
 from hpsearch.storage.errors import AwayError, StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure, Follower, TrialEnds
+from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
 from hpsearch.storage.tensorboard import files as events
 from hpsearch.storage.tensorboard.files import EventFiles
 
@@ -37,7 +37,7 @@ def check_folder(folder: Path) -> None:
         raise StorageError(f"--tensorboard {folder}: cannot be written ({why}): give a folder of this user's")
 
 
-class TensorBoard(Follower):
+class TensorBoard(Reader):
     """Writes the trials of one study as event files.
 
     Args:
@@ -70,8 +70,6 @@ class TensorBoard(Follower):
             if ended is not None:
                 self._end(files, place, ended)
         place.moved(entries)
-        if over:
-            self.leave(place)
         return over
 
     def end(self, place: Place, end: journal_records.End) -> None:

@@ -18,7 +18,7 @@ from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import AwayError, StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure, Follower, TrialEnds
+from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
 from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
 
@@ -113,7 +113,7 @@ class _Run:
     load: dict[str, float] = field(default_factory=dict)  # of the machine, to go with the next epoch
 
 
-class WandbRuns(Follower):
+class WandbRuns(Reader):
     """Tells Weights & Biases of the trials of one study.
 
     Args:

@@ -49,7 +49,7 @@ POINTS = {
 
 # The steps of its sender, which is at work on a trial of its own choice.
 SENDING = {
-    "ship": ("hpsearch.storage.mlflow.shipper", "Shipper._ship"),
+    "ship": ("hpsearch.storage.mlflow.shipper", "Shipper.tell"),
     "create run": ("hpsearch.storage.mlflow.client", "Tracking.create_trial_run"),
     "note run": ("hpsearch.storage.mlflow.run_links", "TrialLinks.note"),
     "send": ("hpsearch.storage.mlflow.shipper", "Shipper._log"),
@@ -71,8 +71,7 @@ def main(arguments: list[str]) -> int:
         wrap(module, attribute, at(name))
     wrap("hpsearch.storage.trials.claims", "Claims.claim", follow_claims)
     wrap("hpsearch.search.worker.ranks", "_next", follow_jobs)
-    wrap("hpsearch.storage.mlflow.shipper", "Shipper.ship", follow_sender)
-    wrap("hpsearch.storage.journals.reader", "Follower.ship", follow_sender)
+    wrap("hpsearch.storage.journals.reader", "Reader.ship", follow_sender)
     wrap("hpsearch.objectives.training.trainer", "train_epoch", follow_epochs)
     wrap("hpsearch.objectives.training.loop.epoch", "train_step", follow_steps)
     wrap("hpsearch.storage.trials.claims", "Claims.report", follow_reports)

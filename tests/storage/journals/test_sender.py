@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,21 +13,35 @@ import pytest
 
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import AwayError
-from hpsearch.storage.journals.journal import MLFLOW, Journal, Place, position_file
-from hpsearch.storage.journals.journal_records import Epoch, Leave, Open, Record
+from hpsearch.storage.journals.journal import MLFLOW, Entry, Journal, Place, position_file
+from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Record
 from hpsearch.storage.journals.outbox import Outbox
-from hpsearch.storage.journals.reader import Failure, NotYetError
+from hpsearch.storage.journals.reader import Failure, NotYetError, Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.trials.settle import Ended
 from tests.waiting import wait_for
 
 HEAD = Open("s", trial=1, number=7, attempt=1, resumed=False, metric="val_loss", tags={})
 READERS = (MLFLOW, "second")
 
 
-class Listener:
+class NoEnds(TrialEnds):
+    """A database in which no trial has ended."""
+
+    def __init__(self) -> None: ...
+
+    def superseded(self, trial_id: int, attempt: int) -> bool:
+        return False
+
+    def ended(self, trial_id: int) -> Ended | None:
+        return None
+
+
+class Listener(Reader):
     """A reader that keeps what it is told, unless it is told to raise."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(NoEnds())
         self.name = self.title = name
         self.heard: list[Record] = []
         self.error: Exception | None = None
@@ -40,11 +54,16 @@ class Listener:
         self.hangs.wait()
         if self.error is not None:
             raise self.error
-        entries = place.unsent()
+        return super().ship(place)
+
+    def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
         self.heard += [entry.record for entry in entries]
         place.moved(entries)
-        place.returned()
-        return not place.journal.live or any(isinstance(entry.record, Leave) for entry in entries)
+        return any(isinstance(entry.record, Leave) for entry in entries)
+
+    def end(self, place: Place, end: End) -> None: ...
+
+    def leave(self, place: Place) -> None: ...
 
     def failure(self, error: Exception) -> Failure:
         return Failure(str(error), passes=isinstance(error, AwayError), everything=True)
