@@ -167,7 +167,7 @@ class LoopRun:
         run_dir: Path | None = None,
         device: str | None = None,
     ) -> None:
-        if run_dir is None and isinstance(session, LocalSession):
+        if run_dir is None and session is not None:
             run_dir = session.run_dir
         self._objective, self._config, self._epochs, self._seed = objective, config, epochs, seed
         self._split_seed = seed if split_seed is None else split_seed

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import shutil
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.ranks import Ranks
-from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.reproducibility import checkpoint as shards
+from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-
-log = logging.getLogger("hpsearch.objectives.training")
 
 
 class Verdict(enum.Enum):
@@ -40,6 +35,16 @@ class Due(enum.Enum):
 
 class Session(Protocol):
     """What a run may ask of the trial that it belongs to."""
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Directory of the run's configuration, log, numbers and plots; None writes none."""
+        ...
+
+    @property
+    def shards(self) -> Path | None:
+        """Folder to which ranks may write their parts of a large state; None keeps each state in one file."""
+        ...
 
     def restore(self) -> dict[str, Any] | None:
         """The last checkpoint's state, or None when the run starts."""
@@ -78,13 +83,6 @@ class Session(Protocol):
         ...
 
 
-def promotable(state: dict[str, Any]) -> dict[str, Any]:
-    """What `best.pt` holds of a full state: the best weights and what they scored, without the optimizer."""
-    kept = ("format", "objective", "config", "seed", "split_seed", "split_hash")
-    refit = {"refit": state["refit"]} if "refit" in state else {}
-    return {**{key: state[key] for key in kept}, **refit, **state["best"]}
-
-
 class LocalSession:
     """Keeps a run's checkpoints in a directory: `last.pt` and those before it, `best.pt`. Never stops a run.
 
@@ -113,67 +111,32 @@ class LocalSession:
                 raise ObjectiveError(f"{name} must be at least {least}, not {value}")
         if save_every is not None and not save_every > 0:
             raise ObjectiveError(f"save_every must be above 0 seconds, not {save_every}")
-        self.run_dir = Path(run_dir)
-        self.last_path = self.run_dir / "last.pt"
-        self.previous_path = self.run_dir / "previous.pt"
-        self.best_path = self.run_dir / "best.pt"
-        self.shards = self.run_dir / shards.FOLDER
-        self._earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
-        self._interval, self._snapshot_every, self._synced = interval, snapshot_every, synced
+        self.files = RunFiles(run_dir, keep=keep, snapshot_every=snapshot_every, synced=synced)
+        self.run_dir = self.files.run_dir
+        self.shards = self.files.shards
+        self._interval, self._save_every = interval, save_every
         self._saved_at = -math.inf
-        self._save_every = save_every
-        self._next_within = math.inf if save_every is None else time.monotonic() + save_every
 
     def restore(self) -> dict[str, Any] | None:
         """The newest state that can be trusted; a torn or changed file is passed over with a warning."""
-        checkpoint.remove_leftovers(self.run_dir)
-        shards.remove_unnamed(self.run_dir)
-        refused = False
-        for path in (self.last_path, *self._earlier):
-            try:
-                return shards.verified(checkpoint.read(path), self.run_dir)
-            except FileNotFoundError:
-                continue
-            except checkpoint.CheckpointError as error:
-                refused = True
-                log.warning("%s; trying the checkpoint before it", error)
-        if refused:
-            log.warning("no checkpoint in %s can be trusted: the run starts anew", self.run_dir)
-        return None
+        return self.files.restore()
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Writes `best.pt` when the epoch is the best, then `last.pt`, keeping those before."""
-        if best:
-            checkpoint.write(self.best_path, promotable(state), synced=self._synced)
-        shards.require_written(state)
-        done = len(state.get("history", ()))
-        if self._snapshot_every and done % self._snapshot_every == 0:
-            checkpoint.write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
-        now = time.monotonic()
-        if now - self._saved_at < self._interval and done < state.get("refit", state.get("epochs", 0)):
-            shards.remove_unnamed(self.run_dir)
-            return
-        self._saved_at = now
-        self._keep(state)
+        now, done = time.monotonic(), len(state.get("history", ()))
+        ends = done >= state.get("refit", state.get("epochs", 0))
+        last = now - self._saved_at >= self._interval or ends
+        self.files.save(state, best=best, last=last)
+        if last:
+            self._saved_at = now
 
     def due(self, left: Callable[[], float]) -> Due:  # noqa: ARG002 a session's
         """Saves each `save_every` seconds."""
-        return Due.SAVE if time.monotonic() >= self._next_within else Due.NOTHING
+        return Due.SAVE if self.files.is_due(self._save_every) else Due.NOTHING
 
     def save_within(self, state: dict[str, Any]) -> None:
         """Writes `last.pt`, keeping those before."""
-        self._keep(state)
-
-    def _keep(self, state: dict[str, Any]) -> None:
-        shards.require_written(state)
-        kept = [self.last_path, *self._earlier]
-        for newer, older in reversed(list(pairwise(kept))):
-            if newer.exists():
-                newer.replace(older)
-        checkpoint.write(self.last_path, state, synced=self._synced)
-        shards.remove_unnamed(self.run_dir)
-        if self._save_every is not None:
-            self._next_within = time.monotonic() + self._save_every
+        self.files.save_last(state)
 
     def report(self, record: EpochRecord) -> Verdict:  # noqa: ARG002 a session's
         """Lets the run go on: its numbers are in the checkpoint, and the trainer keeps them beside it."""
@@ -199,8 +162,7 @@ class RankedSession:
 
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = session, ranks
-        # Where ranks may write their parts of a large state: a session that names a folder for them takes manifests.
-        self.shards = ranks.told(session.shards if isinstance(session, LocalSession) else None)
+        self.run_dir, self.shards = ranks.told((None, None) if session is None else (session.run_dir, session.shards))
         self._steps = 0  # until the ranks agree again
         self._asked = time.monotonic()
         self._apart = 1  # steps between the last two times

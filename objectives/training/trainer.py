@@ -29,7 +29,7 @@ from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, Status
-from hpsearch.objectives.training.session import Due, LocalSession, RankedSession, Session, Verdict, on_ranks
+from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict, on_ranks
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -127,7 +127,7 @@ class Trainer:
             raise ObjectiveError(f"refit must be from 1 to the {epochs} epochs, not {refit}")
         if refit is not None and division is not None:
             raise ObjectiveError("a refit is trained on train and validation: leave the division out")
-        if run_dir is None and isinstance(session, LocalSession):
+        if run_dir is None and session is not None:
             run_dir = session.run_dir
         self.objective, self.config, self.epochs = objective, config, epochs
         self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
@@ -272,7 +272,7 @@ class Trainer:
             ranks=self.ranks,
         )
         run.measuring.require_device()
-        run.shards = self.session.shards if isinstance(self.session, RankedSession) else None
+        run.shards = None if self.session is None else self.session.shards
         where = (
             str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
         )

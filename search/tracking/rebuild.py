@@ -19,7 +19,6 @@ from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
-from hpsearch.objectives.training.session import promotable
 from hpsearch.search.errors import USER_ERRORS, SearchError
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.ranking import first_value
@@ -129,7 +128,7 @@ def _result(
     last = folder / "last.pt"
     checkpoints.files.get(pointers[0].stored, last)
     state = checkpoint.read(last)
-    best = promotable(state)
+    best = checkpoint.promotable(state)
     if best["value"] != first_value(trial):
         raise SearchError(f"its last checkpoint has a best value of {best['value']:.6g}, not {first_value(trial):.6g}")
     checkpoint.write(folder / "best.pt", best)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +22,10 @@ from hpsearch.objectives.measured import value_of
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError, current
+from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
-from hpsearch.objectives.training.session import Due, LocalSession, Verdict
+from hpsearch.objectives.training.session import Due, Verdict
 from hpsearch.search.console import counted
 from hpsearch.search.process import Leaving
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
@@ -41,7 +41,6 @@ from hpsearch.search.worker.ranks import Job, fit_together
 from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, PRUNING, REASON, REFIT, TRACKING
 from hpsearch.storage.errors import CheckpointStoreError, ClaimLostError
-from hpsearch.storage.files import sync_folder
 from hpsearch.storage.rungs.rungs import Rungs, Standing
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Reported
@@ -157,18 +156,20 @@ def where(state: dict[str, Any]) -> str:
     return f"after epoch {len(state['history'])}" + (f" and {within['sums']['steps']} steps" if within else "")
 
 
-class TrialSession(LocalSession):
-    """Files as in :class:`LocalSession`; checkpoints go where any machine finds them, reports to Optuna and MLflow."""
+class TrialSession:
+    """The session of a trial: checkpoints go where any machine finds them, reports to Optuna and MLflow."""
 
     def __init__(
         self, context: WorkerContext, claim: Claim, run_dir: Path, *, log_epoch: Callable[[int, float, Metrics], None]
     ) -> None:
-        # The store syncs what it takes, and from there it is resumed.
-        super().__init__(run_dir, save_every=context.save_every, synced=False)
+        files = RunFiles(run_dir, synced=False)  # the trial is resumed from the store, which syncs
+        self.run_dir = files.run_dir
+        self.shards = files.shards
+        self._files = files
         self._context = context
         self._claim = claim
         self._log_epoch = log_epoch
-        self.kept = TrialCheckpoints(context.checkpoints, self, claim)
+        self.kept = TrialCheckpoints(context.checkpoints, files, claim)
         self.decision: Decision | None = None  # the last one
         self.standing: Standing | None = None  # at the last rung
         self.cut = False  # whether the study's budget in epochs or seconds has no room for the trial's next epoch
@@ -190,8 +191,7 @@ class TrialSession(LocalSession):
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Save, and keep the state where another machine finds it; the report of its epoch makes it count."""
         began = time.monotonic()
-        with self.kept.saving(state, best=best):
-            super().save(state, best=best)
+        self.kept.save(state, best=best)
         self.saved = where(state)
         self._saving = time.monotonic() - began
 
@@ -204,7 +204,7 @@ class TrialSession(LocalSession):
         self._context.pulse.beat()
         if self._context.stopping() and left() + 2 * self._saving + _MARGIN > self._context.leaving.left():
             return Due.LEAVE
-        return super().due(left)
+        return Due.SAVE if self._files.is_due(self._context.save_every) else Due.NOTHING
 
     def save_within(self, state: dict[str, Any]) -> None:
         """Save, and let the state count: the trial goes on from there, on any machine.
@@ -212,8 +212,7 @@ class TrialSession(LocalSession):
         Raises:
             ClaimLostError: the trial is no longer this worker's.
         """
-        with self.kept.saving_within(state):
-            super().save_within(state)
+        self.kept.save_within(state)
         if (pending := self.kept.pending) is not None:  # else the store was away, and the trial goes on from before
             self._context.claims.keep(self._claim, pending.epoch, pending.stored)
             self.kept.committed()
@@ -297,10 +296,7 @@ class TrialSession(LocalSession):
 
     def keep_best(self) -> None:
         """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
-        if self.best_path.exists():
-            with self.best_path.open("rb") as file:
-                os.fsync(file.fileno())
-            sync_folder(self.run_dir)
+        self._files.sync_best()
 
     def forget(self, *, but_last: bool) -> None:
         """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""

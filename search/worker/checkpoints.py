@@ -13,9 +13,7 @@ from typing import Any
 
 import tenacity
 
-from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.reproducibility import checkpoint as shards
-from hpsearch.objectives.training.session import LocalSession, promotable
+from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.pointers import Pointer, read_pointers
 from hpsearch.storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
@@ -37,73 +35,70 @@ _waiting = tenacity.Retrying(
 class TrialCheckpoints:
     """The checkpoints of one attempt at a trial.
 
-    The session saves into its run directory as ever; the file is kept under the study's URL as well, and counts once
-    the statement that reports its epoch has written its pointer (:attr:`pending`). A store that is full or away costs
-    checkpoints, not the trial.
+    A state is saved to the run directory and under the study's URL. It counts once the statement that reports its
+    epoch has written its pointer (:attr:`pending`). A store that is full or away costs checkpoints, not the trial.
 
     Args:
         study: the study's checkpoints.
-        local: the session, whose `last.pt` is kept.
+        files: the attempt's run directory.
         claim: the attempt.
     """
 
-    def __init__(self, study: StudyCheckpoints, local: LocalSession, claim: Claim) -> None:
+    def __init__(self, study: StudyCheckpoints, files: RunFiles, claim: Claim) -> None:
         self._study = study
-        self._local = local
+        self._files = files
         self._claim = claim
         self._folder = f"{study.folder}/{claim.number:04d}"
         self._known: list[Pointer] = []  # in the database, as far as this attempt knows
         self._parts: dict[str, list[str]] = {}  # of a checkpoint, both by their paths in the store
-        self._put: tuple[int, int] | None = None  # the local file that was put last
         self._failing = False
         self.pending: Pointer | None = None
 
-    @contextlib.contextmanager
-    def saving(self, state: dict[str, Any], *, best: bool) -> Iterator[None]:
-        """Save the state inside; then it is kept. A full disk is logged and costs nothing but the checkpoint."""
+    def save(self, state: dict[str, Any], *, best: bool) -> None:
+        """Save the state after an epoch and put it into the store.
+
+        A full disk is logged and costs only the checkpoint.
+        """
         epoch = len(state["history"]) - 1
-        with self._kept(epoch, f"{epoch:04d}", state):
+        with self._failure_costs_the_checkpoint(epoch):
             try:
-                yield
+                self._files.save(state, best=best)
             except OSError:
                 if best:
-                    self._local.best_path.unlink(missing_ok=True)  # it is no longer the best
+                    self._files.best_path.unlink(missing_ok=True)  # it is no longer the best
                 raise
-            if not self._local.best_path.exists():
-                checkpoint.write(self._local.best_path, promotable(state))
+            if not self._files.best_path.exists():
+                self._files.write_best(state)
+            self._put_last(epoch, f"{epoch:04d}", state)
 
-    @contextlib.contextmanager
-    def saving_within(self, state: dict[str, Any]) -> Iterator[None]:
-        """The same in the midst of an epoch: it takes the place of the state after the epoch before."""
+    def save_within(self, state: dict[str, Any]) -> None:
+        """Save a mid-epoch state and put it into the store, in place of the state after the epoch before."""
         epoch = len(state["history"]) - 1
-        with self._kept(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state):
-            yield
+        with self._failure_costs_the_checkpoint(epoch):
+            self._files.save_last(state)
+            self._put_last(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state)
 
     @contextlib.contextmanager
-    def _kept(self, epoch: int, name: str, state: dict[str, Any]) -> Iterator[None]:
+    def _failure_costs_the_checkpoint(self, epoch: int) -> Iterator[None]:
         self.pending = None
         try:
             yield
-            self._keep_elsewhere(epoch, f"{self._folder}/{name}-{self._claim.attempt}.pt", state)
         except (OSError, CheckpointStoreError) as error:
             self._warn(epoch, error)
         else:
             self._failing = False
 
-    def _keep_elsewhere(self, epoch: int, path: str, state: dict[str, Any]) -> None:
-        file = self._local.last_path.stat()
-        if self._put == (file.st_ino, file.st_mtime_ns):
-            return  # a session may save less often than each epoch
+    def _put_last(self, epoch: int, name: str, state: dict[str, Any]) -> None:
+        path = f"{self._folder}/{name}-{self._claim.attempt}.pt"
         parts = _parts(path, state)
         try:
             for local, part in parts.items():  # before the file that names them, which alone makes them count
-                self._study.files.put(self._local.shards / local, name=part.path, sha256=part.sha256)
-            stored = self._study.files.put(self._local.last_path, name=path)
+                self._study.files.put(self._files.shards / local, name=part.path, sha256=part.sha256)
+            stored = self._study.files.put(self._files.last_path, name=path)
         except (OSError, CheckpointStoreError):
             self._remove([part.path for part in parts.values()])
             raise
         self._parts[path] = [part.path for part in parts.values()]
-        self._put = (file.st_ino, file.st_mtime_ns)
         self.pending = Pointer(epoch, self._claim.attempt, stored)
 
     def _warn(self, epoch: int, error: Exception) -> None:
@@ -137,56 +132,49 @@ class TrialCheckpoints:
         Raises:
             CheckpointStoreError: the store does not answer for a minute. What is in it is too precious to start anew.
         """
-        checkpoint.remove_leftovers(self._local.run_dir)
+        self._files.remove_leftovers()
         if self._claim.attempt > 1:
             self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
             self._sweep()
         for pointer in self._known:
             try:
                 self._bring(pointer)
-                state = shards.located(checkpoint.read(self._local.last_path), self._local.run_dir)
+                state = self._files.read(self._files.last_path)
                 self._bring_parts(pointer, state)
-            except (StoredCheckpointError, checkpoint.CheckpointError) as error:
+            except (StoredCheckpointError, CheckpointError) as error:
                 log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, pointer.epoch + 1, error)
                 continue
-            self._make_local_agree(state)
+            self._begin_from(state)
             return state
         if self._known:
             log.warning(
                 "trial %d: none of its checkpoints can be used: starting from its beginning", self._claim.number
             )
-        self._remove_local()
+        self._files.remove(self._files.last_path, self._files.previous_path, self._files.best_path)
         return None
 
-    def _bring(self, pointer: Pointer) -> None:
-        for path in (self._local.last_path, self._local.previous_path):
-            if is_file(path, pointer.stored):
-                path.replace(self._local.last_path)
-                return
-        _waiting(self._study.files.get, pointer.stored, self._local.last_path)
-
-    def _bring_parts(self, pointer: Pointer, state: dict[str, Any]) -> None:
-        for local, part in _parts(pointer.stored.path, state).items():
-            if not is_file(path := self._local.shards / local, part):
-                _waiting(self._study.files.get, part, path)
-
-    def _make_local_agree(self, state: dict[str, Any]) -> None:
-        """Make the directory what it was after the state's epoch; metrics are reported again from the state."""
-        for path in (self._local.previous_path, self._local.run_dir / "metrics.jsonl"):
-            path.unlink(missing_ok=True)
-        self._local.best_path.unlink(missing_ok=True)
-        shards.remove_unnamed(self._local.run_dir)
-        if not state["best"]:  # it was left in its first epoch
+    def _begin_from(self, state: dict[str, Any]) -> None:
+        """Leave only `last.pt` and the best of its state in the directory; the run reports its metrics again."""
+        files = self._files
+        files.remove(files.previous_path, files.run_dir / "metrics.jsonl", files.best_path)
+        if not state["best"]:  # before the end of the first epoch
             return
         try:
-            checkpoint.write(self._local.best_path, promotable(state))
+            files.write_best(state)
         except OSError as error:
             self._warn(len(state["history"]) - 1, error)
 
-    def _remove_local(self, *, best: bool = True) -> None:
-        for path in (self._local.last_path, self._local.previous_path, *([self._local.best_path] if best else [])):
-            path.unlink(missing_ok=True)
-        shards.remove_unnamed(self._local.run_dir)
+    def _bring(self, pointer: Pointer) -> None:
+        for path in (self._files.last_path, self._files.previous_path):
+            if is_file(path, pointer.stored):
+                path.replace(self._files.last_path)
+                return
+        _waiting(self._study.files.get, pointer.stored, self._files.last_path)
+
+    def _bring_parts(self, pointer: Pointer, state: dict[str, Any]) -> None:
+        for local, part in _parts(pointer.stored.path, state).items():
+            if not is_file(path := self._files.shards / local, part):
+                _waiting(self._study.files.get, part, path)
 
     def _sweep(self) -> None:
         """Remove files of this attempt or earlier ones that no pointer names; a later attempt's are its own."""
@@ -202,7 +190,7 @@ class TrialCheckpoints:
     def abandon(self) -> None:
         """Remove what this attempt put and never committed, and its directory: the trial is somebody else's by now."""
         self.pending = None
-        shutil.rmtree(self._local.run_dir, ignore_errors=True)
+        shutil.rmtree(self._files.run_dir, ignore_errors=True)
         self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
         self._sweep()
 
@@ -212,7 +200,7 @@ class TrialCheckpoints:
         Args:
             but_last: leave what is in the store until the trial's model has arrived in MLflow.
         """
-        self._remove_local(best=False)
+        self._files.remove(self._files.last_path, self._files.previous_path)
         if not but_last:
             self._study.forget_trial(self._claim.number)
 

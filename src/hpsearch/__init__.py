@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.evaluation.metrics import Metrics, classification
     from hpsearch.objectives.training.evaluation.step import Step
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
+    from hpsearch.objectives.training.reproducibility.checkpoint import promotable
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.result import FitResult
-    from hpsearch.objectives.training.session import LocalSession, Session, Verdict, promotable
+    from hpsearch.objectives.training.session import LocalSession, Session, Verdict
     from hpsearch.objectives.training.trainer import Trainer
     from hpsearch.search.api.study import Study
     from hpsearch.search.errors import SearchError
@@ -85,9 +86,10 @@ _NAMES_BY_MODULE = {
     "objectives.training.evaluation.metrics": ("Metrics", "classification"),
     "objectives.training.evaluation.step": ("Step",),
     "objectives.training.loop.guards": ("DeviceMemoryError", "NonFiniteError"),
+    "objectives.training.reproducibility.checkpoint": ("promotable",),
     "objectives.training.reproducibility.metrics_file": ("EpochRecord",),
     "objectives.training.result": ("FitResult",),
-    "objectives.training.session": ("LocalSession", "Session", "Verdict", "promotable"),
+    "objectives.training.session": ("LocalSession", "Session", "Verdict"),
     "objectives.training.trainer": ("Trainer",),
     "search.api.study": ("Study",),
     "search.errors": ("SearchError",),

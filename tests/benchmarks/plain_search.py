@@ -20,12 +20,15 @@ from laps import FOLDER, REST, Laps
 
 from hpsearch import EpochRecord, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
-from hpsearch.objectives.training.session import Due, promotable
+from hpsearch.objectives.training.reproducibility.checkpoint import promotable
+from hpsearch.objectives.training.session import Due
 from hpsearch.search.samplers.suggest import derive_seed
 
 
 class PlainSession:
     """Reports to Optuna and MLflow as the loop goes, and keeps the best weights in a file."""
+
+    run_dir = shards = None
 
     def __init__(self, trial: optuna.Trial, best: Path) -> None:
         self.trial, self.best = trial, best

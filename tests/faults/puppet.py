@@ -30,7 +30,7 @@ POINTS = {
     "bring": ("hpsearch.search.worker.checkpoints", "TrialCheckpoints._bring"),
     "epoch": ("hpsearch.objectives.training.trainer", "train_epoch"),
     "shards": ("hpsearch.objectives.training.strategies.shards", "write"),
-    "save": ("hpsearch.objectives.training.session", "LocalSession.save"),
+    "save": ("hpsearch.objectives.training.reproducibility.checkpoint", "RunFiles.save"),
     "write": ("hpsearch.objectives.training.reproducibility.checkpoint", "_save"),
     "put": ("hpsearch.storage.checkpoints.store", "Checkpoints.put"),
     "report": ("hpsearch.storage.trials.claims", "Claims.report"),

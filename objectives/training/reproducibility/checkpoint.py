@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import shutil
 import struct
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
+log = logging.getLogger("hpsearch.objectives.training")
 
 _LABEL = b"sha256:"
 _COMMENT = len(_LABEL) + 64
@@ -78,12 +83,6 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what a process that was killed in `write` left half written."""
-    for path in folder.glob(".*.pt.*.tmp"):
-        path.unlink(missing_ok=True)
-
-
 def _verify(path: Path) -> None:
     size = path.stat().st_size - _COMMENT
     with path.open("rb") as file:
@@ -138,42 +137,141 @@ def require_written(state: dict[str, Any]) -> None:
         raise OSError(reason)
 
 
-def located(state: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A state that was read from a run directory, with the path of the folder that its parts are in."""
-    if "shards" not in state:
-        return state
-    folder = run_dir / FOLDER / Path(state["shards"]["folder"]).name
-    return {**state, "shards": {**state["shards"], "folder": str(folder.resolve())}}
+class RunFiles:
+    """The checkpoint files of a run directory: `last.pt` and the ones before it, `best.pt`, snapshots and shards.
 
-
-def verified(state: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The same, once all parts are found to be what the manifest says.
-
-    Raises:
-        CheckpointError: one is gone, torn or changed.
+    Args:
+        run_dir: the directory.
+        keep: number of states to keep for resuming, the last one included; two survive a torn file.
+        snapshot_every: epochs between two permanent states, `epoch-0009.pt`; None for none.
+        synced: whether a saved file survives a power cut, and not only the end of the process.
     """
-    state = located(state, run_dir)
-    for name, expected in state.get("shards", {}).get("files", {}).items():
-        path = Path(state["shards"]["folder"], name)
-        try:
-            if entry(path) == expected:
+
+    def __init__(self, run_dir: Path, *, keep: int = 2, snapshot_every: int | None = None, synced: bool = True) -> None:
+        self.run_dir = Path(run_dir)
+        self.last_path = self.run_dir / "last.pt"
+        self.previous_path = self.run_dir / "previous.pt"
+        self.best_path = self.run_dir / "best.pt"
+        self.shards = self.run_dir / FOLDER
+        earlier = [self.previous_path, *(self.run_dir / f"previous-{n}.pt" for n in range(2, keep))][: keep - 1]
+        self._kept = [self.last_path, *earlier]
+        self._snapshot_every, self._synced = snapshot_every, synced
+        self._saved_at = time.monotonic()
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest state that can be trusted; a torn or changed file is skipped with a warning."""
+        self.remove_leftovers()
+        self.remove_unnamed_shards()
+        refused = False
+        for path in self._kept:
+            try:
+                return self._verified(self.read(path))
+            except FileNotFoundError:
                 continue
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is gone: its checkpoint is of no use") from None
-        raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
-    return state
+            except CheckpointError as error:
+                refused = True
+                log.warning("%s; trying the checkpoint before it", error)
+        if refused:
+            log.warning("no checkpoint in %s can be trusted: the run starts anew", self.run_dir)
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the state in one of the files, with the absolute path of the folder of its shards.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: it is torn or changed, or holds anything but plain values and tensors.
+        """
+        state = read(path)
+        if "shards" not in state:
+            return state
+        folder = self.shards / Path(state["shards"]["folder"]).name
+        return {**state, "shards": {**state["shards"], "folder": str(folder.resolve())}}
+
+    def _verified(self, state: dict[str, Any]) -> dict[str, Any]:
+        for name, expected in state.get("shards", {}).get("files", {}).items():
+            path = Path(state["shards"]["folder"], name)
+            try:
+                if entry(path) == expected:
+                    continue
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is gone: its checkpoint is of no use") from None
+            raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
+        return state
+
+    def save(self, state: dict[str, Any], *, best: bool, last: bool = True) -> None:
+        """Write the state after an epoch: `best.pt` if it is the best, a snapshot if one is due, and `last.pt`.
+
+        Raises:
+            OSError: the disk is full, or the like.
+        """
+        if best:
+            self.write_best(state)
+        require_written(state)
+        done = len(state.get("history", ()))
+        if self._snapshot_every and done % self._snapshot_every == 0:
+            write(self.run_dir / f"epoch-{done - 1:04d}.pt", state, synced=self._synced)
+        if last:
+            self.save_last(state)
+        else:
+            self.remove_unnamed_shards()
+
+    def save_last(self, state: dict[str, Any]) -> None:
+        """Write `last.pt` and keep the ones before it.
+
+        Raises:
+            OSError: the disk is full, or the like.
+        """
+        require_written(state)
+        for newer, older in reversed(list(pairwise(self._kept))):
+            if newer.exists():
+                newer.replace(older)
+        write(self.last_path, state, synced=self._synced)
+        self.remove_unnamed_shards()
+        self._saved_at = time.monotonic()
+
+    def is_due(self, save_every: float | None) -> bool:
+        """Whether the last state is `save_every` seconds old; None is never."""
+        return save_every is not None and time.monotonic() >= self._saved_at + save_every
+
+    def write_best(self, state: dict[str, Any]) -> None:
+        """Write `best.pt` of a state."""
+        write(self.best_path, promotable(state), synced=self._synced)
+
+    def sync_best(self) -> None:
+        """Make `best.pt` survive a power cut."""
+        if self.best_path.exists():
+            with self.best_path.open("rb") as file:
+                os.fsync(file.fileno())
+            _sync_folder(self.run_dir)
+
+    def remove(self, *paths: Path) -> None:
+        """Remove files of the directory, if they are there, and the shards that only they name."""
+        for path in paths:
+            path.unlink(missing_ok=True)
+        self.remove_unnamed_shards()
+
+    def remove_leftovers(self) -> None:
+        """Remove the half-written files of a process that was killed in `write`."""
+        for path in self.run_dir.glob(".*.pt.*.tmp"):
+            path.unlink(missing_ok=True)
+
+    def remove_unnamed_shards(self) -> None:
+        """Remove the shards that no checkpoint in the directory names."""
+        if not self.shards.is_dir():
+            return
+        named = {_named(path) for path in self.run_dir.glob("*.pt")}
+        left = [part for part in self.shards.iterdir() if part.name in named]
+        for part in self.shards.iterdir() if left else [self.shards]:
+            if part not in left:
+                shutil.rmtree(part, ignore_errors=True)
 
 
-def remove_unnamed(run_dir: Path) -> None:
-    """Removes the parts that no checkpoint in a run directory names."""
-    folder = run_dir / FOLDER
-    if not folder.is_dir():
-        return
-    named = {_named(path) for path in run_dir.glob("*.pt")}
-    left = [part for part in folder.iterdir() if part.name in named]
-    for part in folder.iterdir() if left else [folder]:
-        if part not in left:
-            shutil.rmtree(part, ignore_errors=True)
+def promotable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `best.pt`: the best weights of a full state and their scores, without the optimizer."""
+    kept = ("format", "objective", "config", "seed", "split_seed", "split_hash")
+    refit = {"refit": state["refit"]} if "refit" in state else {}
+    return {**{key: state[key] for key in kept}, **refit, **state["best"]}
 
 
 def _named(path: Path) -> str | None:

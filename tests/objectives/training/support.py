@@ -79,6 +79,8 @@ def weights_of(run):
 class Memory:
     """A session that keeps everything in memory and answers as told."""
 
+    run_dir = shards = None
+
     def __init__(self, answers=None):
         self.answers = answers or {}
         self.saved, self.reported, self.logged = [], [], []

@@ -9,8 +9,8 @@ import fsspec
 import optuna
 import torch
 
-from hpsearch import LocalSession
 from hpsearch.objectives.training.reproducibility import checkpoint
+from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
 from hpsearch.storage.attributes import SPEC
@@ -88,16 +88,14 @@ class Attempt:
     def __init__(self, study: Study, claim: Claim, run_dir: Path) -> None:
         self.study = study
         self.claim = claim
-        self.local = LocalSession(run_dir)
+        self.local = RunFiles(run_dir)
         self.kept = TrialCheckpoints(study.checkpoints, self.local, claim)
 
     def save(self, epoch: int, *, parts: bool = False) -> None:
         state = state_after(epoch)
         if parts:
             state["shards"] = written_in_parts(self.local.shards, epoch)
-        best = epoch % 2 == 0
-        with self.kept.saving(state, best=best):
-            self.local.save(state, best=best)
+        self.kept.save(state, best=epoch % 2 == 0)
 
     def commit(self) -> None:
         pending = self.kept.pending

@@ -10,7 +10,7 @@ import tenacity
 import torch
 from optuna.trial import TrialState
 
-from hpsearch import LocalSession, promotable
+from hpsearch import promotable
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.search.worker import checkpoints
 from hpsearch.storage.checkpoints.store import Checkpoints
@@ -79,7 +79,7 @@ def test_a_file_of_the_right_checksum_that_is_no_checkpoint_is_passed_over(folde
     first = folder_study.attempt(1).epochs(0)
     (folder_study.folder / "other").write_bytes(b"not what torch writes")
     (folder_study.folder / "other").replace(first.local.last_path)
-    first.kept._keep_elsewhere(1, "s-1-abcd/0000/0001-1.pt", {})
+    first.kept._put_last(1, "0001", {})
     first.commit()
     assert folder_study.attempt(2, machine="b").restore() == 0
 
@@ -185,11 +185,16 @@ def test_a_deleted_studys_files_go(study: Study) -> None:
 
 def test_a_best_that_was_lost_is_written_again(folder_study: Study, caplog: pytest.LogCaptureFixture) -> None:
     """The disk was full when the best epoch was saved: an older best must not pass for it."""
+
+    def full(_state: object) -> None:
+        raise OSError(28, "No space left on device")
+
     first = folder_study.attempt(1).epochs(0, 1)
     caplog.set_level(logging.WARNING)
     for epoch in (2, 3):
-        with first.kept.saving(state_after(epoch), best=epoch == 2):
-            raise OSError(28, "No space left on device")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first.local, "save_last", full)
+            first.kept.save(state_after(epoch), best=epoch == 2)
         assert first.kept.pending is None
         assert not first.local.best_path.exists()
     assert caplog.text.count("No space left on device") == 1, "told once"
@@ -197,16 +202,6 @@ def test_a_best_that_was_lost_is_written_again(folder_study: Study, caplog: pyte
     first.epochs(5)
     assert checkpoint.read(first.local.best_path)["epoch"] == 4
     assert folder_study.pointers() == ["0000/0005-1.pt", "0000/0001-1.pt"]
-
-
-def test_a_session_that_saves_less_often_puts_each_file_once(folder_study: Study) -> None:
-    first = folder_study.attempt(1)
-    first.local = LocalSession(first.local.run_dir, interval=3600)
-    first.kept._local = first.local
-    first.epochs(0)
-    first.save(1)
-    assert first.kept.pending is None
-    assert folder_study.files() == ["0000/0000-1.pt"]
 
 
 FULL = """

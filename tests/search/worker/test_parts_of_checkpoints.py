@@ -8,7 +8,6 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch.objectives.training.reproducibility import checkpoint
-from hpsearch.objectives.training.reproducibility import checkpoint as shards
 from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.errors import CheckpointStoreError
 from tests.search.worker.checkpointed import Study, state_after
@@ -30,7 +29,9 @@ def test_the_parts_of_a_checkpoint_come_and_go_with_it(study: Study) -> None:
     assert state is not None
     folder = Path(state["shards"]["folder"])
     assert folder.parent == second.local.shards
-    assert shards.verified(state, second.local.run_dir) == state
+    verified = second.local.restore()
+    assert verified is not None
+    assert (verified["shards"], len(verified["history"])) == (state["shards"], 3)
     assert (folder / "__1_0.distcp").read_text() == "__1_0.distcp after epoch 2"
     assert study.files() == in_parts("0001-1", "0002-1"), "the uncommitted ones are gone, with their parts"
     second.epochs(3, parts=True)
@@ -59,8 +60,7 @@ def test_parts_that_were_not_written_cost_the_checkpoint_alone(
 ) -> None:
     first = folder_study.attempt(1).epochs(0, parts=True)
     state = {**state_after(1), "shards": {"folder": "x", "files": {}, "failed": "No space left on device"}}
-    with first.kept.saving(state, best=False):
-        first.local.save(state, best=False)
+    first.kept.save(state, best=False)
     assert first.kept.pending is None
     assert "no checkpoint of epoch 2: No space left on device; the trial goes on" in caplog.text
     assert folder_study.files() == in_parts("0000-1")

@@ -131,7 +131,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_a_whole_state(zygote, tmp_path, 
     assert state is not None
     assert state["number"] >= last
     assert bool((state["weights"] == state["number"]).all())
-    best = checkpoint.read(session.best_path)["model"]
+    best = checkpoint.read(session.files.best_path)["model"]
     assert bool((best["weights"] == best["number"]).all())
     assert not list(tmp_path.glob(".*.tmp")), "leftovers are removed"
 
@@ -147,14 +147,14 @@ def test_a_session_falls_back_to_the_state_before(tmp_path, caplog):
     for number in range(3):
         session.save(_state(number), best=number == 1)
     assert session.restore()["seed"] == 2
-    assert checkpoint.read(session.best_path)["epoch"] == 1
-    assert "optimizer" not in checkpoint.read(session.best_path)
-    session.last_path.write_bytes(session.last_path.read_bytes()[:-9])
+    assert checkpoint.read(session.files.best_path)["epoch"] == 1
+    assert "optimizer" not in checkpoint.read(session.files.best_path)
+    session.files.last_path.write_bytes(session.files.last_path.read_bytes()[:-9])
     assert session.restore()["seed"] == 1
     assert "last.pt is torn" in caplog.text
-    session.last_path.unlink()  # as after a death between the two renames
+    session.files.last_path.unlink()  # as after a death between the two renames
     assert session.restore()["seed"] == 1
-    session.previous_path.write_bytes(b"")
+    session.files.previous_path.write_bytes(b"")
     assert session.restore() is None
 
 
