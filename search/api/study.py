@@ -132,8 +132,7 @@ class Study:
         Example:
             study = Study.from_spec({"objective": "wine.py", "name": "example"})
         """
-        from hpsearch.search.spec.files import named, read_spec_file
-        from hpsearch.search.study.create import check_settings
+        from hpsearch.search.spec.settings import check_settings, named, read_spec_file
 
         settings = read_spec_file(Path(spec)) if isinstance(spec, str | Path) else named(dict(spec))
         check_settings(settings)

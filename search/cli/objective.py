@@ -60,7 +60,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         ObjectiveError: a setting is unknown or its value is not valid.
     """
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-    from hpsearch.search.spec.files import parse_options
+    from hpsearch.search.spec.settings import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):

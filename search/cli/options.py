@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec import spec as specs
-from hpsearch.search.spec.files import parse_options, read_spec_file
 from hpsearch.search.spec.kinds import Kind
 from hpsearch.search.spec.multi_objective import USUAL
+from hpsearch.search.spec.settings import parse_options, read_spec_file
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="The study's name.")]
 StorageUrl = Annotated[

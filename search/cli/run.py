@@ -45,7 +45,7 @@ def run(
     """Run a search to the end of its budget; run it again to go on where it stopped."""
     from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
     from hpsearch.search.services import check_pair
-    from hpsearch.search.study.create import check_settings
+    from hpsearch.search.spec.settings import check_settings
 
     check_settings(settings)
     check_pair(storage_url, tracking_uri)  # before anything is loaded
@@ -55,18 +55,18 @@ def run(
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
-        from hpsearch.search.api.study import Study
-        from hpsearch.search.run import search as _  # noqa: F401 all that the study will need
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.search import begin_search, run_search
+        from hpsearch.search.worker.options import WorkerOptions
 
-    study = Study.from_spec(
-        settings, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
-        tracking_required=tracking_required, enqueue=enqueue,
-    )  # fmt: skip
-    ran = study.run_fleet(
-        workers, tracking_required=tracking_required,
+    options = WorkerOptions(
+        storage_url, tracking_uri, checkpoint_url, home, tracking_required=tracking_required,
         lease=lease, grace=grace, save_every=save_every, stall=stall, system_metrics=system_metrics,
         devices=devices_per_trial, collective_timeout=collective_timeout,
     )  # fmt: skip
+    console = PlainConsole()
+    services, study, created = begin_search(settings, options, console, enqueue)
+    ran = run_search(services, study, options, workers=workers, created=created, console=console)
     if ran.interrupted:
         return EXIT_INTERRUPTED
     return 0 if not workers or (ran.over and not ran.stopped and ran.summary.best is not None) else 1

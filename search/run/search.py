@@ -19,9 +19,8 @@ from hpsearch.search.report import write_report
 from hpsearch.search.report.show import summary_lines
 from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
 from hpsearch.search.services import Services, find_services
-from hpsearch.search.spec.spec import parse_spec, with_room
 from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.create import complete_settings, load_for_search, prepare_study, start_clock
+from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
 from hpsearch.search.study.enqueue import read_rows, waits_in_vain
 from hpsearch.search.study.smoke import smoke_test
 from hpsearch.search.study.study import StoredStudy, judged_objective, report_path, require_measurable, with_tracking
@@ -73,7 +72,6 @@ def begin_search(
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []
-        check_readers(parse_spec(complete_settings(with_room(settings), objective)))
         services = find_services(
             options.storage_url,
             options.tracking_uri,
@@ -83,8 +81,7 @@ def begin_search(
             progress=tell,
         )
         tell("opening the study")
-        study, created = prepare_study(services, settings, objective, enqueued)
-        check_readers(study.spec)
+        study, created = prepare_study(services, settings, objective, enqueued, check=check_readers)
         if options.checkpoint_url is not None:
             note_checkpoints(study, options.checkpoint_url)
     return services, study, created

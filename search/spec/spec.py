@@ -348,24 +348,6 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
         raise SearchError(_first_line(error)) from None
 
 
-def usual_trials(settings: dict[str, Any], otherwise: int) -> int:
-    """Return the budget of a study where `settings` give none: what the sampler has to suggest, or `otherwise`."""
-    try:
-        sampler = SamplerSpec.parse(settings.get("sampler", StudySpec.model_fields["sampler"].default))
-    except ValueError:  # which is told when the settings are parsed
-        return otherwise
-    return sampler.most() or otherwise
-
-
-def with_room(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with a budget of no more than the sampler has to suggest.
-
-    What is wrong with a grid is told before how many trials it has: it is looked at with the objective, later.
-    """
-    trials, most = settings.get("n_trials"), usual_trials(settings, 0)
-    return {**settings, "n_trials": most} if most and isinstance(trials, int) and trials > most else settings
-
-
 def _first_line(error: ValidationError) -> str:
     """Turn pydantic's first complaint into one line that names the setting and its value."""
     first = error.errors(include_url=False)[0]

@@ -27,17 +27,8 @@ from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.services import Services
-from hpsearch.search.spec.multi_objective import USUAL, metrics_of
-from hpsearch.search.spec.spec import (
-    BUDGETS,
-    MOST_TRIALS,
-    StudySpec,
-    parse_spec,
-    searched_by,
-    typed,
-    usual_trials,
-    with_room,
-)
+from hpsearch.search.spec.settings import metrics_given, resolve
+from hpsearch.search.spec.spec import StudySpec, parse_spec, searched_by
 from hpsearch.search.study.enqueue import default_params, enqueue, require_room, waiting_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study, note_release
 from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT, TRACKING_URI
@@ -126,71 +117,24 @@ def _trials(study: StoredStudy) -> list[FrozenTrial]:
     return told
 
 
-def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of `wanted` that `stored` has otherwise: ``"n_trials: 24 -> 50"``."""
-    lines = []
-    for key in sorted(wanted):
-        before, after = stored.get(key), wanted[key]
-        # Options of the same sampler or pruner.
-        if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
-            lines += [f"{key}.{line}" for line in differences(before, after)]
-        elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
-            lines.append(f"{key}: {_told(before)} -> {_told(after)}")
-    return lines
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, dict) and "name" not in value:
-        return ", ".join(f"{metric} {said}" for metric, said in value.items())
-    return repr(value)
-
-
-def complete_settings(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
-    """Return `settings` with the objective's own defaults where they say nothing."""
-    from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
-
-    settings = {**_several(settings, objective), **settings}
-    metric = settings.get("metric", objective.metric)
-    own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
-    metered = bool({"budget_epochs", "budget_seconds"} & settings.keys())
-    defaults = {
-        "name": objective.name,
-        "metric": metric,
-        "direction": own_way,
-        "epochs": objective.epochs,
-        "n_trials": usual_trials(settings, otherwise=MOST_TRIALS if metered else objective.n_trials),
-    }
-    return {**defaults, **settings}
-
-
-def _several(settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
-    """Return the objective's own directions and constraints, where the settings ask for no other metrics."""
-    found: dict[str, Any] = {}
-    ways = settings.get("directions")
-    if ways is None and "metric" not in settings and objective.directions:
-        ways = found["directions"] = dict(objective.directions)
-    if "constraints" not in settings and objective.constraints:
-        found["constraints"] = dict(objective.constraints)
-    if ways is not None:
-        found |= {
-            key: value for key, value in metrics_of({"directions": ways}).items() if key in ("metric", "direction")
-        }
-    return found
-
-
 def create_or_join(
     storage: PostgresStorage,
     settings: dict[str, Any],
     objective: BaseObjective,
     *,
     rehearse: Callable[[BaseObjective, StudySpec], None],
+    check: Callable[[StudySpec], None] = lambda _: None,
     enqueued: Sequence[FrozenTrial] = (),
 ) -> tuple[StoredStudy, bool]:
     """Create the study, or join it when its stored spec agrees with every one of `settings`.
 
-    Settings that are not given are taken from the stored spec on joining, from the objective on creating.
-    `rehearse` is called before a study is created, and raises when the objective cannot be searched. The `enqueued`
-    trials are in a new study from its beginning; they are added to one that is joined, each once.
+    Args:
+        storage: where studies are kept.
+        settings: that were given; the stored spec has the others, or the objective where the study is new.
+        objective: that is searched.
+        rehearse: called before a study is created; raises where the objective cannot be searched.
+        check: called before a study is created or joined; raises where its spec cannot be run on this machine.
+        enqueued: trials that are in a new study from its beginning; a study that is joined gets each once.
 
     Returns:
         The study, and whether it was created now.
@@ -198,116 +142,94 @@ def create_or_join(
     Raises:
         SearchError: a setting is wrong, or the stored spec has it otherwise.
     """
-    settings = _named_as_stored(storage, settings, objective)
-    wanted = parse_spec(complete_settings(with_room(settings), objective))
-    made: list[int] = []
+    name, made = str(settings.get("name", objective.name)), list[int]()
 
     @functools.cache  # once, however often a connection is cut
-    def rehearsed() -> StudySpec:
-        spec = _fitted(wanted, settings, objective)
+    def new_spec() -> StudySpec:
+        if (searched := searched_by(name)) is not None:
+            raise SearchError(
+                f"--name {name!r} is kept for the finalists of {searched!r}: train them with "
+                f"{command('finalists', searched)}, or choose another --name"
+            )
+        spec = _fitted(resolve(settings, objective), settings, objective)
+        _check_budget(spec)
+        check(spec)
         rehearse(objective, spec)
         return spec
 
     def once() -> tuple[StoredStudy, bool]:
-        study, created = _create_or_join(storage, wanted, settings, objective, rehearsed, made, enqueued)
-        if enqueued and not created:
+        with name_lock(storage.engine, name) as lock:
+            study_id = find_study(storage, name)
+            stored = None if study_id is None else storage.get_study_user_attrs(study_id).get(SPEC)
+            if study_id is not None and stored is not None:
+                study = _joined(StoredStudy(parse_spec(stored), storage, study_id), settings, objective)
+                check(study.spec)
+            else:
+                if study_id is not None and storage.get_n_trials(study_id):
+                    raise SearchError(f"study {name!r} exists and was not made by hpsearch: choose another --name")
+                study = _created(storage, study_id, new_spec(), objective, enqueued, lock)
+                made.append(study.study_id)
+                name_metric(storage, study.spec)
+                note_release(study)
+        if enqueued and stored is not None:
             enqueue(study, enqueued)
-        return study, created or bool(made)
+        return study, bool(made)
 
     return retrying(also=LockLostError)(once)
 
 
-def _named_as_stored(storage: PostgresStorage, settings: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
-    """Return the settings; options of a sampler or pruner that has no name are those of the stored study's, if any."""
-    tables = {key: settings[key] for key in USUAL if isinstance(settings.get(key), dict)}
-    nameless = {key: table for key, table in tables.items() if "name" not in table}
-    if not nameless or (study_id := find_study(storage, settings.get("name", objective.name))) is None:
-        return settings
-    stored = storage.get_study_user_attrs(study_id).get(SPEC)
-    if stored is None:
-        return settings
-    return {**settings, **{key: {"name": stored[key]["name"], **options} for key, options in nameless.items()}}
-
-
 def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:
-    """Return the spec of a new study, with what its sampler makes of the objective's search space."""
+    """Return the spec of a new study with the sampler fitted to the objective's search space."""
     try:
         sampler = spec.sampler.for_objective(objective)
+        n_trials = settings.get("n_trials", sampler.most() or spec.n_trials)
+        sampler.for_trials(n_trials)
     except ValueError as error:
         raise SearchError(str(error)) from None
-    budget = {"n_trials": settings.get("n_trials", sampler.most() or spec.n_trials)}
-    return parse_spec({**spec.model_dump(), "sampler": sampler.model_dump(), **budget})
+    return spec.model_copy(update={"sampler": sampler, "n_trials": n_trials})
 
 
-def _create_or_join(
-    storage: PostgresStorage,
-    wanted: StudySpec,
-    settings: dict[str, Any],
-    objective: BaseObjective,
-    rehearse: Callable[[], StudySpec],
-    made: list[int],
-    enqueued: Sequence[FrozenTrial],
-) -> tuple[StoredStudy, bool]:
-    """Do so once; `made` takes the number of a study that is created."""
-    with name_lock(storage.engine, wanted.name) as lock:
-        study_id = find_study(storage, wanted.name)
-        if study_id is None:
-            if (searched := searched_by(wanted.name)) is not None:
-                raise SearchError(
-                    f"--name {wanted.name!r} is kept for the finalists of {searched!r}: train them with "
-                    f"{command('finalists', searched)}, or choose another --name"
-                )
-            _check_budget(wanted)
-            earlier = told_by_earlier(storage, wanted, objective)
-            spec = rehearse()
-            first = _first_trials(spec, objective, enqueued)
-            still_held(lock)
-            study_id = storage.create_filled_study(
-                study_directions(spec),
-                spec.name,
-                user_attrs=_first_attrs(spec, objective),
-                trials=first,
-                also=_filling(spec, earlier),
-            )
-            made.append(study_id)
-            return _made(spec, storage, study_id), True
-        stored = storage.get_study_user_attrs(study_id).get(SPEC)
-        if stored is not None:
-            if (of := parse_spec(stored).finalists_of) is not None:
-                again = StoredStudy(parse_spec(stored), storage, study_id).go_on
-                raise SearchError(
-                    f"study {wanted.name!r} holds {of.what}: run them with {again}, or choose another --name"
-                )
-            if settings.get("directions") is not None:  # first: a stored pruner may know one metric alone
-                ways = {"directions": wanted.directions}
-                _require_same(wanted.name, differences({"directions": stored.get("directions")}, ways))
-            spec = parse_spec(_merge(stored, {**settings, "name": wanted.name}))
-            # Parsed first: a setting that a later version has, with its default, is no difference.
-            lines = differences(parse_spec(stored).model_dump(), spec.model_dump())
-            grown = [key for key in BUDGETS if getattr(spec, key) not in (stored.get(key), None)]
-            option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
-            more = f"; its budget is changed by hpsearch extend {wanted.name} {' '.join(option)}" if grown else ""
-            _require_same(wanted.name, lines, more)
-            return StoredStudy(spec, storage, study_id), False
-        if storage.get_n_trials(study_id):
-            raise SearchError(f"study {wanted.name!r} exists and was not made by hpsearch: choose another --name")
-        earlier = told_by_earlier(storage, wanted, objective)
-        spec = rehearse()
-        storage.import_trials(study_id, _first_trials(spec, objective, enqueued))
-        with storage.engine.begin() as connection:
-            _filling(spec, earlier)(connection, study_id)
-        for key, value in _first_attrs(spec, objective).items():
-            storage.set_study_user_attr(study_id, key, value)
-        return _made(spec, storage, study_id), True
+def _joined(study: StoredStudy, settings: dict[str, Any], objective: BaseObjective) -> StoredStudy:
+    """Return the stored study.
 
-
-def _require_same(name: str, lines: Sequence[str], more: str = "") -> None:
-    """Refuse to join a study whose spec differs."""
-    if lines:
+    Raises:
+        SearchError: it holds finalists, or its spec differs from the settings.
+    """
+    if (of := study.spec.finalists_of) is not None:
         raise SearchError(
-            f"study {name!r} exists with another spec ({'; '.join(lines)}): leave these settings out to go on with it, "
-            f"or choose another --name{more}"
+            f"study {study.spec.name!r} holds {of.what}: run them with {study.go_on}, or choose another --name"
         )
+    resolve(settings, objective, study.spec)
+    return study
+
+
+def _created(
+    storage: PostgresStorage,
+    study_id: int | None,
+    spec: StudySpec,
+    objective: BaseObjective,
+    enqueued: Sequence[FrozenTrial],
+    lock: sa.Connection,
+) -> StoredStudy:
+    """Create the study, or fill one without a spec, which a process left that was killed."""
+    earlier = told_by_earlier(storage, spec, objective)
+    trials, attrs, fill = (
+        _first_trials(spec, objective, enqueued),
+        _first_attrs(spec, objective),
+        _filling(spec, earlier),
+    )
+    if study_id is None:
+        still_held(lock)
+        study_id = storage.create_filled_study(
+            study_directions(spec), spec.name, user_attrs=attrs, trials=trials, also=fill
+        )
+    else:
+        storage.import_trials(study_id, trials)
+        with storage.engine.begin() as connection:
+            fill(connection, study_id)
+        for key, value in attrs.items():
+            storage.set_study_user_attr(study_id, key, value)
+    return StoredStudy(spec, storage, study_id)
 
 
 def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -342,12 +264,6 @@ def _filling(spec: StudySpec, earlier: Mapping[str, Any]) -> Callable[[sa.Connec
     return fill
 
 
-def _made(spec: StudySpec, storage: PostgresStorage, study_id: int) -> StoredStudy:
-    name_metric(storage, spec)
-    note_release(made := StoredStudy(spec, storage, study_id))
-    return made
-
-
 def _check_budget(spec: StudySpec) -> None:
     if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
         raise SearchError(
@@ -368,20 +284,13 @@ def study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
     return [optuna.study.StudyDirection[way.upper()] for way in spec.ways.values()]
 
 
-def _merge(stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Lay `settings` over a stored spec; options of the same sampler or pruner are laid over one by one."""
-    if settings.get("directions") is not None and "metric" not in settings:
-        stored = {key: value for key, value in stored.items() if key not in ("metric", "direction")}
-    merged = {**stored, **settings}
-    for key in ("sampler", "pruner"):
-        given = settings.get(key)
-        if isinstance(given, dict) and given.get("name", stored[key]["name"]) == stored[key]["name"]:
-            merged[key] = {**stored[key], **given}
-    return merged
-
-
 def prepare_study(
-    services: Services, settings: dict[str, Any], objective: BaseObjective, enqueued: Sequence[FrozenTrial] = ()
+    services: Services,
+    settings: dict[str, Any],
+    objective: BaseObjective,
+    enqueued: Sequence[FrozenTrial] = (),
+    *,
+    check: Callable[[StudySpec], None] = lambda _: None,
 ) -> tuple[StoredStudy, bool]:
     """Create or join the study and make it ready for workers; return it and whether it is new.
 
@@ -390,13 +299,14 @@ def prepare_study(
         settings: of it.
         objective: that it searches.
         enqueued: trials that it is to run before others.
+        check: raises where the spec cannot be run on this machine; called before a study is created or joined.
 
     Raises:
         SearchError: a setting is wrong or differs from the stored spec.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = open_storage(services.storage_url, application_name="hpsearch run")
-    study, created = create_or_join(storage, settings, objective, rehearse=rehearse, enqueued=enqueued)
+    study, created = create_or_join(storage, settings, objective, check=check, rehearse=rehearse, enqueued=enqueued)
     tracking = services.open_tracking()
     study.set_attr(TRACKING_URI, tracking.uri)
     start_clock(study)
@@ -418,8 +328,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     reference = str(settings["objective"])
     objective = load_objective(reference)
     settings = {**settings, "objective": objective_reference(reference)}
-    whole = complete_settings(settings, objective)
-    spec = parse_spec(whole)
+    spec = StudySpec.model_construct(**metrics_given(settings, objective))  # the rest may be that of a stored study
     with _metric_named(objective, spec):
         objective.judge_by(spec.metric, spec.direction)
         objective.also_report(spec.also_reported)
@@ -484,20 +393,3 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     )
     with users_code(f"{type(objective).__name__}.suggest"):
         return objective.configure(scratch.ask())
-
-
-def check_settings(settings: dict[str, Any]) -> None:
-    """Refuse wrong settings before anything is loaded or started; what the objective fills in stands in here."""
-    if "finalists_of" in settings:
-        raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
-    stand_in: dict[str, Any] = {"name": "x", "epochs": 1_000_000}
-    if not settings.get("directions"):
-        stand_in |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
-    known = {key: value for key, value in settings.items() if key not in USUAL}
-    for key in USUAL.keys() & settings.keys():
-        given = settings[key]
-        if isinstance(given, dict) and "name" not in given:
-            continue  # whose options they are is known with the objective, or the study that is joined
-        # So is which metrics there are.
-        known[key] = {name: given[name] for name in given if name != "metric"} if isinstance(given, dict) else given
-    parse_spec({**stand_in, "n_trials": usual_trials(settings, 1_000_000), **with_room(known)})

@@ -193,12 +193,12 @@ def test_secrets_are_fresh_each_time(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_metric_may_be_another_one_in_its_own_direction() -> None:
     from hpsearch import load_objective
-    from hpsearch.search.study.create import complete_settings
+    from hpsearch.search.spec.settings import resolve
 
     digits = load_objective("digits")
-    assert complete_settings({"objective": "digits"}, digits)["direction"] == "maximize"
-    by_loss = complete_settings({"objective": "digits", "metric": "loss"}, digits)
-    assert (by_loss["metric"], by_loss["direction"]) == ("loss", "minimize")
+    assert resolve({"objective": "digits"}, digits).direction == "maximize"
+    by_loss = resolve({"objective": "digits", "metric": "loss"}, digits)
+    assert (by_loss.metric, by_loss.direction) == ("loss", "minimize")
 
 
 def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:

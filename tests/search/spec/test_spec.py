@@ -12,8 +12,8 @@ from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.rungs import bracket_of, shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
+from hpsearch.search.spec.settings import differences
 from hpsearch.search.spec.spec import StudySpec, parse_spec
-from hpsearch.search.study.create import differences
 
 BASE: dict[str, Any] = {
     "name": "night",

@@ -11,8 +11,8 @@ from optuna.study import StudyDirection
 
 from hpsearch import LoopObjective
 from hpsearch.search.errors import SearchError
-from hpsearch.search.spec.files import named, read_spec_file
-from hpsearch.search.study.create import check_settings, create_or_join
+from hpsearch.search.spec.settings import check_settings, named, read_spec_file
+from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.enqueue import enqueue, read_rows
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study

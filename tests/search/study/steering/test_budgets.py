@@ -10,8 +10,9 @@ from hpsearch.search.api.opening import Where, list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_standing, render
-from hpsearch.search.spec.spec import MOST_TRIALS, parse_spec
-from hpsearch.search.study.create import complete_settings, create_or_join
+from hpsearch.search.spec.settings import resolve
+from hpsearch.search.spec.spec import MOST_TRIALS
+from hpsearch.search.study.create import create_or_join
 from hpsearch.search.study.steering import extend_study
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CUT, SPEC
@@ -106,10 +107,10 @@ def test_a_wrong_budget_is_refused_and_changes_nothing(
 
 def test_with_another_budget_there_is_no_bound_in_trials_unless_it_is_given() -> None:
     digits = load_objective("digits")
-    of_epochs = parse_spec(complete_settings({"objective": "digits", "budget_epochs": 100}, digits))
+    of_epochs = resolve({"objective": "digits", "budget_epochs": 100}, digits)
     assert of_epochs.n_trials == MOST_TRIALS
     assert of_epochs.budgets == "100 epochs"
-    both = parse_spec(complete_settings({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits))
+    both = resolve({"objective": "digits", "budget_seconds": 60, "n_trials": 5}, digits)
     assert both.n_trials == 5
     assert both.budgets == "5 trials, 60 s"
 

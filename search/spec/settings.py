@@ -1,0 +1,187 @@
+"""Settings as a user gives them: read from a file, checked, and resolved to the spec of a study."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hpsearch.search.errors import SearchError
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.spec.multi_objective import USUAL, constraints_given, metrics_of
+from hpsearch.search.spec.spec import BUDGETS, MOST_TRIALS, StudySpec, parse_spec, typed
+
+if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
+    from hpsearch.objectives.objective import BaseObjective
+
+
+def read_spec_file(path: Path) -> dict[str, Any]:
+    """Return the settings in `path` (``.toml``, ``.yaml`` or ``.yml``) as plain types.
+
+    Raises:
+        SearchError: the file is missing, cannot be parsed, is of another type, or is not a table of settings.
+    """
+    suffix = path.suffix.lower()
+    try:
+        text = path.read_text(encoding="utf-8")
+        if suffix == ".toml":
+            values = tomllib.loads(text)
+        elif suffix in {".yaml", ".yml"}:
+            values = yaml.safe_load(text)
+        else:
+            raise SearchError(f"--spec {path}: unknown file type {suffix!r}; use .toml, .yaml or .yml")
+    except OSError as error:
+        raise SearchError(f"--spec {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SearchError(f"--spec {path}: is not UTF-8 text") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        detail = " ".join(str(error).split())
+        raise SearchError(f"--spec {path}: {detail}") from None
+    if not isinstance(values, dict):
+        raise SearchError(f"--spec {path}: must hold settings such as 'n_trials', not {type(values).__name__}")
+    return named(values)
+
+
+def named(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with a table for a sampler and a pruner that were given by their name alone."""
+    short = {key: {"name": settings[key]} for key in ("sampler", "pruner") if isinstance(settings.get(key), str)}
+    return {**settings, **short}
+
+
+def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` pairs as a dictionary; values are read as YAML scalars (``5``, ``true``, ``0.1``)."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise SearchError(f"{flag} {pair!r}: write it as KEY=VALUE, such as n_startup_trials=5")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise SearchError(f"{flag} {pair!r}: the value cannot be read") from None
+    return options
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Reject wrong settings before anything is loaded or started.
+
+    Stand-ins replace what the objective or the stored study supplies.
+
+    Raises:
+        SearchError: a setting is wrong.
+    """
+    if "finalists_of" in settings:
+        raise SearchError("finalists_of cannot be set: leave it out; hpsearch finalists STUDY, after a search, sets it")
+    stand_in: dict[str, Any] = {"name": "x", "epochs": 1_000_000, "n_trials": _usual_trials(settings) or 1_000_000}
+    if not settings.get("directions"):
+        stand_in |= {"metric": settings.get("metric", "x"), "direction": "maximize"}
+    known = dict(settings)
+    for key in USUAL.keys() & settings.keys():
+        if isinstance(given := settings[key], dict):
+            if "name" not in given:  # the kind is that of the stored study, or depends on the objective's metrics
+                del known[key]
+            else:  # as do the metrics
+                known[key] = {name: value for name, value in given.items() if name != "metric"}
+    parse_spec({**stand_in, **_with_room(known)})
+
+
+def resolve(given: dict[str, Any], objective: BaseObjective, stored: StudySpec | None = None) -> StudySpec:
+    """Return the spec of a study, new or stored, from the settings that were given.
+
+    Args:
+        given: checked settings. A sampler or pruner without a name is of the stored kind, else of the usual one.
+        objective: source of the defaults of a new study.
+        stored: spec of the study to join; None for a new study.
+
+    Raises:
+        SearchError: a setting is wrong, or the stored spec has another value; the message lists all differences.
+    """
+    if stored is None:
+        metered = bool({"budget_epochs", "budget_seconds"} & given.keys())
+        trials = _usual_trials(given) or (MOST_TRIALS if metered else objective.n_trials)
+        defaults = {"name": objective.name, "epochs": objective.epochs, "n_trials": trials}
+        return parse_spec({**defaults, **_with_room(given), **metrics_given(given, objective)})
+    before = stored.model_dump()
+    laid = {**before, **given}
+    if given.get("directions") is not None:  # first, because the stored pruner may support one metric only
+        ways = {"directions": metrics_of({"directions": given["directions"]})["directions"]}
+        _require_same(stored, differences(before, ways))
+        if "metric" not in given:
+            del laid["metric"], laid["direction"]
+    for key in USUAL.keys() & given.keys():
+        options = given[key]
+        if isinstance(options, dict) and options.get("name", before[key]["name"]) == before[key]["name"]:
+            laid[key] = {**before[key], **options}
+    spec = parse_spec(laid)
+    _require_same(stored, differences(before, spec.model_dump()), spec)
+    return spec
+
+
+def metrics_given(given: dict[str, Any], objective: BaseObjective) -> dict[str, Any]:
+    """Return metric, direction, directions and constraints: those that were given, else the objective's.
+
+    Raises:
+        SearchError: they contradict each other.
+    """
+    from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
+
+    ways = given.get("directions", dict(objective.directions) if "metric" not in given else None)
+    try:
+        asked = metrics_of({**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": ways})
+        constraints = constraints_given(given.get("constraints", dict(objective.constraints)))
+    except ValueError as error:
+        raise SearchError(str(error)) from None
+    metric = asked.setdefault("metric", objective.metric)
+    own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
+    return {"direction": own_way, **asked, "constraints": constraints}
+
+
+def _require_same(stored: StudySpec, lines: list[str], spec: StudySpec | None = None) -> None:
+    """Refuse to join a study whose spec differs from `spec`."""
+    if not lines:
+        return
+    grown = [key for key in BUDGETS if spec and getattr(spec, key) not in (getattr(stored, key), None)]
+    option = [f"{word}" for key in grown[:1] for word in (typed(key), getattr(spec, key))]
+    more = f"; its budget is changed by hpsearch extend {stored.name} {' '.join(option)}" if grown else ""
+    raise SearchError(
+        f"study {stored.name!r} exists with another spec ({'; '.join(lines)}): leave these settings out to go on with "
+        f"it, or choose another --name{more}"
+    )
+
+
+def differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return a line for each setting of `wanted` that differs from `stored`: ``"n_trials: 24 -> 50"``."""
+    lines = []
+    for key in sorted(wanted):
+        before, after = stored.get(key), wanted[key]
+        # Options of the same sampler or pruner.
+        if isinstance(before, dict) and isinstance(after, dict) and "name" in after and before["name"] == after["name"]:
+            lines += [f"{key}.{line}" for line in differences(before, after)]
+        elif before != after or (key == "directions" and before and list(before) != list(after)):  # the order matters
+            lines.append(f"{key}: {_written(before)} -> {_written(after)}")
+    return lines
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict) and "name" not in value:
+        return ", ".join(f"{metric} {said}" for metric, said in value.items())
+    return repr(value)
+
+
+def _usual_trials(settings: dict[str, Any]) -> int | None:
+    """Return how many configurations the sampler has; None where their number is unbounded or unknown."""
+    try:
+        return SamplerSpec.parse(settings["sampler"]).most() if "sampler" in settings else None
+    except ValueError:  # reported when the settings are parsed
+        return None
+
+
+def _with_room(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` with at most as many trials as the sampler has configurations.
+
+    Faults of a grid are reported before an excess of trials, and the grid is checked later, with the objective.
+    """
+    trials, most = settings.get("n_trials"), _usual_trials(settings)
+    return {**settings, "n_trials": most} if most and isinstance(trials, int) and trials > most else settings
