@@ -20,7 +20,7 @@ from hpsearch.objectives.training.exportable import example_of, exportable
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.stepping import build_stepping, call_in
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
-from hpsearch.objectives.training.result import Exported, FitResult
+from hpsearch.objectives.training.result import Exported
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restored:
-    """The best weights of a run, in their model again, on the CPU, beside the data that the run was split into."""
+    """The model of a run with its best weights, on the CPU, and the run's splits."""
 
     objective: Objective
     config: TrainConfig
@@ -44,11 +44,7 @@ class Restored:
         return self._score(self.splits.test)
 
     def exported(self) -> Exported:
-        """The model, as it is served.
-
-        Raises:
-            ObjectiveError: its inputs are no tensors.
-        """
+        """Return the model in the form in which it is served."""
         example = example_of(self.splits.val)
         return Exported(*exportable(self.model, self.call, example.x), example.free)
 
@@ -75,19 +71,19 @@ class Restored:
 
 
 def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
-    """Put the weights of a `best.pt` back into the objective's model.
-
-    Args:
-        objective: of the run.
-        best: what `checkpoint.read` gives of the file.
+    """Load the weights of a `best.pt` into the objective's model.
 
     Raises:
-        ObjectiveError: the objective does not give the data that the run was trained on, or a model that the weights
-            fit.
+        ObjectiveError: the objective's data have changed since the run, or the weights do not fit its model.
     """
     config = TrainConfig.from_dict(best["config"])
+    split_seed = best["split_seed"]
     with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits = _same_splits(objective, best["split_seed"], best["split_hash"], refit="refit" in best)
+        splits, split_hash = prepared_splits(objective, split_seed, "all" if "refit" in best else None)
+        if split_hash != best["split_hash"]:
+            raise ObjectiveError(
+                f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
+            )
         set_seed(best["seed"], "init")
         with users_code(f"{type(objective).__name__}.model"):
             model = objective.model(config, splits.train)
@@ -97,23 +93,3 @@ def restore_best(objective: Objective, best: Mapping[str, Any]) -> Restored:
         detail = " ".join(str(error).split())[:200]
         raise ObjectiveError(f"{objective.name}: the weights do not fit the model of today's code: {detail}") from error
     return Restored(objective, config, splits, model.eval())
-
-
-def score_test(objective: Objective, config: TrainConfig, result: FitResult, *, split_seed: int) -> dict[str, float]:
-    """Loss and metrics of a result's best weights on the test split, on the CPU.
-
-    Raises:
-        ObjectiveError: the objective does not give the data that the run was trained on.
-    """
-    with reproducible(deterministic=config.deterministic), torch.random.fork_rng():
-        splits = _same_splits(objective, split_seed, result.split_hash)
-    return Restored(objective, config, splits, result.model).test()
-
-
-def _same_splits(objective: Objective, split_seed: int, split_hash: str, *, refit: bool = False) -> Splits:
-    splits, found = prepared_splits(objective, split_seed, "all" if refit else None)
-    if found != split_hash:
-        raise ObjectiveError(
-            f"{objective.name}: data({split_seed}) has changed since the run: what it scored cannot be judged again"
-        )
-    return splits

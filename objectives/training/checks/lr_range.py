@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ import torch
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
-from hpsearch.objectives.training.data.batches import Window
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.tree import moved
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
@@ -69,20 +67,20 @@ def lr_range(
     steps: int = 200,
     device: torch.device | None = None,
 ) -> RateRange:
-    """Trains with a rate that climbs exponentially until the loss diverges (Smith 2017), on a model of its own.
+    """Train a new model with a rate that climbs exponentially until the loss diverges (Smith 2017).
 
     Args:
-        objective: what to train.
-        config: how, but for the rate and its schedule; the objective's default unless given.
+        objective: the model and data to train.
+        config: its rate and schedule are not used. None is the objective's default.
         seed: of the split, the weights and the order.
         lowest: the first rate.
-        highest: the last one, if the loss does not diverge before.
-        steps: from one to the other.
-        device: where; the CPU unless given.
+        highest: the last rate, unless the loss diverges before.
+        steps: from the first to the last rate.
+        device: None is the CPU.
 
     Raises:
-        ObjectiveError: the settings make no range, the objective is wrong, the loss never falls, or falls by less
-            than it moves at random.
+        ObjectiveError: the settings make no range, the objective has a fault, or the loss falls by less than its random
+            variation.
     """
     if not (0 < lowest < highest and steps >= 10):
         raise ObjectiveError(
@@ -102,12 +100,15 @@ def lr_range(
 def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[float], list[float]]:
     set_seed(run.seed, "range")
     run.model.train()
-    probe = _probe(run)
+    train = run.splits.train
+    batch = train.batch(torch.randperm(len(train))[:_PROBE])
+    probe = Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
     starts = [group["lr"] / lowest for group in run.optimizer.param_groups]
     rates: list[float] = []
     losses: list[float] = []
     first = low = _loss(run, probe)
-    for step, window in zip(range(steps), _endless(run), strict=False):
+    windows = itertools.chain.from_iterable(run.feed.windows(epoch) for epoch in itertools.count())
+    for step, window in zip(range(steps), windows, strict=False):
         rate = lowest * factor**step
         for group, share in zip(run.optimizer.param_groups, starts, strict=True):
             group["lr"] = share * rate
@@ -126,21 +127,11 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
     return rates, losses
 
 
-def _probe(run: Run) -> Batch:
-    train = run.splits.train
-    batch = train.batch(torch.randperm(len(train))[:_PROBE])
-    return Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
-
-
 @torch.no_grad()
 def _loss(run: Run, probe: Batch) -> float:
     """The loss of the probe as training sees it, with the same dropout each time."""
     with seeded_on(run.device, run.seed, "probe"):
         return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
-
-
-def _endless(run: Run) -> Iterator[Window]:
-    return itertools.chain.from_iterable(run.feed.windows(epoch) for epoch in itertools.count())
 
 
 def _judged(rates: list[float], losses: list[float]) -> RateRange:

@@ -78,16 +78,13 @@ def smoke(
     around the configured one are tried in turn.
 
     Args:
-        objective: whose model and loss are tried.
-        config: how; the objective's default unless given.
+        objective: the model and loss to check.
+        config: None is the objective's default.
         seed: of the split, the weights and the batch.
-        samples: in the batch, at most.
-        steps: to take with each learning rate, at most.
-        seconds: to take in all, at most; a test that this ends has not passed.
-        device: where; the CPU unless given.
-
-    Raises:
-        ObjectiveError: the objective or its data are wrong.
+        samples: the most in the batch.
+        steps: the most with each learning rate.
+        seconds: the time limit of all rates. A check that reaches it fails.
+        device: None is the CPU.
     """
     config = config or objective.default_config()
     device = device or torch.device("cpu")

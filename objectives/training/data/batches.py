@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hpsearch.objectives.training.data.dataset import Batch, Dataset, Stream
 from hpsearch.objectives.training.data.loader import Augment, loaded
 from hpsearch.objectives.training.data.samplers import Order
 from hpsearch.objectives.training.data.tree import Tree, moved, taken
-from hpsearch.objectives.training.ranks import ALONE, Ranks
+from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Pending(NamedTuple):
-    """A micro-batch to be, or the share of it that is this rank's.
+    """A micro-batch that is not loaded yet, or this rank's share of it.
 
     Attributes:
-        size: how many samples it has, over all ranks.
-        get: brings this rank's onto the device.
-        counts: whether they are its own: a rank for which there are none gets one that weighs nothing, since ranks
-            step together.
+        size: its number of samples over all ranks.
+        get: loads this rank's samples onto the device.
+        counts: False where this rank has no sample of it. The rank then gets one sample of weight 0, because ranks step
+            together.
     """
 
     size: int
@@ -39,48 +39,12 @@ class Pending(NamedTuple):
 Window = tuple[Pending, ...]
 
 
-class Feed(Protocol):
-    """The training data of a run, in batches."""
+class Feed:
+    """The training data of a run, in batches that a DataLoader loads.
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps in one epoch."""
-        ...
-
-    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        """Every sample of an epoch once, in an order drawn from (seed, epoch): the micro-batches of each step.
-
-        Args:
-            epoch: 0-based.
-            first: the step to begin with, where the epoch was left in its midst.
-        """
-        ...
-
-    def inputs(self) -> Iterator[Tree]:
-        """All inputs in their order, as they are without augmentation, batch by batch on the device."""
-        ...
-
-
-def build_feed(
-    train: Dataset,
-    config: TrainConfig,
-    order: Order,
-    *,
-    seed: int,
-    device: torch.device,
-    augment: Augment | None,
-    ranks: Ranks = ALONE,
-) -> Feed:
-    """A DataLoader where the configuration or the data ask for one; else the data go to the device once.
-
-    Data in memory need no processes to load them: a DataLoader is many times slower there.
+    Every rank gets its share of each batch.
     """
-    if config.num_workers is None and train.in_memory:
-        return _MemoryFeed(train.to(device), config, order, seed, device, augment, ranks)
-    return _LoaderFeed(train, config, order, seed, device, augment, ranks)
 
-
-class _Feed:
     def __init__(
         self,
         train: Dataset,
@@ -93,36 +57,13 @@ class _Feed:
     ) -> None:
         self._train, self._config, self._order, self._seed = train, config, order, seed
         self._device, self._augment, self._ranks = device, augment, ranks
+        self.steps = order.steps  # optimizer steps in one epoch
 
-    @property
-    def steps(self) -> int:
-        return self._order.steps
-
-
-class _MemoryFeed(_Feed):
     def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
-        for window in islice(self._order.windows(epoch, self._device), first, None):
-            yield tuple([self.batch(rows) for rows in window])
+        """Iterate over the micro-batches of each optimizer step from step `first` on.
 
-    def batch(self, rows: Tensor) -> Pending:
-        """The samples at `rows`, gathered when they are asked for."""
-        if self._ranks.alone:
-            return Pending(len(rows), partial(self._get, rows))
-        own = self._ranks.share(rows)
-        return Pending(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
-
-    def _get(self, rows: Tensor) -> Batch:
-        x, y = taken(self._train.x, rows), taken(self._train.y, rows)
-        return Batch(x if self._augment is None else self._augment(x), y, len(rows))
-
-    def inputs(self) -> Iterator[Tree]:
-        size = self._config.batch_size
-        for start in range(0, len(self._train), size):
-            yield taken(self._train.x, slice(start, start + size))
-
-
-class _LoaderFeed(_Feed):
-    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        An epoch (0-based) has every sample once, in an order drawn from (seed, epoch).
+        """
         found = list(self._order.windows(epoch, torch.device("cpu")))
         batches = [rows for window in found for rows in window]
         samples: object = self._train.samples
@@ -145,6 +86,46 @@ class _LoaderFeed(_Feed):
         return loaded(self._train, batches, device=device, num_workers=workers, augment=augment, seed=seed, first=first)
 
     def inputs(self) -> Iterator[Tree]:
+        """Iterate over all inputs in their order and without augmentation, in batches on the device."""
         rows = torch.split(torch.arange(len(self._train)), self._config.batch_size)
         for batch in self._loaded(list(rows), None, self._seed):
             yield moved(batch.x, self._device)
+
+
+class _MemoryFeed(Feed):
+    """Training data that lie on the device. A DataLoader is many times slower for data in memory."""
+
+    def windows(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        for window in islice(self._order.windows(epoch, self._device), first, None):
+            yield tuple([self.batch(rows) for rows in window])
+
+    def batch(self, rows: Tensor) -> Pending:
+        if self._ranks.alone:
+            return Pending(len(rows), partial(self._get, rows))
+        own = self._ranks.share(rows)
+        return Pending(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
+
+    def _get(self, rows: Tensor) -> Batch:
+        x, y = taken(self._train.x, rows), taken(self._train.y, rows)
+        return Batch(x if self._augment is None else self._augment(x), y, len(rows))
+
+    def inputs(self) -> Iterator[Tree]:
+        size = self._config.batch_size
+        for start in range(0, len(self._train), size):
+            yield taken(self._train.x, slice(start, start + size))
+
+
+def build_feed(
+    train: Dataset,
+    config: TrainConfig,
+    order: Order,
+    *,
+    seed: int,
+    device: torch.device,
+    augment: Augment | None,
+    ranks: Ranks,
+) -> Feed:
+    """Return a feed from the device's memory, or by a DataLoader if the configuration or the data require one."""
+    if config.num_workers is None and train.in_memory:
+        return _MemoryFeed(train.to(device), config, order, seed, device, augment, ranks)
+    return Feed(train, config, order, seed, device, augment, ranks)

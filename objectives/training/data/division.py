@@ -17,12 +17,12 @@ Rows = np.ndarray[Any, Any]
 
 
 def divide(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
-    """The rows without a share of them, and that share, drawn by `seed`.
+    """Draw a share of the rows [m], or of their groups, and return the remaining rows and the drawn ones.
 
     Args:
         rows: numbers of samples [m].
-        share: of the rows, or of the groups, in (0, 1).
-        labels: classes of all samples, whose shares are kept; or None.
+        share: in (0, 1).
+        labels: classes of all samples, for a stratified draw; or None.
         groups: groups of all samples, none of which is divided; or None.
         seed: of the draw.
 
@@ -44,14 +44,10 @@ def divide(rows: Rows, share: float, labels: Any, groups: Any, seed: int) -> tup
 
 
 def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float = 0.0) -> tuple[Rows, Rows, Rows]:
-    """Rows of the earliest, the next and the latest samples, in the order of time; no moment is in two of them.
+    """Return the rows of the earliest, the next and the latest samples; no moment is in two parts.
 
-    Args:
-        times: of all samples [n].
-        samples: how many there are.
-        val, test: shares of the samples.
-        earlier: by which share of the samples the middle part is moved back from the last, which stays: a rolling
-            origin (Tashman 2000, *International Journal of Forecasting* 16). What is between them is in no part.
+    `val`, `test` and `earlier` are shares of the samples. `earlier` moves the middle part back, which leaves a gap
+    before the last part: a rolling origin (Tashman 2000, *International Journal of Forecasting* 16).
 
     Raises:
         ObjectiveError: a time is missing, or there are too few moments for three parts.
@@ -59,7 +55,7 @@ def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float
     moments = np.asarray(times)
     if moments.shape != (samples,):
         raise ObjectiveError(f"times must be one value for each of the {samples} samples, not {list(moments.shape)}")
-    if moments.dtype.kind not in "iufMm" or bool(_missing(moments).any()):
+    if moments.dtype.kind not in "iufMm" or bool(np.isnan(moments).any()):
         raise ObjectiveError("times must be numbers or datetimes, none of them missing")
     order = np.argsort(moments, kind="stable")
     ordered = moments[order]
@@ -73,10 +69,6 @@ def by_time(times: Any, samples: int, val: float, test: float, *, earlier: float
             f"the data cannot be split by time: {len(np.unique(moments))} moments, and each split needs its own"
         )
     return train, valid, held
-
-
-def _missing(moments: Rows) -> Rows:
-    return np.isnat(moments) if moments.dtype.kind in "Mm" else np.isnan(moments)
 
 
 # The seed of a division; of a refit all samples but the test split; or the study's own division.
@@ -150,15 +142,10 @@ class Blocks:
 
 
 def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) -> tuple[Rows, Rows] | None:
-    """Two halves of the validation samples, as positions [n / 2]; None where they are too few.
+    """Return two halves of the validation samples as positions [n / 2]; None if there are too few samples.
 
-    By time the earlier and the later ones; whole blocks, where there are any; else the same shares of each class.
-
-    Args:
-        labels: classes [n], or None.
-        samples: how many there are.
-        blocks: of them, or None.
-        seed: of the draw.
+    Ordered blocks give the earlier and the later half, other blocks stay whole, and without blocks the halves are
+    stratified by `labels` [n].
     """
     rows = np.arange(samples)
     numbers = None if blocks is None else blocks.numbers

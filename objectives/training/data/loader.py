@@ -84,21 +84,20 @@ def loaded(
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[Batch]:
-    """The samples at the rows of each batch, in their order, on the CPU; pinned where the device is a GPU.
+    """Load batches on the CPU in their order, in pinned memory if `device`, their destination, is a GPU.
 
     Args:
         dataset: on the CPU.
         batches: rows [n] of each batch.
         device: where the batches will go.
-        num_workers: processes that prepare batches ahead; 0 prepares each in this process when it is asked for.
+        num_workers: processes that prepare batches ahead; 0 prepares each in this process on demand.
         augment: changes the inputs at random.
-        seed: of what `augment`, `Dataset.load`, samples and `collate` draw.
-        first: the batch to begin with; those before it draw nothing of what comes after.
+        seed: of the draws of `augment`, `Dataset.load`, samples and `collate`.
+        first: the first batch to load. Earlier batches do not change what later ones draw.
 
     Raises:
         ObjectiveError: the dataset's samples, `load` or `collate`, or `augment`, raised an error.
     """
-
     source = _Batches(dataset, batches, augment, seed)
     begin = 0 if source.is_stream else first  # a stream has to be read from its beginning to be where it was
     wanted = range(begin, len(source))

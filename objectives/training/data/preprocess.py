@@ -29,24 +29,19 @@ class Standardize(nn.Module):
         A feature that never changes is centred and keeps its scale. Rows that are mapped to memory are read in parts.
         """
         if isinstance(x, Mapped):
-            return cls._fit_parts(x, dim)
-        values = x.to(torch.float64)
-        mean = values.mean(dim=dim, keepdim=True)
-        std = values.std(dim=dim, keepdim=True, correction=0)
-        std = torch.where(std > 1e-12, std, torch.ones_like(std))
-        return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
-
-    @classmethod
-    def _fit_parts(cls, x: Mapped, dim: int | tuple[int, ...]) -> Standardize:
-        count: float = 0
-        sums = squares = torch.zeros(())
-        for part in x.batches():
-            values = part.to(torch.float64)
-            sums = sums + values.sum(dim=dim, keepdim=True)
-            squares = squares + values.square().sum(dim=dim, keepdim=True)
-            count += values.numel() / sums.numel()
-        mean = sums / count
-        std = (squares / count - mean.square()).clamp_min(0).sqrt()
+            count: float = 0
+            sums = squares = torch.zeros(())
+            for part in x.batches():
+                values = part.to(torch.float64)
+                sums = sums + values.sum(dim=dim, keepdim=True)
+                squares = squares + values.square().sum(dim=dim, keepdim=True)
+                count += values.numel() / sums.numel()
+            mean = sums / count
+            std = (squares / count - mean.square()).clamp_min(0).sqrt()
+        else:
+            values = x.to(torch.float64)
+            mean = values.mean(dim=dim, keepdim=True)
+            std = values.std(dim=dim, keepdim=True, correction=0)
         std = torch.where(std > 1e-12, std, torch.ones_like(std))
         return cls(mean[0].to(torch.float32), std[0].to(torch.float32))
 

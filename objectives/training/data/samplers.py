@@ -21,14 +21,14 @@ Sampler = torch_data.Sampler[int] | torch_data.Sampler[list[int]]
 
 
 class ByLength(torch_data.Sampler[list[int]]):
-    """Batches of samples of like length, so that little is padded: a sampler for `Objective.sampler`.
+    """A sampler for `Objective.sampler` that batches samples of similar length, which reduces padding.
 
-    Samples are shuffled, sorted by length within pools of many batches, and the batches shuffled again.
+    It shuffles the samples, sorts them by length within pools of many batches, and shuffles the batches.
 
     Args:
-        lengths: of the samples [n].
-        batch_size: samples in a batch; the last one of an epoch may have fewer.
-        pool: batches that are sorted together: more of them pad less, and are less random.
+        lengths: lengths of the samples [n].
+        batch_size: samples in a batch; the last batch of an epoch may have fewer.
+        pool: batches that are sorted together. A larger pool reduces padding and randomness.
     """
 
     def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int, *, pool: int = 50) -> None:
@@ -47,43 +47,11 @@ class ByLength(torch_data.Sampler[list[int]]):
             yield batches[number].tolist()
 
 
-def steps_per_epoch(samples: int, *, batch_size: int, accumulate: int, drop_last: bool) -> int:
-    """Optimizer steps in one epoch."""
-    batches = -(-samples // batch_size)
-    if drop_last and batches > 1 and samples % batch_size:
-        batches -= 1
-    return -(-batches // accumulate)
-
-
-def windows(
-    samples: int,
-    *,
-    batch_size: int,
-    accumulate: int,
-    drop_last: bool,
-    seed: int,
-    device: torch.device | str = "cpu",
-) -> Iterator[tuple[Tensor, ...]]:
-    """The rows of one epoch in random order, as the micro-batches of each optimizer step.
-
-    The last window may be shorter; with `drop_last` a short last micro-batch is left out unless it is the only one.
-    """
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).to(device)
-    batches = torch.split(order, batch_size)
-    if drop_last and len(batches) > 1 and len(batches[-1]) < batch_size:
-        batches = batches[:-1]
-    for start in range(0, len(batches), accumulate):
-        yield batches[start : start + accumulate]
-
-
 class Order:
-    """The rows of each optimizer step of an epoch: drawn from (seed, epoch) alone.
+    """The rows of each optimizer step of an epoch, a pure function of (seed, epoch).
 
-    Args:
-        samples: that are trained on.
-        config: the run's.
-        seed: the run's.
-        sampler: the objective's, where it has one.
+    The order is a random permutation, or that of the objective's sampler if it has one. The last step may have fewer
+    micro-batches. `drop_last` omits a short last micro-batch unless it is the only one.
     """
 
     def __init__(self, samples: int, config: TrainConfig, seed: int, sampler: Sampler | None = None) -> None:
@@ -100,37 +68,30 @@ class Order:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in one epoch."""
-        config = self._config
-        if self._in_batches:
-            return -(-self._length // config.accumulate)
-        return steps_per_epoch(
-            self._length, batch_size=config.batch_size, accumulate=config.accumulate, drop_last=config.drop_last
-        )
+        """The optimizer steps in one epoch."""
+        config, batches = self._config, self._length
+        if not self._in_batches:
+            batches = math.ceil(self._length / config.batch_size)
+            if config.drop_last and batches > 1 and self._length % config.batch_size:
+                batches -= 1
+        return math.ceil(batches / config.accumulate)
 
     def windows(self, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-        """The rows of an epoch, as the micro-batches of each optimizer step."""
-        config = self._config
-        if self._sampler is None:
-            yield from windows(
-                self._length,
-                batch_size=config.batch_size,
-                accumulate=config.accumulate,
-                drop_last=config.drop_last,
-                seed=derive_seed(self._seed, "order", epoch),
-                device=device,
-            )
-            return
-        batches = [rows.to(device) for rows in self._sampled(epoch)]
-        for start in range(0, len(batches), config.accumulate):
-            yield tuple(batches[start : start + config.accumulate])
+        """Iterate over the optimizer steps of an epoch, each a tuple of the rows of its micro-batches."""
+        batches = self._batches(epoch, device)
+        for start in range(0, len(batches), self._config.accumulate):
+            yield tuple(batches[start : start + self._config.accumulate])
 
-    def _sampled(self, epoch: int) -> list[Tensor]:
-        assert self._sampler is not None
-        with users_code("sampler"), seeded(self._seed, "order", epoch):
-            found = list(self._sampler)
-        if self._in_batches:
-            return [torch.as_tensor(rows) for rows in found]
-        batches = list(torch.split(torch.as_tensor(found), self._config.batch_size))
+    def _batches(self, epoch: int, device: torch.device) -> Sequence[Tensor]:
+        if self._sampler is None:
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
+            rows = torch.randperm(self._length, generator=generator)
+        else:
+            with users_code("sampler"), seeded(self._seed, "order", epoch):
+                found = list(self._sampler)
+            if self._in_batches:
+                return [torch.as_tensor(batch).to(device) for batch in found]
+            rows = torch.as_tensor(found)
+        batches = torch.split(rows.to(device), self._config.batch_size)
         short = len(batches) > 1 and len(batches[-1]) < self._config.batch_size
         return batches[:-1] if self._config.drop_last and short else batches

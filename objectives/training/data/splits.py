@@ -20,29 +20,24 @@ from hpsearch.objectives.training.data.samples import Collate, Mapped, digest
 from hpsearch.objectives.training.data.tree import Tree, form, map_tensors, refilled, tensors
 
 
-def add_part(found: Any, name: str, part: Dataset) -> None:
-    """Add shapes, types and bytes of a part to a hash; of samples that are not in memory what stands for them."""
-    if part.samples is not None:
-        rows = None if part.rows is None else part.rows.tolist()
-        found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
-    for tree in (part.x, part.y):
-        for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
-            _add_bytes(found, f"{name}:{where}:" if where else f"{name}:", tensor)
+def _hash(*parts: tuple[str, Dataset]) -> str:
+    """Hash names, shapes, types and bytes of parts; the fingerprint stands for samples that are not in memory."""
+    found = hashlib.sha256()
+    for name, part in parts:
+        if part.samples is not None:
+            rows = None if part.rows is None else part.rows.tolist()
+            found.update(f"{name}:{digest(part.fingerprint, rows)}:".encode())
+        for tree in (part.x, part.y):
+            for where, tensor in [("", tree)] if isinstance(tree, Mapped) else tensors(tree):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found.update(f"{name}:{f'{where}:' if where else ''}{dtype}:{tuple(tensor.shape)}:".encode())
+                for values in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
+                    found.update(np.ascontiguousarray(values.detach().cpu().numpy()).data)
+    return found.hexdigest()
 
 
-def _add_bytes(found: Any, what: str, tensor: Tensor | Mapped) -> None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    found.update(f"{what}{dtype}:{tuple(tensor.shape)}:".encode())
-    for part in tensor.batches() if isinstance(tensor, Mapped) else (tensor,):
-        found.update(np.ascontiguousarray(part.detach().cpu().numpy()).data)
-
-
-def check_part(name: str, part: Dataset, train: Dataset) -> None:
-    """Refuse a part that is empty, of another form than the train split, or not finite.
-
-    Raises:
-        ObjectiveError: it is; one line names the split.
-    """
+def _check_part(name: str, part: Dataset, train: Dataset) -> None:
+    """Reject a part that is empty, not finite, or of another form than the train split."""
     if not isinstance(part, Dataset):
         raise ObjectiveError(f"the {name} split must be a Dataset, not {type(part).__name__}")
     if len(part) == 0:
@@ -171,16 +166,11 @@ class Splits:
 
         Of samples that are not in memory it is over their fingerprint, their rows and what is known of their targets.
         """
-        found = hashlib.sha256()
-        for name, part in self.parts():
-            add_part(found, name, part)
-        return found.hexdigest()
+        return _hash(*self.parts())
 
     def hash_of(self, part: Literal["validation", "test"]) -> str:
         """SHA-256 over one of them."""
-        found = hashlib.sha256()
-        add_part(found, part, dict(self.parts())[part])
-        return found.hexdigest()
+        return _hash((part, dict(self.parts())[part]))
 
     def check(self, *, joined: bool = False) -> None:
         """Refuses data that cannot be trained on, before training starts.
@@ -192,7 +182,7 @@ class Splits:
             ObjectiveError: an empty split, shapes that differ, NaN or infinity, shared rows.
         """
         for name, part in self.parts():
-            check_part(name, part, self.train)
+            _check_part(name, part, self.train)
         seen: set[int] = set()
         for name, part in self.parts():
             if joined and part is self.val:
@@ -239,10 +229,10 @@ def _drawn(rows: Rows, val: float, test: float, labels: Rows | None, groups: Row
 def _divided_anew(
     train: Rows, valid: Rows, share: float, labels: Rows | None, groups: Rows | None, division: int
 ) -> tuple[Rows, Rows]:
-    """Train and validation rows of a division, as many to train on as in the study.
+    """Return train and validation rows of a division, with as many training rows as in the study.
 
-    The validation rows are among those that the study trains on: what it validates on has chosen the configuration,
-    and would flatter it again. It is trained on in their place.
+    The validation rows come from the study's training rows, because the study's validation rows have chosen the
+    configuration and would favour it again. Training uses those in exchange.
     """
     kept, fresh = divide(train, share, labels, groups, division)
     if len(fresh) < len(valid) * (1 - _CLOSE):
@@ -293,29 +283,18 @@ def _whole(
 
 
 def joined(splits: Splits, *, by_make: bool) -> Splits:
-    """The splits with the validation samples among those that are trained on.
+    """Return the splits of `data()` with the validation samples added to the training samples.
 
-    Args:
-        splits: as `data()` gave them.
-        by_make: whether `Splits.make` joined them for it. They stay as they are then, for it may have filtered them;
-            but where it has divided the joined ones once more, by itself.
+    With `by_make`, `Splits.make` has joined them already, and `data()` may have filtered the result. They are joined
+    again only if `data()` then divided the joined samples itself.
 
     Raises:
         ObjectiveError: they cannot be joined.
     """
-    if by_make and not _apart(splits.train, splits.val):
+    train, val = splits.train, splits.val
+    apart = train.rows is not None and val.rows is not None and not torch.isin(val.rows, train.rows).any()
+    if by_make and not apart:
         return splits
-    return replace(splits, train=_both(splits.train, splits.val))
-
-
-def _apart(train: Dataset, val: Dataset) -> bool:
-    """Whether it is known that no validation sample is trained on."""
-    if train.rows is None or val.rows is None:
-        return False
-    return not bool(torch.isin(val.rows, train.rows).any())
-
-
-def _both(train: Dataset, val: Dataset) -> Dataset:
     if not (train.in_memory and val.in_memory):
         raise ObjectiveError(
             "a refit is trained on train and validation, and these parts do not lie in tensors, so that they cannot be "
@@ -325,7 +304,7 @@ def _both(train: Dataset, val: Dataset) -> Dataset:
         if form(one) != form(other):
             raise ObjectiveError(f"a refit cannot join train and validation: {what} is {form(one)} and {form(other)}")
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
-    return replace(train, x=_cat(train.x, val.x), y=_cat(train.y, val.y), rows=rows)
+    return replace(splits, train=replace(train, x=_cat(train.x, val.x), y=_cat(train.y, val.y), rows=rows))
 
 
 def _cat(one: Tree, other: Tree) -> Tree:

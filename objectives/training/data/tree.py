@@ -37,16 +37,14 @@ def tensors(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def moved(tree: Tree, device: torch.device | str) -> Tree:
     """The tree on a device; objects of other libraries move by their own `to`."""
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
-    if isinstance(tree, (Mapping, tuple, list)):
+    if isinstance(tree, (Tensor, Mapping, tuple, list)):
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
     return tree.to(device) if hasattr(tree, "to") else tree
 
 
 def taken(tree: Tree, rows: Tensor | slice) -> Tree:
     """The tree of the rows of each tensor."""
-    return tree[rows] if isinstance(tree, Tensor) else map_tensors(lambda tensor: tensor[rows], tree)
+    return map_tensors(lambda tensor: tensor[rows], tree)
 
 
 def form(tree: Tree) -> str:

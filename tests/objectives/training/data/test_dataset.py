@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpsearch import Dataset, ObjectiveError, Splits, Standardize
-from hpsearch.objectives.training.data.samplers import steps_per_epoch, windows
+from hpsearch import Dataset, ObjectiveError, Splits, Standardize, TrainConfig
+from hpsearch.objectives.training.data.samplers import Order
+
+CPU = torch.device("cpu")
 
 
 def _make(seed=0, n=100, **kwargs):
@@ -135,17 +137,18 @@ def test_inputs_and_targets_must_have_one_length():
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_windows_give_each_sample_once(samples, accumulate, drop_last):
     settings = {"batch_size": 8, "accumulate": accumulate, "drop_last": drop_last}
-    found = list(windows(samples, **settings, seed=5))
+    order = Order(samples, TrainConfig(**settings), 5)
+    found = list(order.windows(0, CPU))
     rows = torch.cat([batch for window in found for batch in window]).tolist()
     dropped = samples % 8 if drop_last and samples > 8 else 0
     assert len(rows) == len(set(rows)) == samples - dropped
-    assert len(found) == steps_per_epoch(samples, **settings)
+    assert len(found) == order.steps
     assert all(len(window) <= accumulate for window in found)
 
 
 def test_the_order_follows_from_the_seed_alone():
     def order(seed):
-        return torch.cat([b for w in windows(20, batch_size=4, accumulate=1, drop_last=True, seed=seed) for b in w])
+        return torch.cat([b for w in Order(20, TrainConfig(batch_size=4), seed).windows(0, CPU) for b in w])
 
     first = order(1)
     torch.manual_seed(7)
