@@ -11,7 +11,7 @@ from typing import Any, Literal
 Direction = Literal["maximize", "minimize"]
 
 # For several metrics: median compares one number, and where asha prunes tpe came to less than drawing at random does
-# (tests/benchmarks/search_quality).
+# (benchmarks/search_quality).
 USUAL = {"sampler": "curves", "pruner": "asha"}
 
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")

@@ -1,0 +1,289 @@
+"""Real searches: the wall time until the best so far is as good as what TPE and the median pruner end with.
+
+    python -m benchmarks.bench_quality [--objectives NAME ...] [--ways NAME ...] [--seeds 5] [--seconds S]
+
+Each way searches for so many seconds, from the command to its end with all imports, on the same machine, with as many
+workers, for the same objective on the same split of its data, trained by the same loop. The services of hpsearch run
+beforehand, as Optuna's database does; Optuna and Ray Tune log nothing anywhere, hpsearch all that it logs.
+
+The best so far is the configuration of the best value that a trial has reported, from the time on at which it is in
+the database, or in Ray's results: what a user would take then. A reported value is a lucky one above all, so what the
+configuration is worth is measured afterwards: trained to its end on fresh seeds, the mean of their best values. The
+target of an objective is the median over seeds of what `hpsearch tpe + median` has found at the end; a search that
+never has it counts as having it then. `search_quality` asks the same of simulated searches, which can be many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy as sa
+
+from benchmarks.bench_search import own_environment, say, services
+from benchmarks.plain_quality import worth
+from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.search.fleet.fork import cores, thread_settings
+from hpsearch.storage.embedded import stack
+
+OBJECTIVES = {
+    "digits": "benchmarks.one_split:OneDigits",
+    "breast_cancer": "benchmarks.one_split:OneBreastCancer",
+    "denoise": "benchmarks.one_split:OneDenoise",
+}
+EPOCHS = 27
+BASELINE = "hpsearch tpe + median"
+NO_END = 100_000  # trials: the time ends a search
+POLL = 0.25  # seconds
+
+_BEST = sa.text("""
+    SELECT v.intermediate_value AS value, t.number, count(*) OVER () AS epochs
+      FROM trial_intermediate_values v JOIN trials t USING (trial_id) JOIN studies USING (study_id)
+     WHERE study_name = :name AND intermediate_value_type = 'FINITE'
+     ORDER BY :sign * v.intermediate_value LIMIT 1
+""")
+
+
+@dataclass
+class Trace:
+    """A search: seconds since its command at which there was another best so far, and what that was.
+
+    Attributes:
+        times: the seconds.
+        best: the reported loss, lower is better.
+        params: the configuration; while a study is watched the trial's number.
+        epochs: reported by all trials.
+        truth: what the configurations are worth, lower is better.
+    """
+
+    times: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    params: list[dict[str, Any]] = field(default_factory=list)
+    epochs: int = 0
+    truth: list[float] = field(default_factory=list)
+
+    def note(self, seconds: float, loss: float, params: dict[str, Any]) -> None:
+        if not self.best or loss < self.best[-1]:
+            self.times.append(seconds)
+            self.best.append(loss)
+            self.params.append(params)
+
+    @property
+    def last(self) -> float:
+        """What was reported best."""
+        return self.best[-1] if self.best else math.inf
+
+    def at(self, seconds: float) -> float:
+        """What the best after so many seconds is worth."""
+        return next((t for at, t in zip(self.times[::-1], self.truth[::-1], strict=True) if at <= seconds), math.inf)
+
+    def reached(self, target: float, end: float) -> float:
+        return next((at for at, loss in zip(self.times, self.truth, strict=True) if loss <= target), end)
+
+
+@dataclass
+class Case:
+    """One search that is to be made."""
+
+    objective: BaseObjective
+    reference: str
+    seed: int
+    seconds: float
+    workers: int
+    home: Path
+    storage: str
+
+    @property
+    def sign(self) -> float:
+        return -1.0 if self.objective.direction == "maximize" else 1.0
+
+
+def hpsearch(sampler: str, pruner: str) -> Callable[[Case, str], Trace]:
+    """`hpsearch run` as a user starts it."""
+
+    def made(case: Case, name: str) -> Trace:
+        flags = {
+            "name": name, "trials": NO_END, "epochs": EPOCHS, "timeout": case.seconds, "workers": case.workers,
+            "seed": case.seed, "sampler": sampler, "pruner": pruner,
+        }  # fmt: skip
+        given = [f"--{flag}={value}" for flag, value in flags.items()]
+        command = [sys.executable, "-m", "hpsearch", "run", case.reference, "--no-default-first", *given]
+        return watched(case, name, [command])
+
+    return made
+
+
+def plain_optuna(case: Case, name: str) -> Trace:
+    """Optuna's own loop in a process for each worker, on the same Postgres."""
+    optuna.create_study(study_name=name, storage=case.storage, direction=case.objective.direction)
+    script = [sys.executable, "-m", "benchmarks.plain_quality", "optuna", case.reference, name]
+    script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}"]
+    return watched(case, name, [[*script, f"--seed={100 * case.seed + n}"] for n in range(case.workers)])
+
+
+def ray_tune(searcher: str) -> Callable[[Case, str], Trace]:
+    """Ray Tune's ASHA, with as many trials at once."""
+
+    def made(case: Case, name: str) -> Trace:
+        script = [
+            sys.executable,
+            "-m",
+            "benchmarks.plain_quality",
+            "ray",
+            case.reference,
+            name,
+            f"--searcher={searcher}",
+        ]
+        script += [f"--seconds={case.seconds}", f"--epochs={EPOCHS}", f"--workers={case.workers}"]
+        results = case.home / f"{name}.jsonl"
+        started = time.time()
+        run([[*script, f"--seed={case.seed}", f"--results={results}"]], case, name)
+        trace = Trace()
+        for line in results.read_text().splitlines():
+            at, value, params = json.loads(line)
+            trace.note(at - started, case.sign * value, params)
+            trace.epochs += 1
+        return trace
+
+    return made
+
+
+WAYS: dict[str, Callable[[Case, str], Trace]] = {
+    BASELINE: hpsearch("tpe", "median"),
+    "hpsearch curves + asha": hpsearch("curves", "asha"),
+    "hpsearch curves + median": hpsearch("curves", "median"),
+    "hpsearch random + asha": hpsearch("random", "asha"),
+    "hpsearch tpe + asha": hpsearch("tpe", "asha"),
+    "Optuna TPE + median": plain_optuna,
+    "Ray Tune ASHA, random": ray_tune("random"),
+    "Ray Tune ASHA, HyperOpt": ray_tune("hyperopt"),
+}
+
+
+def watched(case: Case, name: str, commands: list[list[str]]) -> Trace:
+    """Runs commands, and looks into their study as they go."""
+    trace, over = Trace(), threading.Event()
+    engine = sa.create_engine(case.storage)
+    started = time.time()
+
+    def look() -> None:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            while not over.wait(POLL):
+                row = connection.execute(_BEST, {"name": name, "sign": case.sign}).one_or_none()
+                if row is not None:
+                    trace.epochs = row.epochs
+                    trace.note(time.time() - started, case.sign * row.value, {"number": row.number})
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        run(commands, case, name)
+    finally:
+        over.set()
+        thread.join()
+        engine.dispose()
+    trials = optuna.load_study(study_name=name, storage=case.storage).get_trials(deepcopy=False)
+    trace.params = [trials[best["number"]].params for best in trace.params]
+    return trace
+
+
+def run(commands: list[list[str]], case: Case, name: str) -> None:
+    """Run all at once, and wait for all; they must succeed."""
+    environment = {
+        **own_environment(),
+        **thread_settings(case.workers),
+        "HPSEARCH_HOME": str(case.home),
+        "BENCH_STORAGE": case.storage,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    log = case.home / f"{name}.log"
+    with log.open("w") as output:
+        began = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            for command in commands
+        ]
+        codes = [process.wait() for process in began]
+    if any(codes):
+        raise SystemExit(f"{commands[0]} ended with {codes}:\n{log.read_text()[-3000:]}")
+
+
+def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
+    """Fill in what all that were the best once are worth."""
+    known: dict[str, float] = {}
+    wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
+    with ProcessPoolExecutor(cores()) as pool:
+        found = pool.map(partial(worth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted])
+        for done, ((key, _), value) in enumerate(zip(wanted, found, strict=True), 1):
+            known[key] = sign * value
+            if done % 50 == 0:
+                say(f"{done} of {len(wanted)} configurations judged")
+    for trace in traces:
+        trace.truth = [known[json.dumps(params, sort_keys=True)] for params in trace.params]
+
+
+def table(objective: str, traces: dict[str, list[Trace]], seconds: float) -> None:
+    """A line for each way: its ratio to the baseline, all its times, and what it had found by and by."""
+    ends = [trace.at(seconds) for trace in traces[BASELINE]]
+    target = statistics.median(ends)
+    print(f"\n{objective}: target {target:.5g} (the baseline's ends: {' '.join(f'{end:.5g}' for end in sorted(ends))})")
+    times = {way: [trace.reached(target, seconds) for trace in found] for way, found in traces.items()}
+    base = statistics.geometric_mean(times[BASELINE])
+    for way, found in traces.items():
+        ratio = statistics.geometric_mean(times[way]) / base
+        spread = " ".join(f"{at:.0f}" for at in sorted(times[way]))
+        after = [statistics.median(trace.at(seconds * part / 4) for trace in found) for part in (1, 2, 3, 4)]
+        worths = " ".join(f"{value:.4g}" for value in after)
+        epochs = statistics.median(trace.epochs for trace in found)
+        print(
+            f"{way:28} {ratio:5.2f}  seconds {spread:30} after each quarter {worths:40} epochs {epochs:.0f}", flush=True
+        )
+
+
+def main() -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objectives", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--fresh", type=int, default=3, help="seeds on which what was found is judged")
+    given = parser.parse_args()
+    ways = list(dict.fromkeys([BASELINE, *given.ways]))
+    with services() as home:
+        info = stack.up(home, progress=say)
+        print(f"{given.seconds:g} s, {given.workers} workers on {cores()} cores, load {os.getloadavg()[0]:.1f}")
+        for objective in given.objectives:
+            loaded = load_objective(OBJECTIVES[objective])
+            traces: dict[str, list[Trace]] = {way: [] for way in ways}
+            for seed in range(given.seeds):
+                where = (given.seconds, given.workers, home, info.storage_url)
+                for place, way in enumerate(
+                    ways[:: -1 if seed % 2 else 1]
+                ):  # in turns, so that none has the quiet hours
+                    case = Case(loaded, OBJECTIVES[objective], seed, *where)
+                    traces[way].append(WAYS[way](case, f"{objective}-{seed}-{place}"))
+                    say(f"{objective}, seed {seed}, {way}: reported {traces[way][-1].last:.5g}")
+            sign = -1.0 if loaded.direction == "maximize" else 1.0
+            judge(OBJECTIVES[objective], sign, [trace for found in traces.values() for trace in found], given.fresh)
+            table(objective, traces, given.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What budgets in trials come to: how good the best is once so many trials have been begun and ended, and its cost.
+
+    python -m benchmarks.search_quality.budgets [--trials 24 100 500] [--seeds 20] [--objectives NAME ...]
+
+A search of a number of trials spends as many epochs as its pruner lets it: ways that pause most trials early spend a
+fraction. So both are told: the epochs, and the share of configurations drawn at random that are truly better than
+the best one found (lower is better; geometric means). `ahead`: of the searches, those whose best is truly better than
+the baseline's of the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import optuna
+
+from benchmarks.search_quality.problems import PROBLEMS
+from benchmarks.search_quality.simulation import Simulation
+from benchmarks.search_quality.surrogates import FAMILIES, Family, surrogate
+from benchmarks.search_quality.ways import WAYS, make
+
+BASELINE = "hpsearch tpe + median"
+COMPARED = (BASELINE, "hpsearch curves + median", "hpsearch tpe + asha", "hpsearch curves + asha")
+RANDOM = 10_000  # configurations that what was found is ranked among
+MOST = 10**9  # epochs: the trials end a search
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A search of so many trials."""
+
+    objective: str
+    family: Family
+    way: str
+    trials: int
+    seed: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What it came to: the true value of the best, and the epochs that it cost."""
+
+    best: float
+    epochs: int
+
+
+def search(one: Bounded) -> Found:
+    problem = replace(PROBLEMS[one.objective], trials=one.trials)
+    training, way = surrogate(one.objective, one.family), make(one.way, problem, one.seed)
+    bounds = {"workers": one.workers, "budget": MOST, "seed": one.seed, "trials": one.trials}
+    history = Simulation(way, training, problem.maximize, **bounds).run()
+    return Found(history.best[-1], history.epochs)
+
+
+@cache
+def at_random(objective: str, family: Family) -> np.ndarray:
+    """True last values of configurations at random [RANDOM], as losses, in order."""
+    problem, training = PROBLEMS[objective], surrogate(objective, family)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    values = []
+    for _ in range(RANDOM):
+        trial = study.ask()
+        problem.objective().configure(trial)
+        values.append(training.true(trial.params)[-1])
+        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    losses = np.array(values) * (-1.0 if problem.maximize else 1.0)
+    return np.sort(losses)
+
+
+def share_better(one: Bounded, found: Found) -> float:
+    """Of configurations at random, those truly better than what was found; half of one, where there is none."""
+    loss = -found.best if PROBLEMS[one.objective].maximize else found.best
+    return max(0.5, float(np.searchsorted(at_random(one.objective, one.family), loss))) / RANDOM
+
+
+def lines(ways: list[str], done: dict[Bounded, Found]) -> Iterator[str]:
+    yield "| trials | way | epochs | of random ones, better | ahead of the baseline |"
+    yield "|---|---|---|---|---|"
+    for trials in sorted({one.trials for one in done}):
+        for way in ways:
+            mine = [one for one in done if (one.trials, one.way) == (trials, way)]
+            shares = [share_better(one, done[one]) for one in mine]
+            ahead = [_ahead(one, done[one], done[replace(one, way=BASELINE)]) for one in mine]
+            epochs = np.mean([done[one].epochs for one in mine])
+            yield f"| {trials} | {way} | {epochs:.0f} | {np.exp(np.mean(np.log(shares))):.2%} | {np.mean(ahead):.0%} |"
+
+
+def _ahead(one: Bounded, mine: Found, base: Found) -> float:
+    sign = 1 if PROBLEMS[one.objective].maximize else -1
+    return 0.5 + 0.5 * float(np.sign(sign * (mine.best - base.best)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objectives", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
+    parser.add_argument("--trials", nargs="+", type=int, default=[24, 100, 500])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(COMPARED))
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=8, help="of the searches that are simulated")
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    ways = list(dict.fromkeys([BASELINE, *given.ways]))
+    cells = [(name, family) for name in given.objectives for family in FAMILIES]
+    for cell in cells:
+        surrogate(*cell)  # fitted once, for all processes
+    searches = [
+        Bounded(name, family, way, trials, seed, given.workers)
+        for seed in range(given.seeds)
+        for trials in given.trials
+        for name, family in cells
+        for way in ways
+    ]
+    done: dict[Bounded, Found] = {}
+    said = time.monotonic()
+    with ProcessPoolExecutor(given.processes) as pool:
+        for one, found in zip(searches, pool.map(search, searches), strict=True):
+            done[one] = found
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                print(f"{len(done)} of {len(searches)} searches", file=sys.stderr, flush=True)
+    for line in lines(ways, done):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

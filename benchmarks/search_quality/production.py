@@ -1,0 +1,90 @@
+"""hpsearch's own samplers and pruners in the simulation, built and asked as a worker does.
+
+The study is in memory, where a worker's is in Postgres: samplers see Optuna's study either way, and pruners ask what
+they need of the others through `Peers`, which is answered here from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from benchmarks.search_quality.optuna_study import OptunaStudy
+from benchmarks.search_quality.problems import Problem
+from benchmarks.search_quality.simulation import Work
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.pruners.base import Case
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.suggest import make_sampler
+
+Rungs = dict[int, dict[int, float]]  # values by rung and trial
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a pruner may ask about a trial's peers."""
+
+    study: optuna.Study
+    number: int
+    rungs: Rungs
+
+    def finished(self) -> Sequence[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+    def reached(self) -> int:
+        rung = 0
+        while self.number in self.rungs.get(rung, {}):
+            rung += 1
+        return rung
+
+    def note(self, rung: int, value: float) -> None:
+        self.rungs.setdefault(rung, {})[self.number] = value
+
+    def at_rung(self, rung: int) -> list[tuple[int, float]]:
+        return [(number, value) for number, value in self.rungs.get(rung, {}).items() if number != self.number]
+
+
+class Production:
+    """A sampler and a pruner of hpsearch's, by their names or tables as a study gives them."""
+
+    def __init__(self, problem: Problem, sampler: object, pruner: object, *, seed: int) -> None:
+        self._problem, self._seed = problem, seed
+        self._sampler = SamplerSpec.parse(table(sampler))
+        self._pruner = PrunerSpec.parse(table(pruner)).for_epochs(problem.epochs)
+        self._trials = OptunaStudy(problem, f"{problem.objective.name}-{seed}")
+        self._trials.study.pruner = self._pruner.build()  # a sampler asks it for a trial's bracket
+        self._rungs: Rungs = {}
+
+    def next_work(self) -> Work | None:
+        if len(self._trials.values) == self._problem.trials:
+            return None
+        study = self._trials.study
+        which = {"study_seed": self._seed, "trial_number": len(self._trials.values)}
+        study.sampler = make_sampler(self._sampler, epochs=self._problem.epochs, **which)
+        return self._trials.begin()
+
+    def report(self, trial: int, epoch: int, value: float) -> bool:
+        self._trials.note(trial, epoch, value)
+        if trial not in self._trials.running:
+            return False
+        case = Case(
+            pruner=self._pruner.name,
+            study=self._trials.name,
+            number=trial,
+            metric=self._problem.objective.metric,
+            maximize=self._problem.maximize,
+            epochs=self._problem.epochs,
+            values=self._trials.values[trial],
+        )
+        decision = self._pruner.judge(case, Others(self._trials.study, trial, self._rungs))
+        if decision.prune:
+            self._trials.prune(trial)
+        return not decision.prune
+
+
+def table(kind: object) -> object:
+    """A name as the table that it is short for."""
+    return {"name": kind} if isinstance(kind, str) else kind

@@ -1,0 +1,151 @@
+"""Searches that were simulated, each kept in a file, and what they come to beside the baseline's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.search_quality.problems import PROBLEMS
+from benchmarks.search_quality.simulation import History, Simulation
+from benchmarks.search_quality.surrogates import Family, made_of, surrogate
+from benchmarks.search_quality.ways import BASELINE, make
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+KEPT = Path("runs/search_quality/results")  # not part of the repository
+
+BEYOND = 1.5  # times the budget that searches go on for, so that it shows when the slower ones arrive
+RESAMPLES = 500
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all searches of a table have in common."""
+
+    budget: int
+    workers: int
+
+    @property
+    def end(self) -> int:
+        """The epochs after which a search ends; one that has not arrived counts as arriving then."""
+        return int(BEYOND * self.budget)
+
+
+@dataclass(frozen=True)
+class Search:
+    """One simulated search."""
+
+    objective: str
+    family: Family
+    way: str
+    seed: int
+
+
+def search(one: Search, setting: Setting) -> History:
+    """A search's history: from its file, or made now."""
+    path = KEPT / f"{digest(one, setting)}.json"
+    if path.exists():
+        return History(**json.loads(path.read_text())["history"])
+    problem = PROBLEMS[one.objective]
+    training = surrogate(one.objective, one.family)
+    way = make(one.way, problem, one.seed)
+    history = Simulation(way, training, problem.maximize, setting.workers, setting.end, one.seed).run()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"search": asdict(one), "setting": asdict(setting), "history": asdict(history)}))
+    new.replace(path)
+    return history
+
+
+def digest(one: Search, setting: Setting) -> str:
+    """Names a search's file: another for other curves, another simulation or, of hpsearch's ways, other code."""
+    sources = [HERE / name for name in ("simulation.py", "optuna_study.py", "space.py")]
+    if not one.way.startswith("hpsearch"):
+        sources.append(HERE / "peers.py")
+    else:
+        sources += [HERE / "production.py", HERE / "stored.py"]
+        sources.append(ROOT / "storage/rungs/rungs.py")
+        rooms = ("curves", "samplers", "pruners")
+        sources += [path for room in rooms for path in sorted((ROOT / "search" / room).glob("*.py"))]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    text = json.dumps([asdict(one), asdict(setting), made_of(one.objective), code])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All searches on one surrogate: histories by way, in the order of the seeds."""
+
+    objective: str
+    family: Family
+    histories: dict[str, list[History]]
+
+    @property
+    def maximize(self) -> bool:
+        return PROBLEMS[self.objective].maximize
+
+    def target(self, setting: Setting, seeds: np.ndarray) -> float:
+        """The quality that the baseline has at the end of the budget; the median over seeds."""
+        return float(np.median([self.histories[BASELINE][seed].at(setting.budget) for seed in seeds]))
+
+    def arrivals(self, way: str, target: float, setting: Setting, seeds: np.ndarray) -> list[float]:
+        """Epochs until each search of a way reached the target; infinite, where it did not."""
+        arrived = [self.histories[way][seed].reached(target, maximize=self.maximize) for seed in seeds]
+        return [math.inf if epochs is None else float(epochs) for epochs in arrived]
+
+    def ratio(self, way: str, setting: Setting, seeds: np.ndarray) -> float:
+        """The logarithm of how many times the baseline's epochs a way takes to the baseline's quality."""
+        target = self.target(setting, seeds)
+        mine, base = (
+            np.log(np.minimum(self.arrivals(one, target, setting, seeds), setting.end)) for one in (way, BASELINE)
+        )
+        return float(np.mean(mine) - np.mean(base))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times the baseline's epochs: a geometric mean over surrogates and seeds, with its 95 % interval."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def ratio(way: str, cells: list[Cell], setting: Setting) -> Ratio:
+    """Compares a way with the baseline; the interval is a bootstrap over objectives and, in each, over seeds.
+
+    The surrogates of one objective stay together: they are learnt from the same curves.
+    """
+    by_objective: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_objective.setdefault(cell.objective, []).append(cell)
+    names = list(by_objective)
+    all_seeds = np.arange(len(cells[0].histories[way]))
+    random = np.random.default_rng(0)
+    means = []
+    for _ in range(RESAMPLES):
+        drawn = [by_objective[name] for name in random.choice(names, len(names))]
+        logs = [cell.ratio(way, setting, random.choice(all_seeds, len(all_seeds))) for group in drawn for cell in group]
+        means.append(np.mean(logs))
+    middle = float(np.mean([cell.ratio(way, setting, all_seeds) for cell in cells]))
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Ratio(math.exp(middle), math.exp(low), math.exp(high))
+
+
+def share_arrived(way: str, cells: list[Cell], setting: Setting) -> float:
+    """Of the searches of a way, those that reached the target before they ended."""
+    seeds = np.arange(len(cells[0].histories[way]))
+    arrived = [
+        math.isfinite(epochs)
+        for cell in cells
+        for epochs in cell.arrivals(way, cell.target(setting, seeds), setting, seeds)
+    ]
+    return float(np.mean(arrived))

@@ -1,0 +1,104 @@
+"""hpsearch's samplers on a study of several metrics, and its promotion from rungs by the order of fronts.
+
+The study is in memory, where a worker's is in Postgres. Samplers see it through the view that a worker's do, and who
+goes on from a rung is decided by the order and the rule of `hpsearch.storage.trials`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.trial import TrialState
+
+from benchmarks.search_quality.production import table
+from benchmarks.search_quality.several.problems import TwoMetrics
+from benchmarks.search_quality.simulation import Work
+from hpsearch.search.curves.multi_objective import path
+from hpsearch.search.pruners import PrunerSpec
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.suggest import make_sampler
+from hpsearch.storage.rungs.fronts import order
+
+
+class Production:
+    """A sampler and `asha`, or no pruner, by their names or tables as a study gives them.
+
+    Args:
+        training: the problem.
+        sampler, pruner: names, or tables with options.
+        seed: of the search.
+    """
+
+    def __init__(self, training: TwoMetrics, sampler: object, pruner: object, *, seed: int) -> None:
+        self._training, self._seed = training, seed
+        self._epochs = training.problem.epochs
+        self._sampler = SamplerSpec.parse(table(sampler))
+        self._promotion = PrunerSpec.parse(table(pruner)).for_epochs(self._epochs).promotion(self._epochs)
+        self._values: dict[int, dict[int, list[float]]] = {}  # by the trial's id, which is its number here
+        study = optuna.create_study(directions=training.directions)
+        self._study = as_sampled(study, lambda: self._values)
+        self._rungs: list[dict[int, np.ndarray]] = [{} for _ in (self._promotion.epochs if self._promotion else ())]
+        self._on: list[set[int]] = [set() for _ in self._rungs]  # who has gone on from each rung
+        self._best: list[list[int]] = [[] for _ in self._rungs]  # who may, until another reaches it
+
+    def next_work(self) -> Work:
+        """The best that may go on, from the highest rung that has one; else a new trial."""
+        for rung in reversed(range(len(self._rungs))):
+            if (trial := self._promotable(rung)) is not None:
+                self._on[rung].add(trial)
+                self._study._storage.set_trial_state_values(trial, TrialState.RUNNING)
+                return Work(trial, self._epochs)
+        return self._begun()
+
+    def report(self, trial: int, epoch: int, value: Sequence[float]) -> bool:
+        """Takes a vector; where it is not among those that go on from a rung the trial waits there."""
+        storage, values = self._study._storage, self._values[trial]
+        values[epoch] = list(value)
+        storage.set_trial_intermediate_value(trial, epoch, value[0])
+        if epoch + 1 == self._epochs:
+            best = self._worth(trial) * np.where(self._training.maximize, -1.0, 1.0)
+            storage.set_trial_state_values(trial, TrialState.COMPLETE, best.tolist())
+            return False
+        if self._promotion is None or epoch + 1 not in self._promotion.epochs:
+            return True
+        rung = self._promotion.epochs.index(epoch + 1)
+        self._rungs[rung][trial] = self._worth(trial)
+        self._best[rung] = self._going_on(rung)
+        if trial in self._best[rung]:
+            self._on[rung].add(trial)
+            return True
+        storage.set_trial_state_values(trial, TrialState.WAITING)
+        return False
+
+    def _begun(self) -> Work:
+        number = len(self._values)
+        which: Any = {"study_seed": self._seed, "trial_number": number, "epochs": self._epochs}
+        self._study.sampler = make_sampler(self._sampler, **which)
+        self._study._thread_local.cached_all_trials = None
+        trial_id = self._study._storage.create_new_trial(self._study._study_id)
+        assert trial_id == number
+        self._values[number] = {}
+        trial = optuna.Trial(self._study, trial_id)
+        self._training.problem.objective().configure(trial)
+        return Work(number, self._epochs, trial.params)
+
+    def _worth(self, trial: int) -> np.ndarray:
+        values = {epoch + 1: vector for epoch, vector in self._values[trial].items()}
+        return path(values, self._training.maximize)[max(values)]
+
+    def _promotable(self, rung: int) -> int | None:
+        return next((trial for trial in self._best[rung] if trial not in self._on[rung]), None)
+
+    def _going_on(self, rung: int) -> list[int]:
+        """The best one in `factor` of those that reached a rung."""
+        assert self._promotion is not None
+        reached = sorted(self._rungs[rung])
+        places = len(reached) // self._promotion.factor
+        if not places:
+            return []
+        losses = np.array([self._rungs[rung][trial] for trial in reached])
+        return [reached[place] for place in order(losses, places)]

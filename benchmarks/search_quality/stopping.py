@@ -1,0 +1,86 @@
+"""What `--stop-when` saves and loses: searches to their budget, and when each threshold would have ended them.
+
+    python -m benchmarks.search_quality.stopping [--sampler curves] [--objective digits] [--seeds 8]
+
+What is lost is told without the trials that still run then, which would end as they would.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+
+import numpy as np
+import optuna
+
+from benchmarks.search_quality.problems import PROBLEMS
+from benchmarks.search_quality.production import Production
+from benchmarks.search_quality.simulation import History, Simulation, Work
+from benchmarks.search_quality.surrogates import surrogate
+from hpsearch.search.study.stop_when import AGAIN, FIRST, Left, expected_gain
+
+THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03)
+
+
+@dataclass
+class Judged:
+    """A way of searching whose rest is judged as a worker does.
+
+    Attributes:
+        way: that is asked.
+        budget: epochs in all.
+        epochs: of a full trial.
+        gains: what was expected, after how many epochs.
+    """
+
+    way: Production
+    budget: int
+    epochs: int
+    gains: list[tuple[int, float]] = field(default_factory=list)
+    judged: int = 0
+
+    def next_work(self) -> Work:
+        trials = self.way._trials
+        begun, spent = len(trials.values), sum(map(len, trials.values.values()))
+        ended = begun - len(trials.running)
+        if ended >= max(FIRST, AGAIN * self.judged):
+            self.judged = ended
+            trials.study._thread_local.cached_all_trials = None
+            left = Left(begun * (self.budget - spent) / spent, self.epochs)
+            gain = expected_gain(trials.study, left, seed=ended)
+            self.gains += [] if gain is None else [(spent, gain)]
+        return self.way.next_work()
+
+    def report(self, trial: int, epoch: int, value: float) -> bool:
+        return self.way.report(trial, epoch, value)
+
+    def ends(self, threshold: float) -> int:
+        """After how many epochs a threshold ends the search."""
+        return next((spent for spent, gain in self.gains if gain < threshold), self.budget)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sampler", default="curves")
+    parser.add_argument("--objective", choices=list(PROBLEMS), default="digits")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=2000)
+    given = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    problem = PROBLEMS[given.objective]
+    found: list[tuple[Judged, History]] = []
+    for seed in range(given.seeds):
+        way = Judged(Production(problem, given.sampler, "median", seed=seed), given.budget, problem.epochs)
+        shape = {"maximize": problem.maximize, "workers": 8, "budget": given.budget, "seed": seed}
+        found.append((way, Simulation(way, surrogate(given.objective, "gp"), **shape).run()))
+    print("| threshold | epochs saved | lost, mean | median | most |\n|---|---|---|---|---|")
+    for threshold in THRESHOLDS:
+        ends = [way.ends(threshold) for way, _ in found]
+        sign = -1 if problem.maximize else 1
+        lost = [sign * (h.at(end) - h.at(given.budget)) for end, (_, h) in zip(ends, found, strict=True)]
+        saved = 1 - np.mean(ends) / given.budget
+        print(f"| {threshold} | {saved:.0%} | {np.mean(lost):.4f} | {np.median(lost):.4f} | {max(lost):.4f} |")
+
+
+if __name__ == "__main__":
+    main()

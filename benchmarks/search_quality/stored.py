@@ -1,0 +1,118 @@
+"""hpsearch with its study in Postgres: all that a worker asks of it, call by call, and nothing else.
+
+For what is decided in the database, as who is promoted from a rung. `production.py` has the same samplers and pruners
+in memory, which is faster; where both can be had they search alike.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import optuna
+
+from benchmarks.search_quality.problems import Problem
+from benchmarks.search_quality.production import table
+from benchmarks.search_quality.simulation import Work
+from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
+from hpsearch.search.samplers.known_trials import as_sampled
+from hpsearch.search.samplers.suggest import suggest
+from hpsearch.search.spec.spec import parse_spec
+from hpsearch.search.study.study import StoredStudy
+from hpsearch.storage.attributes import SPEC
+from hpsearch.storage.database.connect import make_engine
+from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.roles import create_databases
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server
+from hpsearch.storage.embedded.postgres_account import make_folder
+from hpsearch.storage.study_storage.storage import PostgresStorage
+from hpsearch.storage.trials.claims import Claim, Claims, Nothing, Retired
+from hpsearch.storage.trials.settle import Outcome
+from hpsearch.storage.urls import build
+
+LEASE = 10**6  # seconds: nobody dies in the simulation
+
+
+@cache
+def storage() -> PostgresStorage:
+    """A database of its own for the process, on a server that ends with it."""
+    folder = tempfile.TemporaryDirectory(prefix="hpsearch-quality-", ignore_cleanup_errors=True)
+    home = Path(folder.name).resolve()
+    home.chmod(0o755)  # as root, Postgres runs as another user, who has to get in
+    server = Server(make_folder(home), home / "postgres.log")
+    port = server.start(None)
+    atexit.register(folder.cleanup)
+    atexit.register(server.stop)
+    admin = build(user=SUPERUSER, password=server.password, host="127.0.0.1", port=port, database="postgres")
+    made = create_databases(f"{admin}?sslmode=disable", owner_password="o", worker_password="w", mlflow_password="m")
+    migrate(made.owner_url)
+    return PostgresStorage(make_engine(made.worker_url, application_name="search quality", pool_size=2))
+
+
+class Stored:
+    """A sampler and a pruner of hpsearch's, by their names or tables as a study gives them."""
+
+    def __init__(self, problem: Problem, sampler: object, pruner: object, *, seed: int) -> None:
+        objective = problem.objective
+        self._objective, self._epochs, self._storage = objective(), problem.epochs, storage()
+        name = f"{objective.name}-{seed}"
+        if name in {study.study_name for study in self._storage.get_all_studies()}:
+            self._storage.delete_study(self._storage.get_study_id_from_name(name))
+        settings = {"name": name, "objective": objective.name, "metric": objective.metric, "seed": seed}
+        settings |= {"direction": objective.direction, "epochs": problem.epochs, "n_trials": problem.trials}
+        self._spec = parse_spec({**settings, "sampler": table(sampler), "pruner": table(pruner)})
+        optuna.create_study(study_name=name, storage=self._storage, direction=objective.direction)
+        study = StoredStudy(self._spec, self._storage, self._storage.get_study_id_from_name(name))
+        study.set_attr(SPEC, self._spec.model_dump())
+        self._sampled = as_sampled(study.open())
+        self._rungs = study_rungs(self._spec)
+        self._pruner = StudyPruner(self._spec, self._storage, study.study_id)
+        self._claims = Claims(
+            self._storage.engine, study.study_id, worker="simulated:0", lease=LEASE, rungs=self._rungs
+        )
+        self._claimed: dict[int, Claim] = {}
+        self._values: dict[int, dict[int, float]] = {}
+
+    def next_work(self) -> Work | None:
+        """What a worker claims: a new trial, or one that was paused."""
+        while isinstance(claim := self._claims.claim(), Retired):
+            pass
+        if isinstance(claim, Nothing):
+            return None
+        if not isinstance(claim, Claim):
+            raise RuntimeError(f"no trial to claim: {claim}")
+        begun = claim.number in self._values
+        self._claimed[claim.number] = claim
+        self._values.setdefault(claim.number, {})
+        with self._storage.owned(claim.trial_id, claim.attempt):
+            suggest(self._objective, self._sampled, claim, self._spec)
+        params = None if begun else self._storage.get_trial(claim.trial_id).params
+        return Work(claim.number, self._epochs, params)
+
+    def report(self, trial: int, epoch: int, value: float) -> bool:
+        """Asks what a worker's session asks after an epoch, and ends what has ended."""
+        claim, values = self._claimed[trial], self._values[trial]
+        with self._storage.owned(claim.trial_id, claim.attempt):
+            self._claims.report(claim, epoch, value)
+            values[epoch] = value
+            if epoch == self._epochs - 1:
+                self._claims.settle(claim, Outcome.COMPLETE, value=self._best(trial))
+                return False
+            frozen = self._storage.get_trial(claim.trial_id)
+            frozen.intermediate_values = dict(values)
+            if self._pruner(frozen).prune:
+                self._claims.settle(claim, Outcome.PRUNED, value=value)
+                return False
+            return self._goes_on(trial, epoch)
+
+    def _goes_on(self, trial: int, epoch: int) -> bool:
+        if self._rungs is None or epoch + 1 not in self._rungs.epochs:
+            return True
+        rung = self._rungs.epochs.index(epoch + 1)
+        return self._claims.reach(self._claimed[trial], rung, self._best(trial)).promoted
+
+    def _best(self, trial: int) -> float:
+        values = self._values[trial].values()
+        return max(values) if self._spec.maximize else min(values)

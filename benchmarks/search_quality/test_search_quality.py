@@ -1,0 +1,290 @@
+"""The benchmark itself: what it counts, that it repeats, and that its stand-ins for training can be trusted so far."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+
+from benchmarks.search_quality.curves import DATA, read_curves
+from benchmarks.search_quality.optuna_study import OptunaStudy
+from benchmarks.search_quality.peers import Optuna
+from benchmarks.search_quality.problems import PROBLEMS, Problem
+from benchmarks.search_quality.production import Production
+from benchmarks.search_quality.promotion import Promotion
+from benchmarks.search_quality.results import Cell, Setting, ratio
+from benchmarks.search_quality.simulation import History, Simulation, Way, Work
+from benchmarks.search_quality.space import active, distributions, encode
+from benchmarks.search_quality.stored import Stored
+from benchmarks.search_quality.surrogates import Scores, Surrogate, first_seeds
+from benchmarks.search_quality.ways import BASELINE, halving, median
+from hpsearch.objectives.builtin.breast_cancer import BreastCancer
+from hpsearch.search.samplers import SamplerSpec
+from hpsearch.search.samplers.suggest import make_sampler
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+PROBLEM = Problem(BreastCancer, "tuning")
+BUDGET = 400
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Training whose values rise to what the learning rate is worth, with noise."""
+
+    epochs: int = 27
+
+    def trial(self, params: Mapping[str, Any], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        worth = -abs(math.log10(params["lr"]) + 2.5)
+        true = worth - 1 / np.arange(1, self.epochs + 1)
+        return true + 0.1 * random.standard_normal(self.epochs), true
+
+
+@dataclass
+class Watched:
+    """A way that notes what it is told."""
+
+    way: Way
+    told: list[tuple[int, int, float]] = field(default_factory=list)
+    given: list[Work] = field(default_factory=list)
+
+    def next_work(self) -> Work | None:
+        work = self.way.next_work()
+        if work is not None:
+            self.given.append(work)
+        return work
+
+    def report(self, trial: int, epoch: int, value: float) -> bool:
+        self.told.append((trial, epoch, value))
+        return self.way.report(trial, epoch, value)
+
+
+def simulated(way: Way, training: Any = None, *, seed: int = 0, workers: int = 8, budget: int = BUDGET) -> History:
+    return Simulation(way, training or Slope(), PROBLEM.maximize, workers, budget, seed).run()
+
+
+def without_times(history: History) -> dict[str, Any]:
+    return {name: value for name, value in asdict(history).items() if name != "seconds"}
+
+
+def random_params(number: int, problem: Problem = PROBLEM) -> dict[str, Any]:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(number))
+    trial = study.ask()
+    problem.objective().configure(trial)
+    return trial.params
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_search_is_a_function_of_its_seed(sampler):
+    first, second, other = (
+        without_times(simulated(Production(PROBLEM, sampler, "median", seed=seed), seed=seed)) for seed in (1, 1, 2)
+    )
+    assert first == second
+    assert first != other
+
+
+def test_each_epoch_is_counted_once():
+    way = Watched(Production(PROBLEM, "random", "successive_halving", seed=0))
+    history = simulated(way)
+    assert history.epochs == len(way.told) == BUDGET
+    epochs: dict[int, list[int]] = {}
+    for trial, epoch, _ in way.told:
+        epochs.setdefault(trial, []).append(epoch)
+    assert all(reported == list(range(len(reported))) for reported in epochs.values())
+    # Some are given to workers whose first epoch the budget no longer reaches.
+    assert len(epochs) <= history.trials <= len(epochs) + 8
+    assert history.full == sum(len(reported) == PROBLEM.epochs for reported in epochs.values()) > 0
+
+
+def test_the_best_is_judged_by_its_true_value_and_chosen_by_the_reported_one():
+    way = Watched(Production(PROBLEM, "random", "none", seed=0))
+    history = simulated(way)
+    values = np.array([value for _, _, value in way.told])
+    new = np.flatnonzero(values > np.maximum.accumulate([-np.inf, *values[:-1]]))
+    assert history.spent == [int(place) + 1 for place in new]
+    assert all(best not in values for best in history.best)
+
+
+def test_workers_are_asynchronous():
+    """Eight workers do not go in step: one is trials ahead of another."""
+    way = Watched(Production(PROBLEM, "random", "none", seed=0))
+    simulated(way)
+    ended = [trial for trial, epoch, _ in way.told if epoch == PROBLEM.epochs - 1]
+    assert ended != sorted(ended)
+
+
+def test_a_worker_without_work_waits_for_the_others():
+    @dataclass
+    class OneAtATime:
+        begun: int = 0
+        running: bool = False
+
+        def next_work(self) -> Work | None:
+            if self.running:
+                return None
+            self.running = True
+            self.begun += 1
+            return Work(self.begun - 1, 3, random_params(0))
+
+        def report(self, trial: int, epoch: int, value: float) -> bool:
+            self.running = epoch < 2
+            return True
+
+    assert simulated(OneAtATime(), budget=30).trials == 10
+
+
+@pytest.mark.parametrize("pruner", ["median", "hyperband", {"name": "successive_halving", "reduction_factor": 3}])
+def test_hpsearch_prunes_where_optuna_does(pruner):
+    pruners = {"median": median(), "hyperband": optuna.pruners.HyperbandPruner(1, PROBLEM.epochs, 3)}
+    theirs = pruners[pruner] if isinstance(pruner, str) else halving()
+
+    class SameConfigurations(Optuna):
+        def next_work(self) -> Work:
+            trials: OptunaStudy = self._trials
+            sampler = SamplerSpec.parse({"name": "random"})
+            trials.study.sampler = make_sampler(sampler, study_seed=0, trial_number=len(trials.values), epochs=27)
+            return super().next_work()
+
+    way, other = (
+        Watched(Production(PROBLEM, "random", pruner, seed=0)),
+        Watched(SameConfigurations(PROBLEM, optuna.samplers.RandomSampler(0), theirs, seed=0)),
+    )
+    simulated(way)
+    simulated(other)
+    assert way.told == other.told
+    assert min(Counter(trial for trial, _, _ in way.told).values()) < PROBLEM.epochs  # somebody was pruned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "median"), ("random", "successive_halving")])
+def test_a_search_in_postgres_is_that_in_memory(sampler, pruner):
+    way, other = (Watched(make(PROBLEM, sampler, pruner, seed=0)) for make in (Stored, Production))
+    simulated(way)
+    simulated(other)
+    assert way.told == other.told
+
+
+@pytest.mark.slow
+def test_promotion_in_postgres_goes_on_with_the_few():
+    way = Watched(Stored(PROBLEM, "random", "asha", seed=0))
+    history = simulated(way)
+    assert max(Counter((trial, epoch) for trial, epoch, _ in way.told).values()) == 1  # none is trained again
+    reached = Counter(epoch + 1 for _, epoch, _ in way.told)
+    assert reached[1] > 2 * reached[2] > 2 * reached[4] > 0
+    assert any(work.params is None for work in way.given)
+    assert history.epochs == len(way.told) == BUDGET
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("made", "pruner"), [(Production, "median"), (Stored, "asha")])
+def test_a_search_of_some_trials_ends_when_they_have(made, pruner):
+    problem = replace(PROBLEM, trials=20)
+    way = made(problem, "random", pruner, seed=0)
+    history = Simulation(way, Slope(), problem.maximize, workers=8, budget=10**6, seed=0, trials=20).run()
+    assert history.trials == 20
+    assert 20 + 26 <= history.epochs < 20 * 27
+    assert history.full >= 1
+
+
+def test_promotion_goes_on_with_the_best_third_once_per_rung_and_where_they_were_left():
+    class Checked(Promotion):
+        def next_work(self) -> Work:
+            work = super().next_work()
+            if work.params is None:
+                values = self.rungs[{3: 0, 9: 1, 27: 2}[work.until]]
+                better = sum(value > values[work.trial] for value in values.values())
+                assert better < len(values) // 3
+            return work
+
+    way = Watched(Checked(random_params, PROBLEM.maximize, PROBLEM.epochs))
+    history = simulated(way, budget=1000)
+    assert max(Counter((work.trial, work.until) for work in way.given).values()) == 1
+    assert {work.until for work in way.given} == {1, 3, 9, 27}
+    assert max(Counter((trial, epoch) for trial, epoch, _ in way.told).values()) == 1  # none is trained again
+    assert history.full >= 1
+
+
+def test_an_oracle_beats_random_search():
+    problem, training = PROBLEMS["denoise"], Surrogate("denoise", "trees")
+
+    @dataclass
+    class Oracle:
+        begun: int = 0
+
+        def next_work(self) -> Work:
+            candidates = [random_params(50 * self.begun + number, problem) for number in range(50)]
+            self.begun += 1
+            worths = [training.true(params)[-1] for params in candidates]
+            return Work(self.begun - 1, problem.epochs, candidates[int(np.argmax(worths))])
+
+        def report(self, trial: int, epoch: int, value: float) -> bool:
+            return True
+
+    budget = 12 * problem.epochs
+    oracle = simulated(Oracle(), training, budget=budget)
+    random = [
+        simulated(Production(problem, "random", "none", seed=seed), training, seed=seed, budget=budget)
+        for seed in range(5)
+    ]
+    assert all(oracle.best[-1] > history.best[-1] for history in random)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_curves_are_whole_and_of_their_objective(name):
+    problem, curves = PROBLEMS[name], read_curves(name)
+    jobs = [(curve.configuration, curve.seed) for curve in curves]
+    assert jobs == problem.jobs[: len(jobs)]
+    assert len(first_seeds(curves)) >= 30
+    assert all(len(curve.values) == problem.epochs for curve in curves)
+    assert all(active(problem.objective, curve.params) == curve.params for curve in curves)
+    assert (DATA / f"{name}.csv.gz").stat().st_size < 300_000
+
+
+def test_one_objective_has_categorical_and_conditional_parameters():
+    curves, objective = read_curves("digits"), PROBLEMS["digits"].objective
+    asked = {frozenset(curve.params) for curve in curves}
+    assert len(asked) == 4  # two networks, each with two optimizers
+    assert len({encode(objective, curve.params).size for curve in curves}) == 1
+    assert set().union(*asked) == set(distributions(objective))
+
+
+def test_scores_keep_the_order_and_lead_back():
+    values = np.array([[0.5, 0.9, 0.9], [0.1, 0.7, np.nan]])
+    scores = Scores.of(values, maximize=True)
+    found = scores.score(values)
+    assert found[0, 1] == found[0, 2] == found.min()
+    assert found[1, 2] == found[1, 0] == found.max()
+    known = np.isfinite(values)
+    assert scores.value(found)[known] == pytest.approx(values[known])
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_what_is_better_than_all_that_was_trained_has_a_better_value_yet(maximize):
+    scores = Scores.of(np.array([1.0, 2.0, 3.0, 5.0]), maximize=maximize)
+    best = scores.score(np.array([5.0 if maximize else 1.0]))
+    beyond = scores.value(best - np.array([0.0, 0.1, 0.2]))
+    steps = np.diff(beyond)
+    assert beyond[0] == (5.0 if maximize else 1.0)
+    assert steps == pytest.approx([steps[0]] * 2)
+    assert (steps > 0).all() if maximize else (steps < 0).all()
+
+
+def test_a_ratio_is_that_of_epochs_to_the_baselines_quality():
+    def arriving(at: int) -> History:
+        return History(spent=[1, at], best=[0.0, 1.0], epochs=150)
+
+    slow, fast = [arriving(at) for at in (40, 80, 90)], [arriving(at) for at in (20, 40, 45)]
+    never = [History(spent=[1], best=[0.0], epochs=150)] * 3
+    cells = [Cell("denoise", "gp", {BASELINE: slow, "fast": fast, "never": never})]
+    setting = Setting(budget=100, workers=8)
+    assert ratio(BASELINE, cells, setting).middle == pytest.approx(1.0)
+    assert ratio("fast", cells, setting).middle == pytest.approx(0.5)
+    found = ratio("fast", cells, setting)
+    assert found.low < 0.5 < found.high
+    assert ratio("never", cells, setting).middle == pytest.approx(150 / (40 * 80 * 90) ** (1 / 3))

@@ -1,0 +1,87 @@
+"""The ways of searching that are compared, by the names that tables have.
+
+Searches that were made are known by these names: give a way of other options another name.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+
+import optuna
+from optuna.pruners import HyperbandPruner, MedianPruner, PercentilePruner, SuccessiveHalvingPruner
+from optuna.samplers import GPSampler, RandomSampler, TPESampler
+
+from benchmarks.search_quality.peers import Optuna, RayTune, SyneTune
+from benchmarks.search_quality.problems import Problem
+from benchmarks.search_quality.production import Production
+from benchmarks.search_quality.simulation import Way
+
+Make = Callable[[Problem, int], Way]
+
+BASELINE = "Optuna TPE + median"
+
+
+def optuna_tpe(seed: int) -> TPESampler:
+    """With the options that suit many workers and conditional spaces, which are hpsearch's too."""
+    return TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+
+
+def median() -> MedianPruner:
+    return MedianPruner(n_startup_trials=5, n_warmup_steps=2)
+
+
+def halving() -> SuccessiveHalvingPruner:
+    return SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+
+
+def ours(sampler: object, pruner: object) -> Make:
+    return lambda problem, seed: Production(problem, sampler, pruner, seed=seed)
+
+
+def in_postgres(sampler: object, pruner: object) -> Make:
+    def made(problem: Problem, seed: int) -> Way:
+        from benchmarks.search_quality.stored import Stored  # starts a server on first use
+
+        return Stored(problem, sampler, pruner, seed=seed)
+
+    return made
+
+
+WAYS: dict[str, Make] = {
+    BASELINE: lambda problem, seed: Optuna(problem, optuna_tpe(seed), median(), seed=seed),
+    "Optuna TPE + median, its defaults": lambda p, seed: Optuna(p, TPESampler(seed=seed), MedianPruner(), seed=seed),
+    "Optuna TPE + SHA 3": lambda problem, seed: Optuna(problem, optuna_tpe(seed), halving(), seed=seed),
+    "Optuna TPE + Hyperband": lambda p, seed: Optuna(p, optuna_tpe(seed), HyperbandPruner(1, p.epochs, 3), seed=seed),
+    "Optuna TPE + percentile 25": lambda p, seed: Optuna(
+        p, optuna_tpe(seed), PercentilePruner(25.0, n_startup_trials=5, n_warmup_steps=2), seed=seed
+    ),
+    "Optuna random + SHA 3": lambda problem, seed: Optuna(problem, RandomSampler(seed), halving(), seed=seed),
+    "Optuna GP + median": lambda problem, seed: Optuna(
+        problem, GPSampler(seed=seed, warn_independent_sampling=False), median(), seed=seed
+    ),
+    "Ray Tune ASHA, random": lambda problem, seed: RayTune(problem, "random", seed=seed),
+    "Ray Tune ASHA, HyperOpt": lambda problem, seed: RayTune(problem, "hyperopt", seed=seed),
+    "Syne Tune ASHA": lambda problem, seed: SyneTune(problem, seed=seed),
+    "hpsearch tpe + median": ours("tpe", "median"),
+    "hpsearch random + successive_halving": ours("random", {"name": "successive_halving", "reduction_factor": 3}),
+    "hpsearch tpe + hyperband": ours("tpe", "hyperband"),
+    "hpsearch gp + median": ours("gp", "median"),
+    "hpsearch curves + median": ours("curves", "median"),
+    "hpsearch random + asha": in_postgres("random", "asha"),
+    "hpsearch tpe + asha": in_postgres("tpe", "asha"),
+    "hpsearch curves + asha": in_postgres("curves", "asha"),
+}
+
+# Their decisions take longest: not run unless asked for.
+SLOW = ("Optuna GP + median", "hpsearch gp + median")
+
+
+def make(name: str, problem: Problem, seed: int) -> Way:
+    """A way of searching, ready for one search."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("syne_tune").setLevel(logging.ERROR)  # it warns of what its own classes do
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    return WAYS[name](problem, seed)
