@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -14,22 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import popen_fork, util
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.storage.errors import AwayError
 from hpsearch.storage.urls import redact
-
-
-def leave_when_told() -> None:
-    """Let SIGTERM end this process from now on, whatever it is at; a thread beside the main one changes nothing."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _leave)
-
-
-def _leave(number: int, _frame: object) -> None:
-    os._exit(128 + number)  # by an exception it might be caught
-
 
 # What an engine may start again by: 1 and 143, never 0, 2 or 3.
 EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
@@ -40,15 +30,14 @@ EXIT_INTERRUPTED = 128 + 2  # by Ctrl-C
 EXIT_DRAINED = 128 + 15  # of a worker: it was told to go, and there is work left
 
 
-def find_modules_here() -> None:
-    """Look for `pkg.module:Class` and my_objective.py where the command is run, too, as `python -m` does."""
+def add_working_folder_to_path() -> None:
+    """Make `pkg.module:Class` and my_objective.py importable from the working folder, as `python -m` does."""
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 sys.path holds strings
         sys.path.append(here)
 
 
-def telling_mistakes(work: Callable[[], int]) -> int:
-    """Do the work and return its exit code; a mistake of the user is told in one line, and so is a service
-    that is away. All else is ours, and raised."""
+def report_errors(work: Callable[[], int]) -> int:
+    """Run `work` and return its exit code; a user's error or an unavailable service is one line on stderr."""
     try:
         return work()
     except USER_ERRORS as error:
@@ -64,27 +53,99 @@ def telling_mistakes(work: Callable[[], int]) -> int:
         return EXIT_AWAY
 
 
-@contextmanager
-def handling(numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle signals so for a while; a thread beside a program's main one gets none, and leaves them as they are.
+class StopEvent:
+    """A stop request, with its time. Unlike `threading.Event` it has no lock, for which a signal handler would wait."""
 
-    What this process forks meanwhile inherits the handler, and is told nothing by it.
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def set(self) -> None:
+        """Request the stop."""
+        if self.since is None:
+            self.since = time.monotonic()
+
+    def is_set(self) -> bool:
+        """Whether the stop is requested."""
+        return self.since is not None
+
+
+def raise_interrupt() -> None:
+    """Raise KeyboardInterrupt."""
+    raise KeyboardInterrupt
+
+
+def stop_on_signals(
+    *numbers: signal.Signals,
+    kill: Callable[[], object] = lambda: os._exit(EXIT_INTERRUPTED),
+    request: Callable[[], object] = lambda: None,
+    message: str = "",
+) -> StopEvent:
+    """Return an event that signals set; outside the main thread none does.
+
+    Signals may repeat: engines signal every process of a job, and scripts pass signals on. Only a second SIGINT, which
+    is a second Ctrl-C of a person, ends the process at once.
+
+    Args:
+        numbers: SIGTERM and SIGINT if empty.
+        kill: called at the second SIGINT and each later one.
+        request: called at each other signal.
+        message: written to stderr at the first signal.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    own = os.getpid()
+    stop, own, received = StopEvent(), os.getpid(), list[int]()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:
-            handler(number, frame)
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != own:  # a forked process inherits the handler
+            return
+        first = not received  # read first: another signal may interrupt between any two of these lines
+        received.append(number)
+        stop.set()
+        if first and message:  # not by the log: the signal may have interrupted it
+            with contextlib.suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name}: {message}\n".encode())
+        (kill if received.count(signal.SIGINT) > 1 else request)()
 
-    before = {number: signal.signal(number, handle) for number in numbers}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers or (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+    return stop
+
+
+def stop_worker_on_signals() -> StopEvent:
+    """Return the stop event of a worker process, whose children ignore the signals."""
+    stop = stop_on_signals(message="ending the epoch, or saving within it, then going")
+    if threading.current_thread() is threading.main_thread():
+        shield_children()
+    return stop
+
+
+@contextmanager
+def restore_handlers() -> Iterator[None]:
+    """Restore the signal handlers of the calling program at the end; outside the main thread none can be set."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, kept in before.items():
-            signal.signal(number, kept)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def exit_on_signals(*numbers: signal.Signals, only_forked: bool = False) -> None:
+    """Let signals end this process at once; outside the main thread nothing changes.
+
+    Args:
+        numbers: SIGTERM if empty.
+        only_forked: whether they end only processes that this one forks.
+    """
+    survivor = os.getpid() if only_forked else None
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != survivor:
+            os._exit(128 + number)  # an exception might be caught
+
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers or (signal.SIGTERM,):
+            signal.signal(number, on_signal)
 
 
 @functools.cache  # once is enough
@@ -117,108 +178,52 @@ def _not_heard(*_: object) -> None:
     """Do nothing; unlike SIG_IGN, a program that is executed does not inherit it."""
 
 
-class Told(Protocol):
-    """What tells a worker to go, such as a `threading.Event`."""
-
-    def is_set(self) -> bool:
-        """Whether it does."""
-        ...
-
-
-class Stop:
-    """Whether a process is told to go, and since when. No lock: a signal's handler would wait for it."""
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-
-    def set(self) -> None:
-        """Tell it to go."""
-        if self.since is None:
-            self.since = time.monotonic()
-
-    def is_set(self) -> bool:
-        """Whether it is told to."""
-        return self.since is not None
-
-
-class Leaving:
-    """Whether a worker is to leave, and how long it may take.
+class GracefulShutdown:
+    """Whether a worker has to stop, and how many seconds it has left.
 
     Args:
-        told: sets it off.
-        grace: seconds from there to the kill.
-        max_time: seconds from now after which it is set off by itself.
+        stop: starts the shutdown.
+        grace: seconds from the stop request to the kill.
+        max_time: seconds from now after which the shutdown starts by itself.
     """
 
-    def __init__(self, told: Told, *, grace: float, max_time: float | None = None) -> None:
-        self._told, self._grace = told, grace
-        self._until = None if max_time is None else time.monotonic() + max_time
+    def __init__(self, stop: StopEvent | threading.Event, *, grace: float, max_time: float | None = None) -> None:
+        self._stop, self._grace = stop, grace
+        self._until = math.inf if max_time is None else time.monotonic() + max_time
         self._since: float | None = None
         self._job_end = _job_end()
 
     def begin(self) -> None:
-        """Leave from now on."""
+        """Start the shutdown."""
         if self._since is None:
             self._since = time.monotonic()
 
     @property
-    def begun(self) -> bool:
-        """Whether it is to leave."""
-        if self._since is None:
-            if self._told.is_set():
-                self._since = getattr(self._told, "since", None) or time.monotonic()
-            elif self._until is not None and time.monotonic() >= self._until:
-                self._since = time.monotonic()
+    def has_begun(self) -> bool:
+        """Whether the worker has to stop."""
+        if self._since is None and self._stop.is_set():
+            self._since = getattr(self._stop, "since", None)
+            self.begin()
+        elif time.monotonic() >= self._until:
+            self.begin()
         return self._since is not None
 
-    def left(self) -> float:
-        """Seconds to the kill, once it is to leave."""
+    def seconds_left(self) -> float:
+        """Return the seconds to the kill, once the shutdown has begun."""
         since = time.monotonic() if self._since is None else self._since
-        grace = since + self._grace - time.monotonic()
-        return grace if self._job_end is None else min(grace, self._job_end - time.time())
+        return min(since + self._grace - time.monotonic(), self._job_end - time.time())
 
 
-def _job_end() -> float | None:
-    """When Slurm ends this job, in unix seconds, where it says so."""
+def _job_end() -> float:
+    """Return the unix time at which Slurm ends this job; infinite without a limit."""
     try:
         return float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
-        return None
-
-
-def stop_on_signals() -> Stop:
-    """Return what SIGTERM and SIGINT set; in a thread beside a program's main one nothing does.
-
-    SIGTERM may come again: engines signal every process of a job, and scripts pass it on besides. A second SIGINT is a
-    person's, and ends the process at once.
-    """
-    stop, own = Stop(), os.getpid()
-    if threading.current_thread() is not threading.main_thread():
-        return stop
-    told: list[int] = []
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != own:  # forked during a trial
-            return
-        again = bool(told)  # asked first: another may come between any two of these lines, and sees what is told
-        told.append(number)
-        if told.count(signal.SIGINT) > 1:
-            os._exit(EXIT_INTERRUPTED)
-        if again:
-            return
-        stop.set()
-        # Not by the log: what it writes may be interrupted by this very signal.
-        with contextlib.suppress(OSError):
-            os.write(2, f"{signal.Signals(number).name}: ending the epoch, or saving within it, then going\n".encode())
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    shield_children()
-    return stop
+        return math.inf
 
 
 def watch_fleet(pid: int) -> Callable[[], bool]:
-    """Return what tells whether the fleet that started this process has ended, or what it was forked from.
+    """Return a function that returns whether the fleet that started this process has ended, or its fork server.
 
     Args:
         pid: the fleet's process id.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import html
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -250,29 +249,22 @@ class Study:
             study.extend("+1")
             assert study.work().finished == 3
         """
-        from hpsearch.search.process import EXIT_DRAINED, Stop, handling, shield_children
+        from hpsearch.search import process
         from hpsearch.search.worker.join import work_on
         from hpsearch.search.worker.options import WorkerOptions
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
-        stop, told = Stop(), []
-
-        def on_signal(number: int, _frame: object) -> None:
-            stop.set()
-            told.append(number)
-            if told.count(signal.SIGINT) > 1:  # a person's second one waits for no epoch
-                raise KeyboardInterrupt
-
         options = WorkerOptions(
             self.services.storage_url, self.services.tracking_uri, self._checkpoint_url, str(self.services.home),
             device=device, **how,
         )  # fmt: skip
-        with handling((signal.SIGINT, signal.SIGTERM), on_signal):
-            shield_children()
+        with process.restore_handlers():
+            stop = process.stop_on_signals(kill=process.raise_interrupt)
+            process.shield_children()
             code = work_on(self.name, options, stop)
         why = f"the worker gave up (exit code {code}): see its log, and `why` of the trials"
-        _tell_end(interrupted=stop.is_set(), gave_up=() if code in {0, EXIT_DRAINED} else (why,))
+        _tell_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
         return self.summary()
 
     # --- looked at ---

@@ -13,9 +13,8 @@ from hpsearch.search.cli.app import app
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
-    find_modules_here,
-    leave_when_told,
-    telling_mistakes,
+    add_working_folder_to_path,
+    report_errors,
 )
 from hpsearch.search.secret_files import read_secret_files
 
@@ -24,8 +23,7 @@ COMMANDS = (run, look, steer, confirm, objective, services)  # each registers it
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    leave_when_told()
-    find_modules_here()
+    add_working_folder_to_path()
     code = run_command(sys.argv[1:] if arguments is None else arguments)
     gc.freeze()  # the interpreter's end looks through all there is for cycles: 2 s after a search
     sys.exit(code)
@@ -41,7 +39,7 @@ def run_command(arguments: list[str]) -> int:
         return result if isinstance(result, int) else 0
 
     try:
-        return telling_mistakes(work)
+        return report_errors(work)
     except typer.TyperException as error:
         if message := error.format_message():  # none when the help was shown for want of a command
             typer.echo(f"hpsearch: {_with_value(error, message, arguments)}", err=True)

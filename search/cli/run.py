@@ -10,7 +10,7 @@ import typer
 
 from hpsearch.search.cli import options as o
 from hpsearch.search.cli.app import SEARCH, group, loading, register
-from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, telling_mistakes
+from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ERROR, report_errors
 
 
 @register(SEARCH)
@@ -158,7 +158,7 @@ def worker(
     join = join_study if options.world == 1 else join_on_devices
     if final_exit_code is None:
         return join(study, options)
-    code = telling_mistakes(lambda: join(study, options))
+    code = report_errors(lambda: join(study, options))
     return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code
 
 

@@ -129,10 +129,11 @@ def backup(
     from rich.filesize import decimal
 
     from hpsearch.search.console import PlainConsole, steps
-    from hpsearch.search.process import handling
+    from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
     from hpsearch.storage.backup.backup import backup as make
 
-    with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         made = make(
             file,
             owner_url=storage_url,
@@ -159,11 +160,12 @@ def restore(
     Trials that were running wait for the next worker, which goes on with them.
     """
     from hpsearch.search.console import PlainConsole, command, steps
-    from hpsearch.search.process import handling
+    from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
     from hpsearch.search.services import MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as put_back
 
-    with handling((signal.SIGTERM,), _interrupt), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+        stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         done = put_back(
             file,
             owner_url=storage_url,
@@ -189,10 +191,6 @@ def _counted(manifest: Manifest) -> str:
     if manifest.with_mlflow:
         parts += [counted(manifest.runs, "run"), counted(manifest.models, "registered model")]
     return ", ".join(parts)
-
-
-def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001 as signal has it
-    raise KeyboardInterrupt  # what was begun is removed
 
 
 @register(SERVICES)

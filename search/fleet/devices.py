@@ -19,12 +19,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 
 from hpsearch.objectives.training.data.loader import ending_with_parent
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork import can_fork
-from hpsearch.search.process import EXIT_AWAY, EXIT_DRAINED, EXIT_INTERRUPTED, telling_mistakes, watch_fleet
+from hpsearch.search.process import (
+    EXIT_AWAY,
+    EXIT_DRAINED,
+    EXIT_INTERRUPTED,
+    StopEvent,
+    exit_on_signals,
+    report_errors,
+    stop_on_signals,
+    stop_worker_on_signals,
+    watch_fleet,
+)
 from hpsearch.search.worker.options import WorkerOptions, default_device
 
 _LAST_PORT = 65_535
@@ -156,7 +165,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
         logging.getLogger(torchs).setLevel(logging.CRITICAL)
     fork = can_fork()
     with private_folder() as folder:
-        told = _passing_on_signals(folder)
+        stop = _stop_ranks_on_signals(folder)
         place = rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # else the launcher opens a port, on all of this machine's addresses
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -178,14 +187,14 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
         try:
             codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
         except ChildFailedError as error:
-            if told:
+            if stop.is_set():
                 return EXIT_DRAINED
             rank, failure = error.get_first_failure()
             how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
             sys.stderr.write(f"rank {rank} of {options.world} ended by {how}: all ranks were ended\n")
             return EXIT_AWAY
         except RendezvousConnectionError:  # the machine that holds the meeting ended before this one heard why
-            if told:
+            if stop.is_set():
                 return EXIT_DRAINED
             sys.stderr.write(f"the machines' meeting at {place.endpoint} is gone: all ranks were ended\n")
             return EXIT_AWAY
@@ -213,40 +222,32 @@ def check_devices(options: WorkerOptions) -> None:
             )
 
 
-def _passing_on_signals(folder: Path) -> list[int]:
-    """Let SIGTERM and SIGINT reach the ranks as SIGTERM, and so the end of the fleet that started this worker.
+def _stop_ranks_on_signals(folder: Path) -> StopEvent:
+    """Return the stop event of this worker; a stop, and the end of its fleet, reach the ranks as SIGTERM.
 
     Args:
-        folder: to be removed where this process ends at once.
-
-    Returns:
-        The signals that came so far; it grows.
+        folder: removed where this process ends at once.
     """
-    told: list[int] = []
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        told.append(number)
-        if told.count(signal.SIGINT) > 1:  # a person's second one; the ranks end with this process
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(EXIT_INTERRUPTED)
+    def kill() -> None:  # the ranks end with this process
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(EXIT_INTERRUPTED)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
+    stop = stop_on_signals(kill=kill)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
     gone = watch_fleet(int(fleet)) if fleet else lambda: False
-    threading.Thread(target=_look_after, args=(told, gone, folder), daemon=True).start()
-    return told
+    threading.Thread(target=_look_after, args=(stop, gone, folder), daemon=True).start()
+    return stop
 
 
-def _look_after(told: list[int], fleet_gone: Callable[[], bool], folder: Path) -> None:
+def _look_after(stop: StopEvent, fleet_gone: Callable[[], bool], folder: Path) -> None:
     """Tell the ranks to go once this process is, and end those that do not end after one of them has died."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
     while True:
         time.sleep(_LOOK)  # a parent's end wakes nobody
         ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
-        go = bool(told) or fleet_gone()
+        go = stop.is_set() or fleet_gone()
         if go and not ranks:  # it waits for the ranks of other machines, and holds nothing
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(EXIT_DRAINED)
@@ -263,12 +264,10 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     import torch
 
     from hpsearch.objectives.training.ranks import RankLostError, joined
-    from hpsearch.search.process import stop_on_signals
     from hpsearch.search.worker.join import join_study
     from hpsearch.search.worker.ranks import dismiss, follow, hear
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    exit_on_signals(signal.SIGTERM, signal.SIGINT)
     torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))
     device = options.device or default_device()
     if device.startswith("cuda"):
@@ -277,13 +276,12 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     options = replace(options, device=device)
     with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
         if not ranks.first:
-            stop = stop_on_signals()
-            hear(ranks, told=stop.is_set, leave=lambda: None)
+            hear(ranks, told=stop_worker_on_signals().is_set, leave=lambda: None)
             try:
                 return follow(ranks, device=device)
             except RankLostError:  # rank 0 may be stuck: the launcher ends it
                 sys.exit(EXIT_AWAY)
-        code = telling_mistakes(lambda: join_study(name, options))
+        code = report_errors(lambda: join_study(name, options))
         if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
             sys.exit(code)
         try:

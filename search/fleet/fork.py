@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.process import find_modules_here, telling_mistakes
+from hpsearch.search.process import add_working_folder_to_path, report_errors
 
 _MINE = Path("/proc/self/cgroup")
 _MOUNTED = Path("/sys/fs/cgroup")
@@ -196,8 +196,8 @@ def _run(work: Callable[[], int], command: list[str], environment: dict[str, str
         numpy.random.seed()  # else all workers draw the same
     # What a worker starts itself, such as the processes of a data loader, is started as in any other program.
     multiprocessing.set_start_method(None, force=True)
-    find_modules_here()
-    code = telling_mistakes(work)
+    add_working_folder_to_path()
+    code = report_errors(work)
     gc.freeze()  # the interpreter's end looks through all there is for cycles
     sys.exit(code)
 

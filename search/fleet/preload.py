@@ -10,7 +10,8 @@ import contextlib
 import gc
 import importlib
 import os
-import signal
+
+from hpsearch.search.process import exit_on_signals
 
 MODULES = (
     "hpsearch.search.worker.join",
@@ -26,16 +27,9 @@ MODULES = (
     "sklearn.model_selection",
 )
 
-_fleet, _own = os.getppid(), os.getpid()
-
-
-def _on_signal(number: int, _frame: object) -> None:
-    """Stay, when all processes of a job are told to go: the fleet learns from this one how its workers end."""
-    if os.getpid() != _own:
-        os._exit(128 + number)  # a worker that has only just been forked
-
-
-signal.signal(signal.SIGTERM, _on_signal)
+_fleet = os.getppid()
+# This process stays when all processes of a job get a signal: it reports to the fleet how its workers end.
+exit_on_signals(only_forked=True)
 with contextlib.suppress(OSError):
     os.setsid()
 gc.disable()

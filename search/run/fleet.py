@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from mlflow.exceptions import MlflowException
 from optuna.trial import TrialState
@@ -21,7 +20,7 @@ from hpsearch.search.console import command, steps
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
-from hpsearch.search.process import handling
+from hpsearch.search.process import restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
@@ -112,13 +111,6 @@ def drive(
     others = f", from {fleet.slots[0].log.name} on: another run writes those before" if fleet.slots[0].index else ""
     console.print(f"worker logs: {logs}{others}")
     engine = study.engine
-    signals: list[int] = []
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
-        # A second Ctrl-C is a person's; engines signal every process of a job, and scripts pass it on besides.
-        fleet.stop(kill=signals.count(signal.SIGINT) > 1)
-
     told = False
     progress, away = Progress(study.spec.n_trials), False
 
@@ -129,7 +121,10 @@ def drive(
             return progress, True
 
     keeper = kept_up(services.home) if services.embedded else nullcontext()
-    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), on_signal):
+    with restore_handlers():
+        stop = stop_on_signals(
+            signal.SIGINT, signal.SIGTERM, signal.SIGHUP, kill=lambda: fleet.stop(kill=True), request=fleet.stop
+        )
         try:
             fleet.start()
             with keeper as kept, LiveView(console, study.spec, fleet) as view:
@@ -138,7 +133,7 @@ def drive(
                     view.update(progress, away=away)
                     if kept is not None and kept.is_set():
                         fleet.stop()
-                    if signals and not told:
+                    if stop.is_set() and not told:
                         told = True
                         view.say("stopping: workers end their epoch and save (Ctrl-C again kills them)")
                     time.sleep(_POLL)  # no Event: the signal's handler would wait for its lock
@@ -146,7 +141,7 @@ def drive(
         finally:
             fleet.stop()  # on an error of ours they save what they have
             fleet.close()
-    return bool(signals), fleet
+    return stop.is_set(), fleet
 
 
 def tell_failed(console: Console, fleet: Fleet | None) -> tuple[str, ...]:

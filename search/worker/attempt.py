@@ -27,7 +27,7 @@ from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecor
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Due, Verdict
 from hpsearch.search.console import counted
-from hpsearch.search.process import Leaving
+from hpsearch.search.process import GracefulShutdown
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
 from hpsearch.search.samplers.suggest import division_seed, suggest, training_seed
 from hpsearch.search.spec.spec import StudySpec
@@ -109,7 +109,7 @@ class WorkerContext:
         checkpoints: of the study.
         runs_dir: folder of the study's run directories on this machine.
         stopping: whether the worker was told to stop.
-        leaving: until when it may stay then.
+        shutdown: the seconds that are left then.
         pulse: beats while the worker gets on.
         save_every: seconds after which an epoch is saved in its midst; None for never.
         device: to train on; a GPU where there is one, unless given.
@@ -126,7 +126,7 @@ class WorkerContext:
     checkpoints: StudyCheckpoints
     runs_dir: Path
     stopping: Callable[[], bool]
-    leaving: Leaving
+    shutdown: GracefulShutdown
     pulse: Pulse
     save_every: float | None
     device: str | None
@@ -202,7 +202,7 @@ class TrialSession:
             return Due.NOTHING
         self._ask_at = now + _ASKED
         self._context.pulse.beat()
-        if self._context.stopping() and left() + 2 * self._saving + _MARGIN > self._context.leaving.left():
+        if self._context.stopping() and left() + 2 * self._saving + _MARGIN > self._context.shutdown.seconds_left():
             return Due.LEAVE
         return Due.SAVE if self._files.is_due(self._context.save_every) else Due.NOTHING
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,9 @@ from hpsearch.search.process import (
     EXIT_DONE,
     EXIT_DRAINED,
     EXIT_GAVE_UP,
-    Leaving,
-    Told,
-    leave_when_told,
-    stop_on_signals,
+    GracefulShutdown,
+    StopEvent,
+    stop_worker_on_signals,
     watch_fleet,
 )
 from hpsearch.search.services import find_services
@@ -64,7 +64,7 @@ _HOW = {
 }
 
 
-def join_study(name: str, options: WorkerOptions, stop: Told | None = None) -> int:
+def join_study(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None = None) -> int:
     """Be a worker process of study `name`; return its exit code. For what it raises see `work_on`.
 
     Args:
@@ -73,12 +73,10 @@ def join_study(name: str, options: WorkerOptions, stop: Told | None = None) -> i
         stop: ends it when it is set; by default SIGTERM and SIGINT do, where this is the main thread.
     """
     _log_to_stderr()
-    if stop is None:
-        leave_when_told()
     return work_on(name, options, stop)
 
 
-def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
+def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event | None) -> int:
     """Run a worker of study `name` in this process, until it is told to stop at the latest; return its exit code.
 
     Args:
@@ -100,15 +98,15 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
     code = EXIT_AWAY
     try:
         tracker.sender.start()
-        leaving = Leaving(stop or stop_on_signals(), grace=options.grace, max_time=options.max_time)
-        hear(current(), told=lambda: False, leave=leaving.begin)
+        shutdown = GracefulShutdown(stop or stop_worker_on_signals(), grace=options.grace, max_time=options.max_time)
+        hear(current(), told=lambda: False, leave=shutdown.begin)
         worker = Worker(
             study,
             joined.objective,
             tracker=tracker,
             runs_dir=joined.runs,
             checkpoints=joined.checkpoints,
-            leaving=leaving,
+            shutdown=shutdown,
             pulse=Pulse(Path(options.heartbeat) if options.heartbeat else None, stall=options.stall),
             register=register,
             save_every=None if options.save_every is None else 60 * options.save_every,
@@ -122,7 +120,7 @@ def work_on(name: str, options: WorkerOptions, stop: Told | None) -> int:
         log.info("worker %s joins study %s", worker_name(), name)
         register.enter()
         code = worker.work()
-        _send_rest(joined, leaving, over=code == EXIT_DONE, alone=fleet_gone is None or fleet_gone())
+        _send_rest(joined, shutdown, over=code == EXIT_DONE, alone=fleet_gone is None or fleet_gone())
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
@@ -176,12 +174,12 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
     return _Joined(study, objective, tracking, tracker, checkpoints, services.home / "runs")
 
 
-def _send_rest(joined: _Joined, leaving: Leaving, *, over: bool, alone: bool) -> None:
+def _send_rest(joined: _Joined, shutdown: GracefulShutdown, *, over: bool, alone: bool) -> None:
     """Send what MLflow was not told yet, and close the study where this worker was its last."""
     study, tracker, checkpoints = joined.study, joined.tracker, joined.checkpoints
     over = over and STOPPED not in study.attrs
     # Whoever stops a worker kills it when its grace is over: what is left is sent by the next one, or by `run`.
-    patience = _PATIENCE if over and not leaving.begun else min(_GRACE, max(leaving.left(), 1.0))
+    patience = _PATIENCE if over and not shutdown.has_begun else min(_GRACE, max(shutdown.seconds_left(), 1.0))
     if left := tracker.sender.flush(patience):
         rest = f"hpsearch sync {study.spec.name}"
         log.warning("%s not been told all of %d trials: send the rest with: %s", tracker.sender.behind, left, rest)

@@ -12,7 +12,7 @@ from pathlib import Path
 import optuna
 
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, Leaving
+from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, GracefulShutdown
 from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.study.checkpoints import StudyCheckpoints
@@ -46,7 +46,7 @@ class Worker:
         tracker: Tracker,
         runs_dir: Path,
         checkpoints: StudyCheckpoints,
-        leaving: Leaving,
+        shutdown: GracefulShutdown,
         pulse: Pulse,
         register: Register,
         save_every: float | None = None,
@@ -72,13 +72,13 @@ class Worker:
             checkpoints=checkpoints,
             runs_dir=runs_folder(runs_dir, study),
             stopping=self._stopping,
-            leaving=leaving,
+            shutdown=shutdown,
             pulse=pulse,
             save_every=save_every,
             device=device,
         )
         self._rest = None if study.spec.stop_when is None else Rest(study, self._context.sampled)
-        self._leaving, self._pulse, self._register = leaving, pulse, register
+        self._shutdown, self._pulse, self._register = shutdown, pulse, register
         self._fleet_gone = fleet_gone
         self._leave_when_idle = leave_when_idle
         self._left = max_trials  # to run
@@ -170,12 +170,12 @@ class Worker:
     def _wait(self) -> None:
         """Wait a moment while others run trials: when one of them dies, its trial is there to take."""
         until = time.monotonic() + min(0.5 * 1.5**self._idle, 5.0)
-        while not self._leaving.begun and time.monotonic() < until:
+        while not self._shutdown.has_begun and time.monotonic() < until:
             time.sleep(0.1)  # asked again, rather than woken: a signal's handler may take no lock
         self._idle += 1
 
     def _stopping(self) -> bool:
-        if not self._leaving.begun and self._fleet_gone():
+        if not self._shutdown.has_begun and self._fleet_gone():
             log.warning("the fleet that started this worker is gone: stopping")
-            self._leaving.begin()
-        return self._leaving.begun
+            self._shutdown.begin()
+        return self._shutdown.has_begun

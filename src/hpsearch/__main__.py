@@ -1,11 +1,11 @@
 """``hpsearch``, and ``python -m hpsearch``."""
 
-from hpsearch.search.process import leave_when_told
+from hpsearch.search.process import exit_on_signals
 
 
 def main() -> None:
     """Run the command line, which takes seconds to load."""
-    leave_when_told()
+    exit_on_signals()
     from hpsearch.search.cli import main as run
 
     run()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hpsearch.search.process import exit_on_signals
 from tests.faults import orders
 
 # The steps of a worker, in their order.
@@ -66,6 +67,7 @@ SENDING = {
 
 def main(arguments: list[str]) -> int:
     """Wrap the steps, and run the command line."""
+    exit_on_signals()
     spare(models_but_of=json.loads(os.environ.get("MODELS_OF", "null")))
     for name, (module, attribute) in {**POINTS, **SENDING}.items():
         wrap(module, attribute, at(name))

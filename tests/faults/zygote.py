@@ -130,7 +130,7 @@ def leave(code: int) -> None:
 
 def command_line(arguments: list[str]) -> int:
     """Run the product's command line as it is."""
-    from hpsearch.search.cli import main
+    from hpsearch.__main__ import main
 
     sys.argv[1:] = arguments
     main()

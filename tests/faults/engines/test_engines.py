@@ -96,7 +96,7 @@ def test_sigterm_may_come_again(arena: Arena, undisturbed: Callable[[int], list[
 
 _IN_THE_HANDLER = """
 import os, signal, sys
-from hpsearch.search.worker import signals
+from hpsearch.search import process
 
 def at_line(wanted, seen):
     def trace(frame, event, _):
@@ -108,10 +108,10 @@ def at_line(wanted, seen):
     return trace
 
 lost = []
-code = signals.stop_on_signals.__code__
+code = process.stop_on_signals.__code__
 (handler,) = [const for const in code.co_consts if getattr(const, "co_name", "") == "on_signal"]
 for line in sorted({line for *_, line in handler.co_lines() if line})[1:]:
-    stop = signals.stop_on_signals()
+    stop = process.stop_on_signals()
     sys.settrace(at_line(line, seen := []))
     os.kill(os.getpid(), signal.SIGTERM)
     sys.settrace(None)

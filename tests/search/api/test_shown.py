@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.process import handling
+from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.trials.history import Progress, Running
@@ -73,21 +73,19 @@ def test_a_file_has_a_line(tmp_path: Path) -> None:
 
 
 def test_signals_are_handled_for_a_while_and_by_the_main_thread_alone() -> None:
-    heard: list[int] = []
-
-    def handler(number: int, _frame: object) -> None:
-        heard.append(number)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ZeroDivisionError), handling((signal.SIGTERM,), handler):  # noqa: PT012 both, within it
-        signal.raise_signal(signal.SIGTERM)
-        raise ZeroDivisionError
-    assert heard == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) is before
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(KeyboardInterrupt), restore_handlers():  # noqa: PT012 both, within it
+        stop = stop_on_signals(kill=raise_interrupt)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
     def elsewhere() -> object:
-        with handling((signal.SIGTERM,), handler):
+        with restore_handlers():
+            stop_on_signals(kill=raise_interrupt)
             return signal.getsignal(signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(elsewhere).result() is before
+        assert thread.submit(elsewhere).result() is before[0]

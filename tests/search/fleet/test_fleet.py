@@ -120,11 +120,11 @@ def test_a_forked_worker_may_have_a_data_loader_with_processes(tmp_path: Path) -
 _WATCH = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.search.fleet import forking
+from hpsearch.search.fleet import fork
 
 if __name__ == "__main__":
     # A fleet of one, which is killed; its worker is this very script.
-    process = forking._context.Process(target=exec, args=(Path(sys.argv[1]).read_text(), {"fleet": os.getpid()}))
+    process = fork._context.Process(target=exec, args=(Path(sys.argv[1]).read_text(), {"fleet": os.getpid()}))
     process.start()
     signal.pause()
 """
