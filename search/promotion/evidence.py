@@ -19,6 +19,7 @@ from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy, parent_of
 from hpsearch.search.study.summary import format_value
 from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
 from hpsearch.storage.mlflow.health import one_line
 from hpsearch.storage.mlflow.model import CHECKPOINT, why_weights_only
@@ -211,7 +212,7 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
         "unconfirmed": evidence.unconfirmed,
     }
     # An empty reason is written too: it replaces that of a version which was confirmed since.
-    return {f"hpsearch.{key}": str(value) for key, value in tags.items() if value is not None}
+    return {tag_names.PREFIX + key: str(value) for key, value in tags.items() if value is not None}
 
 
 HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's

@@ -22,10 +22,10 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, REASON, RUN_ID
 from hpsearch.storage.database.locks import registry_lock, still_held
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.registry import (
     CHAMPION,
-    PROMOTED_BY,
     Registry,
     Version,
     check_alias,
@@ -135,7 +135,7 @@ def register(study: StoredStudy, chosen: FrozenTrial, tracking: Tracking, *, ali
     evidence = gather_evidence(study, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.version_by_alias(name, alias)
-        tags = {**version_tags(evidence), PROMOTED_BY: whoami()}
+        tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
         version = registry.register(name, model_id, run_id, tags=tags)
         write_evidence(registry, version, evidence)
         still_held(connection)

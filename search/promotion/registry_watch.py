@@ -20,9 +20,10 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.study import load_study, parent_of
 from hpsearch.storage.database.locks import registry_lock, still_held
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import one_line
-from hpsearch.storage.mlflow.registry import PROMOTED_BY, Registry, Version, is_previous
+from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
     TrialOfRun,
@@ -126,7 +127,7 @@ class _Noticing:
         evidence = gather_evidence(study, find_trial(study, trial.number), self.tracking.client)
         # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
         before = was_recorded(connection, version.model, version.number)
-        by = (None if before else version.tags.get(PROMOTED_BY)) or version.user or MLFLOW_UI
+        by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
         try:
             write_evidence(self.registry, version, evidence)
         except StorageError as error:  # such as for want of rights: that it was promoted is true all the same

@@ -35,6 +35,7 @@ from hpsearch.search.promotion import predict_alone
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, load_study
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.model import fetch_checkpoint, why_weights_only
 from hpsearch.storage.mlflow.registry import Registry, Version
@@ -161,7 +162,7 @@ def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tup
 def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:
     """Return what is no longer as it was when the trial ran, as the end of a sentence."""
     changed = []
-    if version.tags.get("hpsearch.data_sha256", splits.hash()) != splits.hash():
+    if version.tags.get(tag_names.DATA_SHA256, splits.hash()) != splits.hash():
         changed.append("the data are not those of the trial")
     if study.source_warning(objective):
         changed.append("the objective's code has changed since the study was made")

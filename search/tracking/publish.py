@@ -25,17 +25,24 @@ from hpsearch.search.study.study import StoredStudy, load_study, parent_of
 from hpsearch.search.study.summary import Summary, format_value, rung_lines, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import is_away, one_line
+from hpsearch.storage.mlflow.tag_names import (
+    FINALIST,
+    FINALIST_RANK,
+    FINALISTS_FRONT,
+    ON_FRONT,
+    TEST_CONFIRMED,
+    TEST_OPENED,
+    WINNER,
+    WINNER_RUN_ID,
+)
 from hpsearch.storage.records.test_openings import Opening, read_opening
 from hpsearch.storage.trials.history import finalist_studies
 from hpsearch.storage.trials.settle import Outcome
 
 log = logging.getLogger(__name__)
-
-# Tags of runs: of the search's trials that were finalists, and of the study's run.
-FINALIST, WINNER, WINNER_RUN = "hpsearch.finalist", "hpsearch.winner", "hpsearch.winner_run_id"
-TEST_OPENED = "hpsearch.test_opened"
 
 ARTIFACT = "finalists.json"
 
@@ -51,7 +58,7 @@ def tell_confirmation(study: StoredStudy, tracking: Tracking) -> None:
         _annotate(
             tracking,
             run,
-            tags={TEST_OPENED: opening.told, "hpsearch.test_confirmed": str(opening.finalists is not None).lower()},
+            tags={TEST_OPENED: opening.told, TEST_CONFIRMED: str(opening.finalists is not None).lower()},
             metrics={f"test_{name}": value for name, value in opening.scores.items()},
             at=opening.opened_at.timestamp(),
         )
@@ -75,8 +82,8 @@ def _tell_finalists(
     parent = str(study.attrs[RUN_ID])
     tracking.client.log_dict(parent, table_record(study, found), ARTIFACT)
     winner, its_run = ("", "") if found.winner is None else (str(found.winner), runs.get(found.winner, ""))
-    front = {"hpsearch.finalists_front": ", ".join(map(str, found.front))} if study.spec.several else {}
-    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN: its_run, **front}, metrics={}, at=ended)
+    front = {FINALISTS_FRONT: ", ".join(map(str, found.front))} if study.spec.several else {}
+    tracking.annotate(parent, tags={WINNER: winner, WINNER_RUN_ID: its_run, **front}, metrics={}, at=ended)
     for rank, row in enumerate(ranked(study, found), 1):
         if row.trial not in runs:
             continue
@@ -91,7 +98,7 @@ def _tell_finalists(
         _annotate(
             tracking,
             runs[row.trial],
-            tags={FINALIST: found.verdict(row), "hpsearch.finalist_rank": str(rank)},
+            tags={FINALIST: found.verdict(row), FINALIST_RANK: str(rank)},
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
@@ -194,32 +201,29 @@ def _front_table(spec: StudySpec, front: Sequence[FrozenTrial]) -> list[str]:
     return head + shown + ([f"| and {len(front) - _MOST} more | {'| ' * len(spec.ways)}"] if len(front) > _MOST else [])
 
 
-ON_FRONT = "hpsearch.on_front"  # tag of a trial's run
-
-
 def close_study(study: StoredStudy, summary: Summary, tracking: Tracking) -> None:
     """Write the result to the parent run and the dashboard's note; end the run when the budget is spent.
 
     Safe to call more than once, and from several processes: each writes the same.
     """
     tags = {
-        "hpsearch.trials": f"{summary.finished} of {study.budget}",
-        "hpsearch.complete": str(summary.complete),
-        "hpsearch.pruned": str(summary.pruned),
-        "hpsearch.infeasible": str(summary.infeasible),
-        "hpsearch.failed": str(summary.failed),
+        tag_names.TRIALS: f"{summary.finished} of {study.budget}",
+        tag_names.COMPLETE: str(summary.complete),
+        tag_names.PRUNED: str(summary.pruned),
+        tag_names.INFEASIBLE: str(summary.infeasible),
+        tag_names.FAILED: str(summary.failed),
     }
     metrics: dict[str, float] = {}
     if summary.best is not None and (value := first_value(summary.best)) is not None:
         metrics[f"best_val_{study.spec.metric}"] = value
-        tags["hpsearch.best_trial"] = str(summary.best.number)
-        tags["hpsearch.best_run_id"] = str(summary.best.user_attrs.get(RUN_ID, ""))
+        tags[tag_names.BEST_TRIAL] = str(summary.best.number)
+        tags[tag_names.BEST_RUN_ID] = str(summary.best.user_attrs.get(RUN_ID, ""))
     if study.spec.several:
-        tags["hpsearch.front"] = json.dumps(
+        tags[tag_names.FRONT] = json.dumps(
             {t.number: dict(zip(study.spec.ways, t.values, strict=True)) for t in summary.front}
         )
     if study.spec.constraints:
-        tags["hpsearch.out_of_bounds"] = str(summary.out_of_bounds)
+        tags[tag_names.OUT_OF_BOUNDS] = str(summary.out_of_bounds)
     parent = open_parent_run(study, tracking)
     end_open_runs(study, tracking)
     if study.spec.several:

@@ -23,6 +23,7 @@ from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.outbox import Outbox
 from hpsearch.storage.journals.reader import Reader, TrialEnds
 from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.mlflow.shipper import Shipper
@@ -130,7 +131,7 @@ _STARTING = 15.0  # seconds that a server may take to start
 
 def pruning_tags(grounds: dict[str, object]) -> journal_records.Tags:
     """Return what notes on what grounds a trial was pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
-    return journal_records.Tags({"hpsearch.pruning": json.dumps(grounds)})
+    return journal_records.Tags({tag_names.PRUNING: json.dumps(grounds)})
 
 
 class Tracker:
@@ -196,7 +197,7 @@ class Tracker:
             resumed=resumed,
             metric=f"val_{spec.metric}",
             began=int(time.time() * 1000),
-            tags={"hpsearch.objective": spec.objective, "hpsearch.attempt": str(attempt), **self._tags, **tags},
+            tags={tag_names.OBJECTIVE: spec.objective, tag_names.ATTEMPT: str(attempt), **self._tags, **tags},
         )
         journal = self.outbox.open(name, head)
         self.sender.add(journal)

@@ -27,9 +27,8 @@ from hpsearch.search.tracking.tracker import Tracker, pruning_tags
 from hpsearch.storage.attributes import PENDING
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Journal
-from hpsearch.storage.mlflow import model
-from hpsearch.storage.mlflow.client import FINALIST_OF, REFIT_OF, SEED
-from hpsearch.storage.mlflow.model import WEIGHTS_ONLY, keep_weights
+from hpsearch.storage.mlflow import model, tag_names
+from hpsearch.storage.mlflow.model import keep_weights
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.settle import Outcome
 
@@ -61,7 +60,7 @@ def write_model(
         why = told(error)
     log.warning("trial %d: its model cannot be exported: it is its checkpoint (%s)", number, why)
     keep_weights(checkpoint, folder, objective=objective, why=why)
-    return {WEIGHTS_ONLY: why}
+    return {tag_names.WEIGHTS_ONLY: why}
 
 
 def model_record(
@@ -74,7 +73,7 @@ def model_record(
         at=best.timestamp,
         metrics=best.metrics,
         params=dict(params),
-        tags={"hpsearch.study": spec.name, "hpsearch.trial": str(number), **tags},
+        tags={tag_names.STUDY: spec.name, tag_names.TRIAL: str(number), **tags},
     )
 
 
@@ -118,7 +117,8 @@ class TrialTracking:
         claim, tags = self._claim, {}
         if self._spec.finalists_of is not None:
             trial, seed = self._spec.finalists_of.assignment(claim.number)
-            tags = {FINALIST_OF if self._spec.refit is None else REFIT_OF: str(trial), SEED: str(seed)}
+            of = tag_names.FINALIST_OF if self._spec.refit is None else tag_names.REFIT_OF
+            tags = {of: str(trial), tag_names.SEED: str(seed)}
         self._journal = self._tracker.begin(
             f"{claim.number:04d}-{claim.attempt}",
             trial_id=claim.trial_id,
@@ -177,7 +177,7 @@ class TrialTracking:
             journal.append(journal_records.Metrics(last.epoch, last.timestamp, best))
         self._log_data(result)
         if result.resume_note:
-            journal.append(journal_records.Tags({"hpsearch.resumed": result.resume_note}))
+            journal.append(journal_records.Tags({tag_names.RESUMED: result.resume_note}))
         # Of a finalist only numbers count: the run of the search, or a refit, is what is promoted.
         confirms = self._spec.finalists_of is not None and self._spec.refit is None
         whole = result.status == "completed" and not confirms
@@ -234,7 +234,7 @@ class TrialTracking:
             profile=json.dumps({"validation_samples": samples}),
         )
         self.journal.append(data)
-        self.journal.append(journal_records.Tags({"hpsearch.data_sha256": sha256}))
+        self.journal.append(journal_records.Tags({tag_names.DATA_SHA256: sha256}))
 
     def _log_model(self, result: RunResult) -> None:
         try:
@@ -259,7 +259,7 @@ class TrialTracking:
 
     def tag_bounds(self, lines: list[str]) -> None:
         """Note in the run which constraints the trial breaks."""
-        self.journal.append(journal_records.Tags({"hpsearch.out_of_bounds": "; ".join(lines)}))
+        self.journal.append(journal_records.Tags({tag_names.OUT_OF_BOUNDS: "; ".join(lines)}))
 
     def tag_pruning(self, record: dict[str, object]) -> None:
         """Note on what grounds the trial is pruned: pruner, epoch (from 0), value, cut-off, peers, rung."""
@@ -319,12 +319,12 @@ def run_tags(objective: BaseObjective, device: str | None) -> dict[str, str]:
     source = inspect.getsourcefile(type(objective))
     found = environment(device_named(device), Path(source).resolve() if source else None)
     tags = {
-        "hpsearch.versions": ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
-        "hpsearch.device": str(found["device_name"]),
-        "hpsearch.devices": str(current().world),  # that train a trial together
-        "hpsearch.objective_sha256": str(found["source_sha256"] or ""),
+        tag_names.VERSIONS: ", ".join(f"{name} {found[name]}" for name in _VERSIONS if found.get(name)),
+        tag_names.DEVICE: str(found["device_name"]),
+        tag_names.DEVICES: str(current().world),  # that train a trial together
+        tag_names.OBJECTIVE_SHA256: str(found["source_sha256"] or ""),
     }
     if sha := found.get("git_sha"):
         # The name that MLflow's UI shows as the run's source version.
-        tags |= {"mlflow.source.git.commit": sha, "hpsearch.git_dirty": str(found["git_dirty"]).lower()}
+        tags |= {"mlflow.source.git.commit": sha, tag_names.GIT_DIRTY: str(found["git_dirty"]).lower()}
     return tags

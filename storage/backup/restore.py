@@ -25,7 +25,7 @@ from hpsearch.storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import sha256
-from hpsearch.storage.mlflow.client import MODEL_ID, STUDY, TRIAL
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.urls import redact
 
 
@@ -358,7 +358,7 @@ def _trial_runs(mlflow: Any) -> list[_Run]:
           LEFT JOIN tags model ON model.run_uuid = r.run_uuid AND model.key = %s
          WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$'
         """,
-        (STUDY, TRIAL, MODEL_ID),
+        (tag_names.STUDY, tag_names.TRIAL, tag_names.MODEL_ID),
     )
     return [_Run(run, ended, study, int(trial), parent, model) for run, ended, study, trial, parent, model in mlflow]
 

@@ -20,6 +20,7 @@ import tenacity
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.health import is_away, is_duplicate
+from hpsearch.storage.mlflow.tag_names import REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
 EXPERIMENT = "hpsearch"
-
-# Tags of ours on runs: found by them, a run is never created twice.
-STUDY, TRIAL, STATE, REASON = "hpsearch.study", "hpsearch.trial", "hpsearch.state", "hpsearch.reason"
-STUDY_ID = "hpsearch.study_id"
-MODEL_ID = "hpsearch.model_id"
-FINALIST_OF, SEED = "hpsearch.finalist_of", "hpsearch.seed"  # of a finalist's run: the trial it repeats, on which seed
-REFIT_OF = "hpsearch.refit_of"  # of a refit's run, beside the seed: the trial whose configuration it trains
 
 _CLIENT_SETTINGS = {
     # The defaults block a call to a dead server for four minutes, and repeat a creation whose reply was lost, which

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.client import MODEL_ID, Tracking
+from hpsearch.storage.mlflow import tag_names
+from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import one_line
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds its best weights
-REMOVED_TAG = "hpsearch.removed"  # tag of a run whose model and checkpoint were removed to free their space
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunStorage:
                     max_results=1000,
                     page_token=token,
                 )
-            found.update({str(run.info.run_id): run for run in page if REMOVED_TAG not in run.data.tags})
+            found.update({str(run.info.run_id): run for run in page if tag_names.REMOVED not in run.data.tags})
             if not (token := page.token):
                 return found
 
@@ -65,7 +65,7 @@ class RunStorage:
         """Return what a run has on the server."""
         run_id = str(run.info.run_id)
         outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
-        model_id = run.data.tags.get(MODEL_ID) or (outputs[-1] if outputs else None)
+        model_id = run.data.tags.get(tag_names.MODEL_ID) or (outputs[-1] if outputs else None)
         with _telling(f"list the files of run {run_id}"):
             if model_id is not None and self._model(model_id) is None:
                 model_id = None
@@ -88,7 +88,7 @@ class RunStorage:
                 self._client.delete_logged_model(kept.model_id)
             if kept.checkpoint_bytes:
                 self._remove_files(str(run.info.artifact_uri), of=kept.run_id, path=CHECKPOINTS)
-            self._client.set_tag(kept.run_id, REMOVED_TAG, "model and checkpoint")
+            self._client.set_tag(kept.run_id, tag_names.REMOVED, "model and checkpoint")
 
     def _model(self, model_id: str) -> Any:
         from mlflow.exceptions import MlflowException

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.attributes import MODEL
 from hpsearch.storage.journals.journal_records import Model
-from hpsearch.storage.mlflow.client import MODEL_ID, Tracking, epoch_metrics
+from hpsearch.storage.mlflow import tag_names
+from hpsearch.storage.mlflow.client import Tracking, epoch_metrics
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def fill_model(tracking: Tracking, model_id: str, run_id: str, record: Model, fo
     """Give a model its metrics and the files that `export_model` wrote to `folder`; safe to repeat."""
     # The points are in the run already: sent again with the model's id they are linked to it.
     linked = epoch_metrics(record.step, record.at, record.metrics, model_id)
-    tracking.log(run_id, metrics=linked, tags={MODEL_ID: model_id})
+    tracking.log(run_id, metrics=linked, tags={tag_names.MODEL_ID: model_id})
     upload_model(tracking.client, model_id, run_id, folder)
 
 
@@ -179,7 +180,6 @@ def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, 
     return model
 
 
-WEIGHTS_ONLY = "hpsearch.weights_only"  # the tag of such a model; its value says why
 CHECKPOINT = "checkpoint.pt"
 
 
@@ -207,7 +207,7 @@ def keep_weights(checkpoint: Path, folder: Path, *, objective: str, why: str) ->
 
 def why_weights_only(client: MlflowClient, model_id: str | None) -> str:
     """Return why a model is but a checkpoint; nothing where it can be loaded without its code."""
-    return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(WEIGHTS_ONLY, ""))
+    return "" if model_id is None else str(client.get_logged_model(model_id).tags.get(tag_names.WEIGHTS_ONLY, ""))
 
 
 def fetch_checkpoint(model_id: str, folder: Path, *, tracking_uri: str) -> Path:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.client import MODEL_ID
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.health import one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 CHAMPION = "champion"
-PROMOTED_BY = "hpsearch.promoted_by"  # tag of a version: who promoted it with our own command
 
 DESCRIPTION_LIMIT = 5000  # characters; what MLflow's column holds, where Postgres refuses more
 TAG_LIMIT = 8000
@@ -150,7 +149,7 @@ class Registry:
         if run is None:
             return None
         outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
-        for model_id in filter(None, [run.data.tags.get(MODEL_ID), *reversed(outputs)]):
+        for model_id in filter(None, [run.data.tags.get(tag_names.MODEL_ID), *reversed(outputs)]):
             with _telling(f"look up the model of run {run_id}"):
                 if (model := _unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
                     return str(model_id)

@@ -16,6 +16,7 @@ from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
 from hpsearch.storage.journals.reader import Failure, Reader
 from hpsearch.storage.mlflow import model as exported_model
+from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
 from hpsearch.storage.mlflow.health import failure, is_away, one_line
@@ -152,7 +153,7 @@ class Shipper(Reader):
             case journal_records.Model():
                 self._make_model(place, record)
             case journal_records.Problem(text):
-                self._tracking.log(self._run(place), tags={"hpsearch.tracking": text})
+                self._tracking.log(self._run(place), tags={tag_names.TRACKING: text})
                 place.position.problem = place.position.problem or text
             case journal_records.Published():
                 place.position.published = True
