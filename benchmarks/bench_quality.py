@@ -39,6 +39,7 @@ from benchmarks.plain_quality import worth
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.fleet.fork import cores, thread_settings
+from hpsearch.search.services import DASHBOARD
 from hpsearch.storage.embedded import stack
 
 OBJECTIVES = {
@@ -267,7 +268,7 @@ def main() -> None:
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
-        info = stack.up(home, progress=say)
+        info = stack.up(home, progress=say, dashboard=DASHBOARD)
         print(f"{given.seconds:g} s, {given.workers} workers on {cores()} cores, load {os.getloadavg()[0]:.1f}")
         for objective in given.objectives:
             loaded = load_objective(OBJECTIVES[objective])

@@ -40,7 +40,7 @@ import optuna
 
 from benchmarks.laps import FOLDER
 from hpsearch.search.fleet.fork import cores, thread_settings
-from hpsearch.search.services import find_services
+from hpsearch.search.services import DASHBOARD, find_services
 from hpsearch.search.study.create import load_for_search, prepare_study
 from hpsearch.storage.embedded import stack
 
@@ -73,7 +73,7 @@ class Bench:
     """The services, and a fresh study for each search."""
 
     def __init__(self, home: Path, *, trials: int, epochs: int, workers: int, sampled: bool) -> None:
-        self.home, self.info = home, stack.up(home, progress=say)
+        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD)
         self.client = mlflow.MlflowClient(self.info.tracking_uri)
         self.trials, self.epochs, self.workers = trials, epochs, workers
         self.configurations: list[dict[str, Any]] = []

@@ -46,7 +46,7 @@ from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer,
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.search.fleet.fork import cores, thread_settings
 from hpsearch.search.samplers.suggest import suggest
-from hpsearch.search.services import find_services
+from hpsearch.search.services import DASHBOARD, find_services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.create import load_for_search, prepare_study
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -231,7 +231,7 @@ class Bench:
     """The services, and a fresh study for each measurement."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.info = home, stack.up(home, progress=say)
+        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD)
         self.server = next(psutil.Process(s.pid) for s in stack.status(home) if s.name == "MLflow")
         self.done = 0
 

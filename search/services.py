@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from hpsearch.storage.urls import normalise
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
 DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
 MLFLOW_UI_URL = "HPSEARCH_MLFLOW_UI_URL"
+
+# The dashboard of the embedded stack: that of hpsearch, which also records promotions made in MLflow's UI.
+DASHBOARD = (sys.executable, "-P", "-m", "hpsearch", "serve", "dashboard")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def find_services(
     check_pair(storage_url, tracking_uri, both=both)
     directory = home_dir(home)
     if storage_url is None:
-        info = stack.up(directory, progress=progress)
+        info = stack.up(directory, dashboard=DASHBOARD, progress=progress)
         return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url, embedded=True)
     url = normalise(storage_url)
     check_database(url)

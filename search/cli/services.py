@@ -24,11 +24,12 @@ def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
 
     from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.search.services import DASHBOARD
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import home_dir
 
     with steps(PlainConsole(stderr=True)) as tell:
-        info = stack.up(home_dir(home), progress=tell)
+        info = stack.up(home_dir(home), dashboard=DASHBOARD, progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
@@ -130,6 +131,7 @@ def backup(
 
     from hpsearch.search.console import PlainConsole, steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
+    from hpsearch.search.services import DASHBOARD
     from hpsearch.storage.backup.backup import backup as make
 
     with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
@@ -142,6 +144,7 @@ def backup(
             studies_only=studies_only,
             force=force,
             home=home,
+            dashboard=DASHBOARD,
             progress=tell,
         )
     typer.echo(f"{file}: {_counted(made.manifest)}, {decimal(made.size)}")
@@ -161,7 +164,7 @@ def restore(
     """
     from hpsearch.search.console import PlainConsole, command, steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
-    from hpsearch.search.services import MLFLOW_UI_URL
+    from hpsearch.search.services import DASHBOARD, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as put_back
 
     with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
@@ -173,6 +176,7 @@ def restore(
             tracking_uri=tracking_uri,
             ui_url=os.environ.get(MLFLOW_UI_URL),
             home=home,
+            dashboard=DASHBOARD,
             progress=tell,
         )
     typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")

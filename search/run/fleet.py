@@ -22,7 +22,7 @@ from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
 from hpsearch.search.process import restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
-from hpsearch.search.services import Services
+from hpsearch.search.services import DASHBOARD, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.rebuild import needed, resend
@@ -50,7 +50,7 @@ def kept_up(home: Path) -> Iterator[threading.Event]:
                 if states == {"stopped"}:
                     stopped.set()
                 elif "dead" in states:
-                    stack.up(home)
+                    stack.up(home, dashboard=DASHBOARD)
             except StorageError:
                 continue  # it may be mended at the next look; the workers tell what they miss
 

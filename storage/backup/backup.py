@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -162,6 +162,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     studies_only: bool = False,
     force: bool = False,
     home: str | None = None,
+    dashboard: Sequence[str],
     progress: Progress = lambda _: None,
 ) -> Made:
     """Write all that a search needs to go on elsewhere to one file; searches may run meanwhile.
@@ -175,6 +176,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
         studies_only: whether to leave out what MLflow has.
         force: whether a file that is there is replaced.
         home: folder of the embedded stack and of checkpoints; by default the user's.
+        dashboard: command of the embedded stack's dashboard.
         progress: is told what is being done, a line at a time.
 
     Raises:
@@ -185,7 +187,7 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     folder = chosen_home(home)
     check_choice(owner_url, artifacts, home=folder, must_exist=True)
     if owner_url is None:
-        stack.up(folder, progress=progress)
+        stack.up(folder, dashboard=dashboard, progress=progress)
         where = embedded_places(folder, studies_only=studies_only)
     else:
         where = own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)

@@ -96,7 +96,7 @@ class Restored:
     left_out: int
 
 
-def restore(
+def restore(  # noqa: PLR0913 a keyword for each flag
     file: Path,
     *,
     owner_url: str | None = None,
@@ -104,6 +104,7 @@ def restore(
     tracking_uri: str | None = None,
     ui_url: str | None = None,
     home: str | None = None,
+    dashboard: Sequence[str],
     progress: Progress = lambda _: None,
 ) -> Restored:
     """Put a backup back where there are no studies, no runs and no registered models.
@@ -116,6 +117,7 @@ def restore(
         tracking_uri: address of one's own MLflow server; by default what the studies say.
         ui_url: where browsers reach the MLflow server, where that is not where workers do.
         home: folder of the embedded stack and of checkpoints; by default the user's.
+        dashboard: command of the embedded stack's dashboard.
         progress: is told what is being done, a line at a time.
 
     Raises:
@@ -151,7 +153,7 @@ def restore(
             raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is not whole") from None
     where = own
     if where is None:
-        info = stack.up(folder, progress=progress)
+        info = stack.up(folder, dashboard=dashboard, progress=progress)
         where, tracking_uri = _embedded(folder, manifest), info.tracking_uri
     if tracking_uri is not None:
         with _cursors(where) as (studies, mlflow):

@@ -17,8 +17,6 @@ from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.home import private_folder
 from hpsearch.storage.urls import build
 
-_PYTHON_M = (sys.executable, "-P", "-m")
-
 
 def mlflow_command(
     *, host: str, port: int, artifacts: str, allowed_hosts: Sequence[str] | None
@@ -35,19 +33,13 @@ def mlflow_command(
         allowed_hosts: Host headers the server answers to, port included ("mlflow:5000"); None for MLflow's default,
             which is this machine and private addresses.
     """
-    command = [*_PYTHON_M, "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--artifacts-destination", artifacts]
     # One line a request would be gigabytes in a long search.
     command += ["--uvicorn-opts", "--no-access-log"]
     if allowed_hosts:
         command += ["--allowed-hosts", ",".join(allowed_hosts)]
     return command, {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-
-
-def dashboard_command(*, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command of the Optuna dashboard and the variables to add to its environment."""
-    # The whole command of ours: it notices promotions besides, which takes more than this package knows.
-    return [*_PYTHON_M, "hpsearch", "serve", "dashboard", "--host", host, "--port", str(port)], {}
 
 
 Progress = Callable[[str], None]
@@ -76,11 +68,17 @@ class EmbeddedStack:
     """Postgres, an MLflow server on it, and the Optuna dashboard.
 
     Starting and stopping take the stack's lock, which the callers in `hpsearch.storage.embedded.stack` hold.
+
+    Args:
+        home: folder of the stack.
+        state: its stored state.
+        dashboard: command of the dashboard, without `--host` and `--port`; only `start` needs it.
     """
 
-    def __init__(self, home: Path, state: State) -> None:
+    def __init__(self, home: Path, state: State, dashboard: Sequence[str] = ()) -> None:
         self.home = home
         self.state = state
+        self._dashboard = dashboard
         self._logs = home / "logs"
         self.mlflow = WebService(
             name="MLflow",
@@ -218,5 +216,5 @@ class EmbeddedStack:
         return command, env | {"MLFLOW_BACKEND_STORE_URI": backend}
 
     def _dashboard_command(self, port: int) -> tuple[list[str], dict[str, str]]:
-        command, env = dashboard_command(host=ports.LOOPBACK, port=port)
-        return command, env | {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}
+        command = [*self._dashboard, "--host", ports.LOOPBACK, "--port", str(port)]
+        return command, {"HPSEARCH_STORAGE_URL": self.info.storage_url, "HPSEARCH_TRACKING_URI": self.mlflow.url}

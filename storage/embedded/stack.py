@@ -7,7 +7,7 @@ folder keeps two from doing so at once, and `stack.json` there says where things
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,12 @@ class ServiceStatus:
     detail: str
 
 
-def up(home: Path, *, progress: Progress = lambda _: None) -> StackInfo:
+def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: None) -> StackInfo:
     """Start what does not run of the stack in `home`, adopt what does, and return where it is.
 
     Args:
         home: The folder of the stack, see `hpsearch.storage.home.home_dir`; created where it is missing.
+        dashboard: The command of the dashboard, without `--host` and `--port`.
         progress: Is told what is being done, a line at a time.
 
     Raises:
@@ -57,7 +58,7 @@ def up(home: Path, *, progress: Progress = lambda _: None) -> StackInfo:
     home = home_dir(str(home)).resolve()
     with _locked(home, progress):
         private_folder(home / "logs")
-        stack = EmbeddedStack(home, load(home) or State())
+        stack = EmbeddedStack(home, load(home) or State(), dashboard)
         if not stack.is_up():  # else somebody else has just started it
             stack.start(progress)
         return stack.info
