@@ -182,7 +182,7 @@ def test_a_trial_failed_in_the_dashboard_is_cancelled(cli: Cli, tmp_path: Path) 
 
 def test_a_mistake_is_told_before_there_is_a_study(cli: Cli) -> None:
     output = cli("run", BROKEN, "--name", "mistake", code=2, BREAK="everywhere")
-    assert "broken.py:31: KeyError" in output.splitlines()[-1]
+    assert "broken.py:30: KeyError" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert "no study 'mistake'" in cli("show", "mistake", code=2)
 
