@@ -53,7 +53,8 @@ from hpsearch.storage.embedded import postgres
 from hpsearch.storage.embedded.postgres import SUPERUSER
 from hpsearch.storage.embedded.postgres_account import make_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
-from hpsearch.storage.trials.claims import LEASE, Claim, Claims
+from hpsearch.storage.trials import LEASE
+from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.settle import Outcome
 from hpsearch.storage.urls import build
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
 
 from docs.tools.markdown import code, paragraphs, table
 from hpsearch.search.cli import app
+from hpsearch.search.worker.options import Addresses
+
+_ADDRESSES = set(Addresses.__annotations__)
 
 
 def command_line() -> str:
@@ -19,10 +22,19 @@ def command_line() -> str:
             [f"./hpsearch {verb}", *(_metavar(p) for p in command.params if p.param_type_name == "argument")]
         )
         parts.append(f"## {verb}\n\n{paragraphs(command.help or '')}\n\n```text\n{usage}\n```\n")
-        rows = [row for option in command.params if (row := _option(option))]
-        if rows:
-            parts.append(table(("option", "environment", "default", "what it does"), rows) + "\n")
-    return "\n".join(parts)
+        named = {option.name for option in command.params}
+        shared = _ADDRESSES if named >= _ADDRESSES else set()
+        parts.append(_options(option for option in command.params if option.name not in shared))
+        if shared:
+            parts.append("Takes the [addresses](#addresses) too.\n")
+    parts.append("## Addresses\n\nEvery command that opens a study takes them.\n")
+    parts.append(_options(option for option in command_of("show").params if option.name in _ADDRESSES))
+    return "\n".join(part for part in parts if part)
+
+
+def _options(options: Iterable[Any]) -> str:
+    rows = [row for option in options if (row := _option(option))]
+    return table(("option", "environment", "default", "what it does"), rows) + "\n" if rows else ""
 
 
 def _option(option: Any) -> tuple[str, str, str, str] | None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, TypedDict
+from typing import Self
 
 import optuna
 
@@ -16,6 +16,7 @@ from hpsearch.search.promotion.registry_watch import notice
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
 from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
+from hpsearch.search.worker.options import Addresses
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
@@ -55,15 +56,6 @@ def notice_promotions(services: Services, storage: PostgresStorage, study: Store
             refresh_evidence(study, tracking)
     except StorageError as error:
         logging.getLogger(__name__).debug("promotions are not noticed: %s", error)
-
-
-class Addresses(TypedDict, total=False):
-    """What may be said of where studies, runs and checkpoints are kept, as docs/reference/settings.md explains."""
-
-    storage_url: str | None
-    tracking_uri: str | None
-    checkpoint_url: str | None
-    home: str | None
 
 
 # What `Study.create` takes besides: so that a misspelt one is told from an address.

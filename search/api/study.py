@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpsearch.objectives.objective import BaseObjective
-    from hpsearch.search.api.opening import Addresses, StudyRow
+    from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.promotion.promote import Promoted
     from hpsearch.search.run.finalists import FinalistsRan, RefitRan
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpsearch.search.study.steering import Extended
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
-    from hpsearch.search.worker.options import Working
+    from hpsearch.search.worker.options import Addresses, Working
 
 
 class Study:
@@ -142,7 +142,11 @@ class Study:
 
         there = Where.given(where)
         options = WorkerOptions(
-            there.storage_url, there.tracking_uri, there.checkpoint_url, there.home, tracking_required=tracking_required
+            storage_url=there.storage_url,
+            tracking_uri=there.tracking_uri,
+            checkpoint_url=there.checkpoint_url,
+            home=there.home,
+            tracking_required=tracking_required,
         )
         services, stored, created = begin_search(
             settings, options, PlainConsole(), None if enqueue is None else Path(enqueue)
@@ -256,8 +260,8 @@ class Study:
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
         options = WorkerOptions(
-            self.services.storage_url, self.services.tracking_uri, self._checkpoint_url, str(self.services.home),
-            device=device, **how,
+            storage_url=self.services.storage_url, tracking_uri=self.services.tracking_uri,
+            checkpoint_url=self._checkpoint_url, home=str(self.services.home), device=device, **how,
         )  # fmt: skip
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)

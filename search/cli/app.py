@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hpsearch.search.cli.options import with_flags
+
 # The sections of --help, in their order.
 SEARCH = "Search"
 STEER = "Watch and steer"
@@ -45,8 +47,13 @@ def _root(version: _Version = False) -> None: ...
 
 
 def register(section: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as a command, in a section of --help."""
-    return app.command(rich_help_panel=section)
+    """Register a function as a command, in a section of --help; parameters that are models become flags."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        app.command(rich_help_panel=section)(with_flags(function))
+        return function
+
+    return add
 
 
 def group(name: str, section: str, words: str) -> typer.Typer:

@@ -40,16 +40,8 @@ def finalists(
     infeasible: Annotated[
         bool, typer.Option("--infeasible", help="Take trials too that break a constraint of the study.")
     ] = False,
-    devices_per_trial: o.DevicesPerTrial = 1,
-    collective_timeout: o.CollectiveTimeout = None,
-    grace: o.Grace = 30.0,
-    save_every: o.SaveEvery = None,
-    stall: o.Stall = None,
-    lease: o.Lease = 60.0,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    how: o.Working,
+    where: o.Addresses,
 ) -> int:
     """Train the best trials of a finished search again, on fresh seeds and divisions that are the same for all.
 
@@ -60,7 +52,7 @@ def finalists(
     from hpsearch.search.fleet.fork import load_ahead
     from hpsearch.search.services import check_pair
 
-    check_pair(storage_url, tracking_uri)  # before anything is loaded
+    check_pair(where["storage_url"], where["tracking_uri"])  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 
@@ -70,19 +62,8 @@ def finalists(
         from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
 
     with steps(PlainConsole()) as tell:
-        opened = Study.open(
-            study,
-            storage_url=storage_url,
-            tracking_uri=tracking_uri,
-            checkpoint_url=checkpoint_url,
-            home=home,
-            progress=tell,
-        )
-    ran = opened.train_finalists(
-        top, seeds, workers=workers, new_set=new_set, infeasible=infeasible,
-        lease=lease, grace=grace, save_every=save_every, stall=stall,
-        devices=devices_per_trial, collective_timeout=collective_timeout,
-    )  # fmt: skip
+        opened = Study.open(study, progress=tell, **where)
+    ran = opened.train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.interrupted:
         return EXIT_INTERRUPTED
     decided = ran.table.decided if workers or not ran.table.pending else True
@@ -114,9 +95,7 @@ def open_test(
         typer.Option("--refit", help="Open it for the winner's refit, which 'promote --refit' has trained."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
     from hpsearch.search.api import actions
@@ -126,7 +105,7 @@ def open_test(
 
     if trial is not None and prefer is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
-    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    study = Study.open(name, **where)
     if prefer is not None:
         trial = study.preferred(prefer)
     candidate = actions.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
@@ -191,9 +170,7 @@ def promote(
             help="With --refit: worker processes on this machine; 0 makes and shows, and trains none.  [default: 2]",
         ),
     ] = None,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> int:
     """Register a trial's model in MLflow with its evidence, and let an alias name it.
 
@@ -212,7 +189,7 @@ def promote(
     check_model_name(model or name, setting="--model")
     if trial is not None and prefer is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
-    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    study = Study.open(name, **where)
     if prefer is not None:
         trial = study.preferred(prefer, infeasible=infeasible)
     if refit:

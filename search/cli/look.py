@@ -23,14 +23,14 @@ _LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narr
 
 
 @register(STEER)
-def studies(storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+def studies(where: o.Addresses) -> None:
     """List the studies and where they stand."""
     from rich.table import Table
 
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole, command
 
-    found = [_cells(row) for row in Study.list(storage_url=storage_url, home=home)]
+    found = [_cells(row) for row in Study.list(**where)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     # What no study has takes no room: a terminal of 80 columns has none for all of them.
     kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
@@ -69,13 +69,13 @@ def _cells(row: StudyRow) -> dict[str, str]:
 @register(STEER)
 def show(
     name: o.StudyName,
+    *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
     trial: Annotated[
         int | None,
         typer.Option("--trial", min=0, help="Show this one: parameters, attempts, values, and why it ended as it did."),
     ] = None,
-    storage_url: o.StorageUrl = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
     from hpsearch.search.api.opening import notice_promotions
@@ -83,7 +83,7 @@ def show(
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.report.show import print_study, print_trial
 
-    study = Study.open(name, storage_url=storage_url, home=home)
+    study = Study.open(name, **where)
     stored = study.stored
     notice_promotions(study.services, stored.storage, stored)
     if trial is None:
@@ -95,13 +95,13 @@ def show(
 @register(STEER)
 def top(
     name: o.StudyName,
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="Print it once as JSON, for scripts.")] = False,
     once: Annotated[
         bool, typer.Option("--once", help="Print it once; so it is done where there is no terminal.")
     ] = False,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
-    storage_url: o.StorageUrl = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Watch a study: its workers on all machines, their trials, epochs and leases, what ended and why, and when it
     will be over. Ctrl-C ends it.
@@ -112,7 +112,7 @@ def top(
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.report.top import Pace, read_standing, render
 
-    study, console, pace = Study.open(name, storage_url=storage_url, home=home), PlainConsole(), Pace()
+    study, console, pace = Study.open(name, **where), PlainConsole(), Pace()
     if as_json:
         typer.echo(read_standing(study.stored).to_json())
         return
@@ -131,19 +131,18 @@ def top(
 @register(STEER)
 def report(
     name: o.StudyName,
+    *,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="File to write  [default: reports/STUDY.html in the home]"),
     ] = None,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
 
-    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    study = Study.open(name, **where)
     path = actions.write(study.services, study.stored, output)
     typer.echo(str(path))
     actions.log(study.services, study.stored, path)

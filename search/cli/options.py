@@ -1,4 +1,4 @@
-"""Options of commands: the settings of a study, generated from its model, and those that several commands share."""
+"""Options of commands: flags generated from the models of a study and of its workers, and those of several commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, is_typeddict
 
 import typer
 from pydantic.fields import FieldInfo
@@ -16,119 +16,25 @@ from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
 from hpsearch.search.spec.multi_objective import USUAL
 from hpsearch.search.spec.settings import parse_options, read_spec_file
+from hpsearch.search.worker.options import SINGLE, Addresses, WorkerOptions, Working, flag_of, variable_of
+
+__all__ = ["Addresses", "WorkerOptions", "Working"]
+
+Settings = dict[str, Any]  # of a study, that were given
+
+
+def worker_option(name: str) -> Any:
+    """Return the flag of a field of `WorkerOptions`."""
+    variable = None if name in SINGLE else variable_of(name)
+    words = WorkerOptions.model_fields[name].description
+    return typer.Option(flag_of(name), envvar=variable, show_envvar=True, help=words)
+
 
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="The study's name.")]
-StorageUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-url",
-        envvar="HPSEARCH_STORAGE_URL",
-        show_envvar=True,
-        help="Postgres of the studies, postgresql://USER@HOST/DATABASE; without it the embedded one is used.",
-    ),
-]
-TrackingUri = Annotated[
-    str | None,
-    typer.Option(
-        "--tracking-uri",
-        envvar="HPSEARCH_TRACKING_URI",
-        show_envvar=True,
-        help="MLflow tracking server, http(s)://HOST:PORT; without it the embedded one is used.",
-    ),
-]
-Home = Annotated[
-    str | None,
-    typer.Option(
-        "--home",
-        envvar="HPSEARCH_HOME",
-        show_envvar=True,
-        help="Folder of the embedded services, checkpoints and logs; without it the user's data folder.",
-    ),
-]
-CheckpointUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--checkpoint-url",
-        envvar="HPSEARCH_CHECKPOINT_URL",
-        show_envvar=True,
-        help="Folder or fsspec URL (s3://BUCKET/PREFIX) where all machines find the checkpoints; the study keeps it.",
-    ),
-]
-TrackingRequired = Annotated[
-    bool,
-    typer.Option(
-        "--tracking-required",
-        help="Refuse to start while MLflow does not answer; without it what is logged waits on disk.",
-    ),
-]
-SystemMetrics = Annotated[
-    bool,
-    typer.Option(
-        "--system-metrics",
-        envvar="HPSEARCH_SYSTEM_METRICS",
-        show_envvar=True,
-        help="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run.",
-    ),
-]
-Lease = Annotated[
-    float,
-    typer.Option(
-        "--lease",
-        min=1.0,
-        max=86_400.0,
-        envvar="HPSEARCH_LEASE",
-        show_envvar=True,
-        help="Seconds without a sign of life after which others take a worker's trial over.",
-    ),
-]
-Grace = Annotated[
-    float,
-    typer.Option(
-        "--grace",
-        min=0.0,
-        envvar="HPSEARCH_GRACE",
-        show_envvar=True,
-        help="Seconds from SIGTERM to the kill: an epoch that does not end in time is saved in its midst.",
-    ),
-]
-DevicesPerTrial = Annotated[
-    int,
-    typer.Option(
-        "--devices-per-trial",
-        min=1,
-        max=1024,
-        envvar="HPSEARCH_DEVICES",
-        show_envvar=True,
-        help="Devices of this machine that train each trial together, a process each.",
-    ),
-]
-CollectiveTimeout = Annotated[
-    float | None,
-    typer.Option(
-        "--collective-timeout",
-        envvar="HPSEARCH_COLLECTIVE_TIMEOUT",
-        show_envvar=True,
-        help="Seconds in which all devices of a trial have to come to a step  [default: half of --lease]",
-    ),
-]
-SaveEvery = Annotated[
-    float | None,
-    typer.Option(
-        "--save-every",
-        envvar="HPSEARCH_SAVE_EVERY",
-        show_envvar=True,
-        help="Minutes after which an epoch that takes longer is saved in its midst  [default: at its end alone]",
-    ),
-]
-Stall = Annotated[
-    float | None,
-    typer.Option(
-        "--stall",
-        envvar="HPSEARCH_STALL",
-        show_envvar=True,
-        help="Restart a worker, and give its trial back, when it takes no step for so many times its longest pause.",
-    ),
-]
+StorageUrl = Annotated[str | None, worker_option("storage_url")]
+TrackingUri = Annotated[str | None, worker_option("tracking_uri")]
+Home = Annotated[str | None, worker_option("home")]
+TrackingRequired = Annotated[bool, worker_option("tracking_required")]
 Enqueue = Annotated[
     Path | None,
     typer.Option(
@@ -140,26 +46,51 @@ Enqueue = Annotated[
 _Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
 
 
-def takes_settings(verb: Callable[..., int]) -> Callable[..., int]:
-    """Give a verb that takes `settings` a flag for each field of the study spec, and --spec for a file of them."""
-    own = inspect.signature(verb, eval_str=True)
-    flags = [_parameter("spec", _Spec)]
-    for key, field in specs.StudySpec.model_fields.items():
-        if key not in specs.IN_FILES_ONLY:
-            flags += _parameters(key, field)
-    flags.sort(key=lambda flag: flag.name != "objective")
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command a flag for each field of its parameters of the types above."""
+    own = inspect.signature(command, eval_str=True)
+    made = {name: found for name, parameter in own.parameters.items() if (found := _flags(parameter.annotation))}
 
-    @functools.wraps(verb)
-    def with_flags(**given: Any) -> int:
-        values = {flag.name: given.pop(flag.name) for flag in flags}
-        return verb(gather_settings(values.pop("spec"), values), **given)
+    @functools.wraps(command)
+    def called(**given: Any) -> Any:
+        for name, (flags, gather) in made.items():
+            given[name] = gather({flag.name: given.pop(flag.name) for flag in flags})
+        return command(**given)
 
-    others = [parameter for name, parameter in own.parameters.items() if name != "settings"]
-    with_flags.__signature__ = own.replace(parameters=[*flags, *others])  # type: ignore[attr-defined]  # Typer reads it
-    return with_flags
+    parameters = [
+        flag.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.parameters.items()
+        for flag in (made[name][0] if name in made else [parameter])
+    ]
+    called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads it
+    return called
 
 
-def _parameters(key: str, field: FieldInfo) -> list[inspect.Parameter]:
+def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]] | None:
+    """Return the flags of a parameter of this type, and what makes its value of theirs."""
+    if kind == Settings:
+        fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.IN_FILES_ONLY}
+        flags = [flag for key, field in fields.items() for flag in _study_flags(key, field)]
+        flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
+        return flags, lambda values: gather_settings(values.pop("spec"), values)
+    if kind is WorkerOptions:
+        return [_worker_flag(name) for name in WorkerOptions.model_fields], lambda values: WorkerOptions(**values)
+    if is_typeddict(kind):
+        return [_worker_flag(name) for name in kind.__annotations__], _checked
+    return None
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    WorkerOptions(**values)
+    return values
+
+
+def _worker_flag(name: str) -> inspect.Parameter:
+    field = WorkerOptions.model_fields[name]
+    return _parameter(name, Annotated[_type_of(field), worker_option(name)], field.default)
+
+
+def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
     """Return the flag of a setting; of what has options of its own, another one for these."""
     if isinstance(field.default, Kind):
         names = ", ".join(sorted(field.default.kinds))
@@ -179,13 +110,18 @@ def _parameters(key: str, field: FieldInfo) -> list[inspect.Parameter]:
         return [_parameter(key, Annotated[bool | None, words])]
     default = "the objective's" if field.is_required() else "none" if field.default is None else field.default
     option = typer.Option(specs.typed(key), show_default=str(default), help=field.description)
-    kinds = {field.annotation, *get_args(field.annotation)}
-    kind: Any = next((kind for kind in (int, float) if kind in kinds), str)
-    return [_parameter(key, Annotated[kind | None, option])]
+    return [_parameter(key, Annotated[_type_of(field) | None, option])]
 
 
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _type_of(field: FieldInfo) -> Any:
+    """Return the type that typer converts a field's words to."""
+    parts = {part for kind in (field.annotation, *get_args(field.annotation)) for part in (kind, *get_args(kind))}
+    kind = next((kind for kind in (bool, int, float) if kind in parts), str)
+    return kind if field.default is not None else kind | None
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> dict[str, Any]:

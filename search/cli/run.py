@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,8 @@ from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ER
 
 
 @register(SEARCH)
-@o.takes_settings
 def run(
-    settings: dict[str, Any],
+    settings: o.Settings,
     *,
     workers: Annotated[
         int,
@@ -29,18 +28,9 @@ def run(
         ),
     ] = None,
     enqueue: o.Enqueue = None,
-    devices_per_trial: o.DevicesPerTrial = 1,
-    collective_timeout: o.CollectiveTimeout = None,
-    grace: o.Grace = 30.0,
-    save_every: o.SaveEvery = None,
-    stall: o.Stall = None,
-    lease: o.Lease = 60.0,
     tracking_required: o.TrackingRequired = False,
-    system_metrics: o.SystemMetrics = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    how: o.Working,
+    where: o.Addresses,
 ) -> int:
     """Run a search to the end of its budget; run it again to go on where it stopped."""
     from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
@@ -48,22 +38,17 @@ def run(
     from hpsearch.search.spec.settings import check_settings
 
     check_settings(settings)
-    check_pair(storage_url, tracking_uri)  # before anything is loaded
+    check_pair(where["storage_url"], where["tracking_uri"])  # before anything is loaded
 
     if workers_per_gpu is not None:
-        workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=devices_per_trial)
+        workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])
     load_ahead(workers)  # while this process loads what it needs itself
 
     with loading():
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import begin_search, run_search
-        from hpsearch.search.worker.options import WorkerOptions
 
-    options = WorkerOptions(
-        storage_url, tracking_uri, checkpoint_url, home, tracking_required=tracking_required,
-        lease=lease, grace=grace, save_every=save_every, stall=stall, system_metrics=system_metrics,
-        devices=devices_per_trial, collective_timeout=collective_timeout,
-    )  # fmt: skip
+    options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
     services, study, created = begin_search(settings, options, console, enqueue)
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
@@ -76,50 +61,6 @@ def run(
 def worker(
     study: Annotated[str, typer.Option("--study", help="The study's name.")],
     *,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]"),
-    ] = None,
-    devices: Annotated[
-        int,
-        typer.Option(
-            "--devices",
-            min=1,
-            max=1024,
-            envvar="HPSEARCH_DEVICES",
-            show_envvar=True,
-            help="Devices of this machine that train each trial together, a process each.",
-        ),
-    ] = 1,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            "--nodes",
-            min=1,
-            max=1024,
-            help="Machines that train each trial together, --devices each: start this on all of them, by srun, or with "
-            "MASTER_ADDR and MASTER_PORT set.",
-        ),
-    ] = 1,
-    collective_timeout: o.CollectiveTimeout = None,
-    grace: o.Grace = 30.0,
-    save_every: o.SaveEvery = None,
-    leave_when_idle: Annotated[
-        float | None,
-        typer.Option(
-            "--leave-when-idle",
-            min=0,
-            help="Leave after so many seconds without a trial to take, while others run theirs.",
-        ),
-    ] = None,
-    max_trials: Annotated[int | None, typer.Option("--max-trials", min=1, help="Leave after so many trials.")] = None,
-    max_time: Annotated[
-        float | None, typer.Option("--max-time", min=0, help="Leave after so many seconds, as if told to go.")
-    ] = None,
-    stall: o.Stall = None,
-    heartbeat: Annotated[
-        str | None, typer.Option("--heartbeat", help="A file to touch while it gets on, for a probe to look at.")
-    ] = None,
     final_exit_code: Annotated[
         int | None,
         typer.Option(
@@ -129,13 +70,7 @@ def worker(
             help="Exit with this in place of 2 and 3, where every other code but 0 is started again: 0 for Docker.",
         ),
     ] = None,
-    lease: o.Lease = 60.0,
-    tracking_required: o.TrackingRequired = False,
-    system_metrics: o.SystemMetrics = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    options: o.WorkerOptions,
 ) -> int:
     """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
     come from the study. SIGTERM or Ctrl-C ends the epoch, or saves within it where --grace is too short for that, and
@@ -147,14 +82,7 @@ def worker(
     with loading():
         from hpsearch.search.fleet.devices import join_on_devices
         from hpsearch.search.worker.join import join_study
-        from hpsearch.search.worker.options import WorkerOptions
 
-    options = WorkerOptions(
-        storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home,
-        device=device, lease=lease, tracking_required=tracking_required, system_metrics=system_metrics,
-        grace=grace, save_every=save_every, leave_when_idle=leave_when_idle, max_trials=max_trials, max_time=max_time,
-        stall=stall, heartbeat=heartbeat, devices=devices, nodes=nodes, collective_timeout=collective_timeout,
-    )  # fmt: skip
     join = join_study if options.world == 1 else join_on_devices
     if final_exit_code is None:
         return join(study, options)

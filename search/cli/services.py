@@ -63,11 +63,9 @@ def doctor(
     name: Annotated[
         str | None, typer.Argument(metavar="[STUDY]", help="A study that a worker here is to join.")
     ] = None,
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for scripts.")] = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> int:
     """Check what a worker on this machine needs: the services, the rights in them, disk, devices, versions; with
     STUDY, whether it can join that. Exit code 0 when nothing failed, 1 otherwise. Nothing is started.
@@ -76,9 +74,7 @@ def doctor(
     from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
 
     console, findings = PlainConsole(), []
-    for finding in examine(
-        name, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
-    ):
+    for finding in examine(name, **where):
         findings.append(finding)
         if not as_json:
             console.print(finding_line(finding, console.width if console.is_terminal else None))

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 @register(STEER)
 def stop(
     name: o.StudyName,
+    *,
     wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running any more.")] = False,
-    storage_url: o.StorageUrl = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
 
-    study = Study.open(name, storage_url=storage_url, home=home)
+    study = Study.open(name, **where)
     before, running = study.stop(), study.running
     typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
@@ -37,12 +37,12 @@ def stop(
 
 
 @register(STEER)
-def start(name: o.StudyName, storage_url: o.StorageUrl = None, home: o.Home = None) -> None:
+def start(name: o.StudyName, where: o.Addresses) -> None:
     """Let a study go on that was stopped, or stopped early by itself; start workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
 
-    study = Study.open(name, storage_url=storage_url, home=home)
+    study = Study.open(name, **where)
     why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
     typer.echo(f"run it with: {study.stored.go_on}")
@@ -63,14 +63,12 @@ def extend(
     ] = None,
     *,
     enqueue: o.Enqueue = None,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
     from hpsearch.search.api.study import Study
 
-    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    study = Study.open(name, **where)
     given_up = study.stored.given_up
     done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
     if enqueue is not None:
@@ -93,20 +91,18 @@ def retry(
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Run it from its first epoch, not from its last checkpoint.")
     ] = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Run a failed or infeasible trial again: same number, same parameters, same MLflow run, retries counted anew."""
     from hpsearch.search.api.study import Study
 
-    study = Study.open(name, storage_url=storage_url, tracking_uri=tracking_uri, home=home)
+    study = Study.open(name, **where)
     for number in dict.fromkeys(trial):
         epoch = study.retry(number, from_start=from_start)
-        where = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
+        begin = "from its beginning" if epoch is None else f"after epoch {epoch + 1}, its last checkpoint's"
         if epoch == -1:
-            where = "in its first epoch, at its last checkpoint's step"
-        typer.echo(f"trial {number} waits to be run again, {where}")
+            begin = "in its first epoch, at its last checkpoint's step"
+        typer.echo(f"trial {number} waits to be run again, {begin}")
     typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
 
 
@@ -115,17 +111,13 @@ def sync(
     study: Annotated[
         str | None, typer.Argument(metavar="[STUDY]", help="The study's name  [default: all that have something]")
     ] = None,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    *,
+    where: o.Addresses,
 ) -> int:
     """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
     from hpsearch.search.api.study import Study
 
-    studies = Study.waiting(
-        study, storage_url=storage_url, tracking_uri=tracking_uri, checkpoint_url=checkpoint_url, home=home
-    )
+    studies = Study.waiting(study, **where)
     if not studies:
         typer.echo("nothing waits on this machine")
     synced = [each.sync() for each in studies]
@@ -135,16 +127,15 @@ def sync(
 @register(STEER)
 def delete(
     name: o.StudyName,
+    *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    storage_url: o.StorageUrl = None,
-    checkpoint_url: o.CheckpointUrl = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
     from hpsearch.search.api.actions import what_goes
     from hpsearch.search.api.study import Study
 
-    study = Study.open(name, storage_url=storage_url, checkpoint_url=checkpoint_url, home=home)
+    study = Study.open(name, **where)
     if not yes and not confirm(f"delete {what_goes(study.stored)}?"):
         raise typer.Abort
     for gone in study.delete():
@@ -154,13 +145,12 @@ def delete(
 @register(STEER)
 def gc(
     name: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
+    *,
     keep_top: Annotated[
         int, typer.Option("--keep-top", min=1, metavar="K", help="How many of the best trials keep their models.")
     ] = 5,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    storage_url: o.StorageUrl = None,
-    tracking_uri: o.TrackingUri = None,
-    home: o.Home = None,
+    where: o.Addresses,
 ) -> None:
     """Show what of a study can go, ask, and remove it: surplus models, leftover checkpoints, old run directories.
 
@@ -174,8 +164,9 @@ def gc(
 
     found: list[Garbage] = []
     problems: list[str] = []
-    for each in [name] if name is not None else _all(storage_url, home):
-        some, told = Study.open(each, storage_url=storage_url, tracking_uri=tracking_uri, home=home).garbage(keep_top)
+    names = [row.name for row in Study.list(**where) if row.ours] if name is None else [name]
+    for each in names:
+        some, told = Study.open(each, **where).garbage(keep_top)
         found, problems = found + some, problems + told
     console = PlainConsole()
     if found:
@@ -192,12 +183,6 @@ def gc(
     console.print(f"freed {decimal(freed)}")
     if any(garbage.where == "MLflow" for garbage in found):
         console.print("MLflow keeps a small record of each removed model until 'mlflow gc' is run on its server")
-
-
-def _all(storage_url: str | None, home: str | None) -> list[str]:
-    from hpsearch.search.api.study import Study
-
-    return [row.name for row in Study.list(storage_url=storage_url, home=home) if row.ours]
 
 
 def _table(found: list[Garbage]) -> Table:

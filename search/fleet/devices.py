@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -34,7 +34,8 @@ from hpsearch.search.process import (
     stop_worker_on_signals,
     watch_fleet,
 )
-from hpsearch.search.worker.options import WorkerOptions, default_device
+from hpsearch.search.worker.identity import default_device
+from hpsearch.search.worker.options import WorkerOptions
 
 _LAST_PORT = 65_535
 _FIRST_PORT, _PORTS = 20_000, 10_000  # of a Slurm job, by its number: two jobs of a node seldom have the same
@@ -273,7 +274,7 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    options = replace(options, device=device)
+    options = options.model_copy(update={"device": device})
     with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
         if not ranks.first:
             hear(ranks, told=stop_worker_on_signals().is_set, leave=lambda: None)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
@@ -97,12 +96,8 @@ def drive(
     options: WorkerOptions,
 ) -> tuple[bool, Fleet]:
     """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
-    options = replace(
-        options,
-        storage_url=services.storage_url,
-        tracking_uri=services.tracking_uri,
-        home=str(services.home),
-    )
+    addresses = {"storage_url": services.storage_url, "tracking_uri": services.tracking_uri, "home": str(services.home)}
+    options = options.model_copy(update=addresses)
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
     failed = len(study.trials(TrialState.FAIL))

@@ -18,7 +18,7 @@ from rich.text import Text
 from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.spec.spec import StudySpec
-from hpsearch.search.worker.options import worker_name
+from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials.history import Progress, Running
 
 _WINDOW = 20.0  # seconds over which the epoch rate is taken

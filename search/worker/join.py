@@ -40,8 +40,9 @@ from hpsearch.search.tracking.rebuild import needed, resend
 from hpsearch.search.tracking.tracker import Tracker, check_readers
 from hpsearch.search.tracking.trial_run import run_tags
 from hpsearch.search.worker.attempt import SERVICE_ERRORS
+from hpsearch.search.worker.identity import worker_identity, worker_name
 from hpsearch.search.worker.loop import Worker
-from hpsearch.search.worker.options import WorkerOptions, worker_identity, worker_name
+from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.search.worker.ranks import hear
 from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import STOPPED

@@ -20,10 +20,11 @@ from hpsearch.search.study.stop_when import Rest
 from hpsearch.search.study.study import StoredStudy, runs_folder
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt, WorkerContext
-from hpsearch.search.worker.options import worker_name
+from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import RUNG
-from hpsearch.storage.trials.claims import LEASE, Claim, Claims, Lost, Nothing, Retired, Stopped
+from hpsearch.storage.trials import LEASE
+from hpsearch.storage.trials.claims import Claim, Claims, Lost, Nothing, Retired, Stopped
 from hpsearch.storage.trials.history import read_epoch_values
 from hpsearch.storage.trials.lease import LeaseKeeper
 from hpsearch.storage.trials.register import Register

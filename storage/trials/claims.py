@@ -28,6 +28,7 @@ from hpsearch.storage.rungs.rungs import (
     promote,
     standing,
 )
+from hpsearch.storage.trials import LEASE
 from hpsearch.storage.trials import claim_sql as sql
 from hpsearch.storage.trials import settle as settling
 from hpsearch.storage.trials.budget import Spending, spending_in
@@ -108,8 +109,6 @@ class Checkpoint(Protocol):
 
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
-
-LEASE = 60.0  # seconds
 
 
 class Claims:

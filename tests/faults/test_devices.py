@@ -255,7 +255,7 @@ def test_a_trial_goes_on_on_another_number_of_devices(arena: Arena, strategy: st
 def test_a_search_and_its_finalists_on_two_devices_each(arena: Arena, together: dict[int, Values]) -> None:
     """As a person types it: two workers, one of which loses a process."""
     arena.create(8, [])
-    how = ("--workers", "2", "--devices-per-trial", "2")
+    how = ("--workers", "2", "--devices", "2")
     search = arena.start("run", OBJECTIVE, "--name", arena.name, "--trials", "8", "--retries", "2",
                          "--sampler", "random", "--pruner", "none", *how)  # fmt: skip
     wait_for(lambda: [t for t in read_trials(arena.storage_url, arena.name) if t.state == "RUNNING"], "a trial to run")

@@ -172,7 +172,8 @@ from hpsearch.search.worker.options import WorkerOptions
 stop, codes = threading.Event(), []
 if sys.argv[1] == "told":
     stop.set()
-work = threading.Thread(target=lambda: codes.append(join_study(sys.argv[2], WorkerOptions(*sys.argv[3:]), stop)))
+options = WorkerOptions(**dict(zip(("storage_url", "tracking_uri", "checkpoint_url", "home"), sys.argv[3:])))
+work = threading.Thread(target=lambda: codes.append(join_study(sys.argv[2], options, stop)))
 work.start()
 work.join()
 sys.exit(codes[0])

@@ -76,9 +76,9 @@ def test_a_file_tells_that_a_worker_gets_on(arena: Arena) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--save-every", "0"), "--save-every 0.0: must be a finite number above 0"),
-        (("--stall", "1"), "--stall 1.0: must be a finite number above 1"),
-        (("--save-every", "nan"), "--save-every nan: must be a finite number above 0"),
+        (("--save-every", "0"), "--save-every is 0.0: it must be greater than 0"),
+        (("--stall", "1"), "--stall is 1.0: it must be greater than 1"),
+        (("--save-every", "nan"), "--save-every is nan: it must be a finite number"),
     ],
 )
 def test_what_a_worker_cannot_do_is_told(arena: Arena, options: tuple[str, ...], message: str) -> None:

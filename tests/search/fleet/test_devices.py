@@ -57,7 +57,7 @@ def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch)
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
         workers_on(["0"], sharing=1, each=2)
-    with pytest.raises(SearchError, match="--nodes 0"):
+    with pytest.raises(SearchError, match="--nodes is 0: it must be at least 1"):
         WorkerOptions(nodes=0)
 
 

@@ -12,7 +12,7 @@ from optuna.trial import create_trial
 from pydantic import Field
 from typer.testing import CliRunner
 
-from hpsearch.search.cli.options import takes_settings
+from hpsearch.search.cli import options
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.base import Case, Decision, Peers
@@ -112,12 +112,12 @@ def test_a_setting_from_outside_is_one_field_of_the_spec(monkeypatch: pytest.Mon
     monkeypatch.setattr(specs, "StudySpec", More)
     seen: list[dict[str, Any]] = []
 
-    def toy(settings: dict[str, Any]) -> int:
+    def toy(settings: options.Settings) -> int:
         seen.append(settings)
         return 0
 
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(takes_settings(toy))
+    app.command()(options.with_flags(toy))
     said = CliRunner().invoke(app, ["--help"]).output
     assert re.search(r"--toy-sparkle +<int> +How much it glitters +\[default: \(3\)\]", said), said
     assert CliRunner().invoke(app, ["digits", "--toy-sparkle", "5"]).exit_code == 0

@@ -6,7 +6,7 @@ import pytest
 
 from docs.rooms import ROOT
 from hpsearch.search.worker.attempt import _as_text
-from hpsearch.search.worker.options import worker_name
+from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials import process_identity
 
 
