@@ -67,11 +67,15 @@ def test_no_cycle_of_files() -> None:
     assert sorted(left) == []
 
 
-def test_no_folder_is_crowded() -> None:
-    """In a folder of more than twenty files nobody finds a thing."""
-    folders = {path.parent.relative_to(ROOT) for path in [*modules().values(), *(ROOT / "tests").rglob("*.py")]}
-    crowded = [str(folder) for folder in folders if len(list((ROOT / folder).glob("*.py"))) > 20]
-    assert sorted(crowded) == []
+def test_no_test_module_imports_another() -> None:
+    """What tests share is in `tests/factories.py` and in the module `support` of a folder."""
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
+        for line, name in imported((ROOT / path).read_text(), path)
+        if re.search(r"^tests\..*\btest_", name)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(

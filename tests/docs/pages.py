@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,3 +20,10 @@ def commands(path: Path) -> Iterator[list[str]]:
         for line in block.splitlines():
             if words := shlex.split(line, comments=True):
                 yield words
+
+
+@functools.cache
+def names_in(path: str) -> set[str]:
+    """The tests and classes of a file."""
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}

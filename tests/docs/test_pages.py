@@ -1,7 +1,5 @@
 """The pages keep up with the code: what they name exists, and what exists is named."""
 
-import ast
-import functools
 import re
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import typer
 
 from docs.rooms import PACKAGES, ROOT
 from hpsearch.search.cli import app
-from tests.docs.pages import PAGES, commands
+from tests.docs.pages import PAGES, commands, names_in
 
 TEXT = "\n".join(path.read_text() for path in PAGES)
 SETTING = re.compile(r"\bHPSEARCH_[A-Z_]*[A-Z]\b")
@@ -70,13 +68,6 @@ def test_tests_that_pages_name_exist() -> None:
     named = set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", TEXT))
     assert named
     assert sorted(f"{path}::{name}" for path, name in named if name not in names_in(path)) == []
-
-
-@functools.cache
-def names_in(path: str) -> set[str]:
-    """The tests and classes of a file."""
-    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def test_every_guarantee_names_its_tests() -> None:

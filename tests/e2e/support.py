@@ -11,6 +11,7 @@ import optuna
 
 from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Command, Zygote
+from tests.waiting import wait_for
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,26 @@ class Search:
 
 EPOCHS = 4
 TOP_MODELS = 2
+
+GATED = str(Path(__file__).with_name("gated.py"))
+BROKEN = str(Path(__file__).with_name("broken.py"))
+CHEAP = str(Path(__file__).with_name("cheap.py"))
+
+
+def reached(gate: Path) -> list[int]:
+    return [int(path.name.removeprefix("reached-")) for path in gate.glob("reached-*")]
+
+
+def values(study: optuna.Study) -> list[dict[int, float]]:
+    return [trial.intermediate_values for trial in study.trials]
+
+
+# What makes a trial the same whoever trains it, and spares it a model that these tests have no use for.
+PLAIN = ("--sampler", "random", "--pruner", "none", "--models", "none")
+
+
+def start(cli: Cli, name: str, gate: Path, *, log: Path | None = None) -> Command:
+    process = cli.start("run", GATED, "--name", name, "--workers", "1", *PLAIN, log=log, GATE=str(gate))
+    wait_for(lambda: reached(gate) or process.poll() is not None, "the worker to arrive at the gate")
+    assert process.poll() is None
+    return process

@@ -13,8 +13,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.services import DASHBOARD
 from hpsearch.storage.embedded import stack as embedded
-from tests.e2e.support import Cli
-from tests.e2e.test_interruptions import GATED, values
+from tests.e2e.support import GATED, Cli, values
 from tests.faults.harness import Zygote
 from tests.waiting import wait_for
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from tests.e2e.support import Cli
-from tests.e2e.test_samplers import CHEAP
+from tests.e2e.support import CHEAP, Cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 

@@ -16,22 +16,10 @@ from optuna.trial import TrialState
 
 from hpsearch.storage.database.connect import make_engine
 from hpsearch.storage.embedded import stack as embedded
-from tests.e2e.support import Cli
-from tests.faults.harness import Command
+from tests.e2e.support import BROKEN, GATED, PLAIN, Cli, reached, start, values
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]
-
-GATED = str(Path(__file__).with_name("gated.py"))
-BROKEN = str(Path(__file__).with_name("broken.py"))
-
-
-def reached(gate: Path) -> list[int]:
-    return [int(path.name.removeprefix("reached-")) for path in gate.glob("reached-*")]
-
-
-def values(study: optuna.Study) -> list[dict[int, float]]:
-    return [trial.intermediate_values for trial in study.trials]
 
 
 def outcomes(cli: Cli, name: str, trial: int = 0) -> list[str | None]:
@@ -52,17 +40,6 @@ def outcomes(cli: Cli, name: str, trial: int = 0) -> list[str | None]:
 def undisturbed(cli: Cli) -> optuna.Study:
     cli("run", GATED, "--name", "undisturbed", "--workers", "1", *PLAIN)
     return cli.study("undisturbed")
-
-
-# What makes a trial the same whoever trains it, and spares it a model that these tests have no use for.
-PLAIN = ("--sampler", "random", "--pruner", "none", "--models", "none")
-
-
-def start(cli: Cli, name: str, gate: Path, *, log: Path | None = None) -> Command:
-    process = cli.start("run", GATED, "--name", name, "--workers", "1", *PLAIN, log=log, GATE=str(gate))
-    wait_for(lambda: reached(gate) or process.poll() is not None, "the worker to arrive at the gate")
-    assert process.poll() is None
-    return process
 
 
 def assert_as_undisturbed(cli: Cli, name: str, undisturbed: optuna.Study) -> None:

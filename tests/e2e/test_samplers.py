@@ -9,11 +9,10 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch.search.samplers.suggest import derive_seed
-from tests.e2e.support import Cli
+from tests.e2e.support import CHEAP, Cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 
-CHEAP = str(Path(__file__).with_name("cheap.py"))
 GRID = "search_space={lr: [1e-2, 0.1], width: [8, 16], kind: [a, b]}"
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import Cli, Search
-from tests.e2e.test_interruptions import BROKEN
+from tests.e2e.support import BROKEN, Cli, Search
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("search")]
 

@@ -10,8 +10,7 @@ import pytest
 from optuna.trial import TrialState
 
 from hpsearch.search.cli import run_command
-from tests.e2e.support import Cli
-from tests.e2e.test_interruptions import BROKEN, GATED, PLAIN, start
+from tests.e2e.support import BROKEN, GATED, PLAIN, Cli, start
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("faults")]

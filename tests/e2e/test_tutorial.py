@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.rooms import ROOT
-from tests.docs.pages import commands
-from tests.docs.test_pages import names_in
+from tests.docs.pages import commands, names_in
 from tests.e2e.support import Cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("tutorial")]

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.search.samplers.bohb import ENOUGH, RANDOM, BOHBSampler, _Ended
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.attributes import INFEASIBLE
+from tests.factories import X
 
 COMPLETE, PRUNED, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING
-X = FloatDistribution(0.0, 1.0)
 TWO = ("maximize", "minimize")
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # of `group`

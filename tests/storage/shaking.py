@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.storage.study_storage.storage import PostgresStorage
-
-if TYPE_CHECKING:
-    pass
-
-
-X = FloatDistribution(0, 1)
-
+from tests.factories import X
 
 COMPLETE = (TrialState.COMPLETE,)
 

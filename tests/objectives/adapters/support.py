@@ -1,9 +1,12 @@
 """Runs that are stopped again and again, beside one that nobody disturbed."""
 
 import torch
+from torch import nn
 
 from hpsearch import LocalSession
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.ranks import current
+from tests.objectives.own_loop.support import whole_and_resumed
 from tests.objectives.training.support import Stopped, exact
 
 
@@ -21,3 +24,17 @@ def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):
     assert exact(resumed.history) == exact(whole.history)
     assert all(torch.equal(resumed.best[name], weights) for name, weights in whole.best.items())
     return whole
+
+
+def assert_one_model(model):
+    """Both ranks have the same weights."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    first, second = current().each(weights)
+    assert torch.equal(first, second)
+
+
+def assert_resumed_on_two_ranks(objective, folder):
+    """A run of two ranks goes on in new processes as the undisturbed one."""
+    (whole, _), (resumed, _) = whole_and_resumed(objective, folder)
+    assert whole == resumed
+    assert (whole[0], len(whole[1])) == ("completed", 3)

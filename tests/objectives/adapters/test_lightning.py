@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
 from hpsearch.objectives.adapters import lightning
-from tests.objectives.adapters.support import assert_resumed_exactly, trained
+from tests.objectives.adapters.support import (
+    assert_one_model,
+    assert_resumed_exactly,
+    assert_resumed_on_two_ranks,
+    trained,
+)
 from tests.objectives.training.support import Memory
 
 
@@ -155,3 +160,18 @@ def test_sigterm_is_left_to_the_worker(monkeypatch):
 def test_mistakes_are_told_in_a_line(parts, message, tmp_path):
     with pytest.raises(ObjectiveError, match=message):
         trained(made(**parts), LocalSession(tmp_path))
+
+
+class OnRanks(Wines):
+    def run(self, trial):
+        net, rows = Net(trial.config["lr"]), (slice(0, 110), slice(110, 140))
+        net.scheduler = "cycle"
+        loaders = [DataLoader(Noisy(part), batch_size=16, shuffle=part.start == 0) for part in rows]
+        lightning.fit(trial, net, tuple(loaders))
+        assert_one_model(net)
+        assert net.trainer.world_size == 2
+
+
+@pytest.mark.slow
+def test_it_is_resumed_on_two_ranks(tmp_path):
+    assert_resumed_on_two_ranks(OnRanks(), tmp_path)

@@ -7,7 +7,12 @@ from transformers import Trainer, TrainingArguments
 
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
 from hpsearch.objectives.adapters.transformers import train, training_arguments
-from tests.objectives.adapters.support import assert_resumed_exactly, trained
+from tests.objectives.adapters.support import (
+    assert_one_model,
+    assert_resumed_exactly,
+    assert_resumed_on_two_ranks,
+    trained,
+)
 from tests.objectives.training.support import Memory
 
 
@@ -101,3 +106,18 @@ def test_mistakes_are_told_in_a_line(parts, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ObjectiveError, match=message):
         trained(made(**parts), LocalSession(tmp_path))
+
+
+class OnRanks(Sums):
+    metric, direction = "loss", "minimize"
+
+    def run(self, trial):
+        trainer = Trainer(Net(), self.arguments(trial), train_dataset=rows(0, 96), eval_dataset=rows(1, 64))
+        train(trial, trainer)
+        assert_one_model(trainer.model)
+        assert trainer.state.max_steps == 3 * 96 // 16 // 2
+
+
+@pytest.mark.slow
+def test_it_is_resumed_on_two_ranks(tmp_path):
+    assert_resumed_on_two_ranks(OnRanks(), tmp_path)

@@ -1,10 +1,24 @@
 """What several tests of the training loop share."""
 
+import itertools
+
+import numpy as np
 import torch
 from sklearn.datasets import load_wine
 from torch import nn
+from torch.utils import data as torch_data
 
-from hpsearch import LocalSession, Objective, Splits, Standardize, TrainConfig, Trainer, Verdict
+from hpsearch import (
+    Dataset,
+    LocalSession,
+    Objective,
+    Splits,
+    Standardize,
+    TrainConfig,
+    Trainer,
+    Verdict,
+    classification,
+)
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
@@ -119,3 +133,66 @@ class Stopped(LocalSession):
 
     def report(self, record):
         return Verdict.STOP if record.epoch == self._after else Verdict.CONTINUE
+
+
+class DiedError(Exception):
+    pass
+
+
+class Dying(LocalSession):
+    """Dies at a point of an epoch: before it is saved, between save and report, or after the report."""
+
+    def __init__(self, run_dir, epoch, point, die):
+        super().__init__(run_dir)
+        self.at, self.die = (epoch, point), die
+
+    def save(self, state, *, best):
+        epoch = len(state["history"]) - 1
+        if self.at == (epoch, "unsaved"):
+            self.die()
+        super().save(state, best=best)
+        if self.at == (epoch, "unreported"):
+            self.die()
+
+    def report(self, record):
+        verdict = super().report(record)
+        if self.at == (record.epoch, "reported"):
+            self.die()
+        return verdict
+
+
+def raise_died():
+    raise DiedError
+
+
+class Numbers(torch_data.IterableDataset):
+    """Rows of four numbers and whether their sum is positive; drawn anew each time, by numpy's generator."""
+
+    def __init__(self, count=None):
+        self.count, self.begun, self.epochs = count, 0, []
+
+    def __iter__(self):
+        self.begun += 1
+        for _ in range(self.count) if self.count else itertools.count():
+            x = np.random.randn(4).astype("float32")
+            yield x, int(x.sum() > 0)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Sums(Objective):
+    epochs = 4
+
+    def suggest(self, trial):
+        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
+
+    def data(self, seed):
+        self.source = Numbers()
+        return Splits(*(Dataset.of(self.source, length=n, fingerprint=f"sums-{n}") for n in (200, 60, 61)))
+
+    def metrics(self, train):
+        return classification(2)
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

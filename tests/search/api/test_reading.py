@@ -14,7 +14,8 @@ from hpsearch.search.api.actions import reference_of
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
-from tests.search.finalists.support import SPACE, params, search
+from tests.factories import SPACE
+from tests.search.finalists.support import params, search
 
 
 def ended(number: int, state: TrialState, value: float, **attrs: object) -> FrozenTrial:

@@ -18,7 +18,7 @@ from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_s
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.trials.history import Progress, Running
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 
 RUNNING = Running(number=3, worker="elsewhere:1", step=1, value=0.75)
 

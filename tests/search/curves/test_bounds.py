@@ -7,14 +7,13 @@ import math
 import numpy as np
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.curves.forecast import Forecast, forecasts, told
 from hpsearch.search.curves.points import least_loss
 from hpsearch.search.study.stop_when import Left, expected_gain
+from tests.factories import X
 
-X = FloatDistribution(0.0, 1.0)
 LEFT = Left(trials=500, epochs=4)
 
 

@@ -18,7 +18,8 @@ from hpsearch.search.curves.points import MOST
 from hpsearch.search.curves.process import Points, Process
 from hpsearch.search.curves.sampler import FITTED
 from hpsearch.search.curves.space import Space
-from tests.search.curves.test_sampler import EPOCHS, X, curve, pruned, study_of, suggestion
+from tests.factories import X
+from tests.search.curves.support import EPOCHS, curve, pruned, study_of, suggestion
 
 SPACE = {"x": X}
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.curves.forecast import ENOUGH, MOST, forecasts
 from hpsearch.storage.attributes import INFEASIBLE
+from tests.factories import X
 
 EPOCHS = 27
 RUNGS = (1, 3, 9)
-X = FloatDistribution(0.0, 1.0)
 
 
 def trial(number: int, params: dict[str, float], values: list[float], state: TrialState, **attrs: bool) -> FrozenTrial:

@@ -9,7 +9,6 @@ import numpy as np
 import optuna
 import pytest
 import torch
-from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -20,9 +19,9 @@ from hpsearch.search.curves.sampler import CurvesSampler
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
 from hpsearch.storage.rungs.fronts import hypervolume
+from tests.factories import X
+from tests.search.curves.support import EPOCHS
 
-EPOCHS = 9
-X = FloatDistribution(0.0, 1.0)
 MAXIMIZE = [True, False]
 
 

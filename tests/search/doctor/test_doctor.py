@@ -19,7 +19,7 @@ from hpsearch.storage.embedded import stack as embedded
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from tests.conftest import execute
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 
 Look = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 AWAY = "http://127.0.0.1:1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import optuna
-from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, create_trial
 
 from hpsearch.search.finalists import Finalists, read_finalists
@@ -15,12 +14,11 @@ from hpsearch.storage.attributes import BROKEN, FRESH, INFEASIBLE, REFIT, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Nothing
 from hpsearch.storage.trials.settle import Outcome
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import SPACE, WAYS, spec_of
 
 Say = Callable[..., str]
 
 
-SPACE = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "kind": CategoricalDistribution(("cnn", "mlp"))}
 VALUES = [0.5, 0.9, 0.7, 0.9, 0.8]
 
 
@@ -39,9 +37,6 @@ def search(storage: PostgresStorage, name: str, trials: list[FrozenTrial], *, bu
     storage.set_study_user_attr(study._study_id, SPEC, spec)
     storage.import_trials(study._study_id, trials)
     return load_study(storage, name)
-
-
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
 
 
 def search_several(

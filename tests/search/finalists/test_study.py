@@ -20,7 +20,8 @@ from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.settle import Outcome
-from tests.search.finalists.support import SPACE, VALUES, Say, finished, params, search, table, train
+from tests.factories import SPACE
+from tests.search.finalists.support import VALUES, Say, finished, params, search, table, train
 
 
 def test_the_best_are_chosen_the_earliest_first_and_none_twice(storage: PostgresStorage) -> None:

@@ -15,7 +15,7 @@ from hpsearch.storage.attributes import REASON, RUN_ID, SPEC
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.promotions import Promotion, promotions_of
 from hpsearch.storage.study_storage.storage import PostgresStorage
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.history import finalist_studies
+from tests.factories import WAYS
 from tests.search.promotion.support import Left, Tracked, unregister
 
 pytestmark = pytest.mark.xdist_group("several promoted")  # one registry, in which the model has one name
 
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
 OUT = "latency_ms 20, not <= 10"
 
 # Trials 0 and 1 are the front; 2 is better than both in one, and out of bounds; 3 was pruned.

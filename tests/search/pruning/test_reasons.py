@@ -10,21 +10,8 @@ import pytest
 from optuna.trial import create_trial
 
 from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
-from hpsearch.search.spec.spec import StudySpec, parse_spec
-
-
-def spec_of(direction: str = "maximize", epochs: int = 20, **pruner: object) -> StudySpec:
-    return parse_spec(
-        {
-            "name": "s",
-            "objective": "digits",
-            "metric": "accuracy",
-            "direction": direction,
-            "n_trials": 9,
-            "epochs": epochs,
-            "pruner": pruner,
-        }
-    )
+from hpsearch.search.spec.spec import StudySpec
+from tests.factories import spec_of
 
 
 def decide(spec: StudySpec, finished: list[list[float]], curve: list[float]) -> Decision:

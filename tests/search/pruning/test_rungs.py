@@ -13,7 +13,7 @@ from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.study_storage.reading import read_rung, rung_key
 from hpsearch.storage.study_storage.storage import open_storage
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 
 HALVING = {"name": "successive_halving", "reduction_factor": 2}
 HYPERBAND = {"name": "hyperband", "reduction_factor": 2, "min_resource": 1}

@@ -11,9 +11,8 @@ from hpsearch.search.pruners.study_pruner import Decision, StudyPruner, study_ru
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.rungs.fronts import losses_of, order
 from hpsearch.storage.study_storage.storage import open_storage
-from tests.search.spec.test_several import refused, spec
+from tests.factories import WAYS, refused, spec
 
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
 HALVING = {"name": "successive_halving", "reduction_factor": 2}
 
 

@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import optuna
 import sqlalchemy as sa
-from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import BROKEN, SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
-
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
-SPACE = {"lr": FloatDistribution(1e-4, 1e-1, log=True), "kind": CategoricalDistribution(("cnn", "mlp"))}
+from tests.factories import SPACE, WAYS
 
 
 def trial(

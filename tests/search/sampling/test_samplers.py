@@ -23,7 +23,7 @@ from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.settle import Outcome
-from tests.search.sampling.test_suggest import Small, Worker, branches, distinct, nine
+from tests.search.sampling.support import Small, Worker, branches, distinct, nine
 
 GRID = {"lr": [0.01, 0.1, 1.0], "width": [8, 16, 24, 32]}
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIIISampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.samplers._tpe.sampler import _split_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.samplers.known_trials import SampledStudy, as_sampled
 from hpsearch.storage.attributes import INFEASIBLE, PLACE, VALUES
+from tests.factories import X
 
-X = FloatDistribution(0.0, 1.0)
 DIRECTIONS = ("maximize", "minimize")
 COMPLETE, PRUNED, WAITING, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING, TrialState.RUNNING
 

@@ -21,8 +21,7 @@ from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import make_sampler
 from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.spec import StudySpec, parse_spec
-from tests.search.pruning.test_reasons import spec_of
-from tests.search.spec.test_spec import BASE
+from tests.factories import BASE, spec_of
 
 
 @pytest.fixture

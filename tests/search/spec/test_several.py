@@ -6,23 +6,9 @@ from typing import Any
 
 import pytest
 
-from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.multi_objective import Bound
-from hpsearch.search.spec.spec import StudySpec, parse_spec
-
-BASE = {"name": "s", "objective": "x", "n_trials": 100, "epochs": 9}
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
-
-
-def spec(**settings: Any) -> StudySpec:
-    return parse_spec({**BASE, **settings})
-
-
-def refused(**settings: Any) -> str:
-    with pytest.raises(SearchError) as error:
-        spec(**settings)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+from hpsearch.search.spec.spec import parse_spec
+from tests.factories import WAYS, refused, spec
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,7 @@ from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.settings import differences
 from hpsearch.search.spec.spec import StudySpec, parse_spec
-
-BASE: dict[str, Any] = {
-    "name": "night",
-    "objective": "digits",
-    "metric": "accuracy",
-    "direction": "maximize",
-    "n_trials": 24,
-    "epochs": 12,
-}
+from tests.factories import BASE
 
 
 def test_defaults_are_written_down() -> None:

@@ -12,10 +12,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import choose
 from hpsearch.search.spec.spec import FinalistsOf, parse_spec
 from hpsearch.search.tracking.tracker import check_readers
-
-BASE: dict[str, Any] = {
-    "name": "s", "objective": "digits", "metric": "accuracy", "direction": "maximize", "n_trials": 3, "epochs": 2,
-}  # fmt: skip
+from tests.factories import BASE
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.claims import Claims
 from hpsearch.storage.trials.settle import Outcome
+from tests.factories import WAYS
 from tests.storage.trials.support import rows, take
 
-WAYS = {"accuracy": "maximize", "latency_ms": "minimize"}
 BOTH = [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
 
 

@@ -11,7 +11,7 @@ from hpsearch.objectives.template import write_template
 from hpsearch.search.study.study import load_study
 from hpsearch.storage.attributes import SOURCE, SPEC
 from hpsearch.storage.study_storage.storage import open_storage
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 
 
 def test_code_that_changed_since_the_study_was_created_is_told(database_url: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.trials.history import read_epoch_values, read_progress
-from tests.search.spec.test_several import spec
+from tests.factories import spec
 
 # All of them have the run of a study s in MLflow, by their number.
 pytestmark = pytest.mark.xdist_group("several workers")

@@ -21,8 +21,9 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer
+from tests.factories import X
 from tests.storage.conftest import Open
-from tests.storage.shaking import X, check, run_trials
+from tests.storage.shaking import check, run_trials
 
 
 @pytest.fixture

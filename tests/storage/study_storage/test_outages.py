@@ -25,8 +25,9 @@ from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.urls import build
+from tests.factories import X
 from tests.storage.conftest import Open
-from tests.storage.shaking import COMPLETE, X, check, run_trials
+from tests.storage.shaking import COMPLETE, check, run_trials
 
 if TYPE_CHECKING:
     from tests.conftest import PostgresServer

@@ -5,14 +5,12 @@ from __future__ import annotations
 import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
 from hpsearch.storage.study_storage.storage import PostgresStorage
+from tests.factories import X
 from tests.storage.conftest import Open
 from tests.storage.statements import statements
-
-X = FloatDistribution(0, 1)
 
 
 @pytest.fixture

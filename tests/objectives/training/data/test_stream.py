@@ -1,58 +1,19 @@
 """Samples that come one after the other, as a torch `IterableDataset` gives them."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils import data as torch_data
 
 from hpsearch import (
     Dataset,
     LocalSession,
-    Objective,
     ObjectiveError,
     Splits,
     TrainConfig,
     Trainer,
     Verdict,
-    classification,
 )
-from tests.objectives.training.support import exact, fit, same_result
-
-
-class Numbers(torch_data.IterableDataset):
-    """Rows of four numbers and whether their sum is positive; drawn anew each time, by numpy's generator."""
-
-    def __init__(self, count=None):
-        self.count, self.begun, self.epochs = count, 0, []
-
-    def __iter__(self):
-        self.begun += 1
-        for _ in range(self.count) if self.count else itertools.count():
-            x = np.random.randn(4).astype("float32")
-            yield x, int(x.sum() > 0)
-
-    def set_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-
-class Sums(Objective):
-    epochs = 4
-
-    def suggest(self, trial):
-        return TrainConfig(lr=trial.suggest_float("lr", 1e-3, 1e-1, log=True))
-
-    def data(self, seed):
-        self.source = Numbers()
-        return Splits(*(Dataset.of(self.source, length=n, fingerprint=f"sums-{n}") for n in (200, 60, 61)))
-
-    def metrics(self, train):
-        return classification(2)
-
-    def model(self, config, train):
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+from tests.objectives.training.support import Numbers, Sums, exact, fit, same_result
 
 
 def test_it_is_read_once_an_epoch_and_learned_from():

@@ -13,8 +13,7 @@ from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.training.checks.smoke import smoke
 from hpsearch.objectives.training.loop.measuring import as_served, latency_ms, layout, sizes
-from tests.objectives.training.loop.test_resume import DiedError, Dying, _die
-from tests.objectives.training.support import Stopped, Wine, fit, same_result
+from tests.objectives.training.support import DiedError, Dying, Stopped, Wine, fit, raise_died, same_result
 
 CPU = torch.device("cpu")
 MEASURES = {"latency_ms", "latency_load", "model_mb", "parameters"}
@@ -143,7 +142,7 @@ def test_a_run_is_the_same_to_the_last_bit_with_and_without_measures(config):
 def test_a_run_that_died_and_went_on_has_the_latency_that_it_had(tmp_path, point):
     objective, _ = noted("latency_ms", "model_mb")
     with pytest.raises(DiedError):
-        fit(objective, epochs=3, session=Dying(tmp_path, 1, point, _die))
+        fit(objective, epochs=3, session=Dying(tmp_path, 1, point, raise_died))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     again, made = noted("latency_ms", "model_mb")
     result = fit(again, epochs=3, run_dir=tmp_path)

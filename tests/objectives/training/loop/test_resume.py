@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpsearch import LocalSession, ObjectiveError, TrainConfig, Trainer, Verdict, load_objective
-from tests.objectives.training.support import exact, same_result
+from tests.objectives.training.support import DiedError, Dying, exact, raise_died, same_result
 
 EPOCHS = 3
 FILES = {"report.md", "config.yaml", "metrics.jsonl", "steps.jsonl", "train.log", "curves.png", "gradients.png"}
@@ -26,36 +26,6 @@ CONFIGS = {
     ),
     "fp16": TrainConfig(precision="fp16", model={"kind": "mlp", "layers": 1, "width": 32, "dropout": 0.3}),
 }
-
-
-class DiedError(Exception):
-    pass
-
-
-class Dying(LocalSession):
-    """Dies at a point of an epoch: before it is saved, between save and report, or after the report."""
-
-    def __init__(self, run_dir, epoch, point, die):
-        super().__init__(run_dir)
-        self.at, self.die = (epoch, point), die
-
-    def save(self, state, *, best):
-        epoch = len(state["history"]) - 1
-        if self.at == (epoch, "unsaved"):
-            self.die()
-        super().save(state, best=best)
-        if self.at == (epoch, "unreported"):
-            self.die()
-
-    def report(self, record):
-        verdict = super().report(record)
-        if self.at == (record.epoch, "reported"):
-            self.die()
-        return verdict
-
-
-def _die():
-    raise DiedError
 
 
 def _trainer(config, run_dir=None, session=None, **changed):
@@ -84,7 +54,7 @@ def undisturbed():
 @pytest.mark.parametrize("epoch", range(EPOCHS))
 def test_ended_at_any_epoch_and_resumed(tmp_path, undisturbed, name, epoch, point):
     with pytest.raises(DiedError):
-        _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, _die)).fit()
+        _trainer(CONFIGS[name], session=Dying(tmp_path, epoch, point, raise_died)).fit()
     torch.manual_seed(epoch)  # what the process does in between must not matter
     torch.rand(7)
     result = _trainer(CONFIGS[name], run_dir=tmp_path).fit()
@@ -116,7 +86,7 @@ def test_killed_by_the_system_and_resumed_by_another_process(zygote, tmp_path, u
 @pytest.mark.usefixtures("no_plots")
 def test_a_torn_checkpoint_costs_one_epoch_and_no_exactness(tmp_path, undisturbed):
     with pytest.raises(DiedError):
-        _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", _die)).fit()
+        _trainer(CONFIGS["cnn"], session=Dying(tmp_path, 2, "reported", raise_died)).fit()
     last = tmp_path / "last.pt"
     last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
     same_result(_trainer(CONFIGS["cnn"], run_dir=tmp_path).fit(), undisturbed("cnn"))
@@ -176,7 +146,7 @@ def test_stopping_at_the_last_epoch_is_completing(tmp_path):
 @pytest.mark.usefixtures("no_plots")
 def test_a_verdict_on_a_replayed_epoch_is_obeyed(tmp_path):
     with pytest.raises(DiedError):
-        _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "unreported", _die)).fit()
+        _trainer(CONFIGS["sgd"], session=Dying(tmp_path, 1, "unreported", raise_died)).fit()
     session = Recording(tmp_path, {1: Verdict.PRUNE})
     result = _trainer(CONFIGS["sgd"], session=session).fit()
     assert result.status == "pruned"
@@ -191,7 +161,7 @@ def test_patience_goes_on_where_it_was(tmp_path):
     assert undisturbed.status == "completed"
     assert len(undisturbed.history) == 4
     with pytest.raises(DiedError):
-        _trainer(config, session=Dying(tmp_path, 2, "reported", _die), epochs=9).fit()
+        _trainer(config, session=Dying(tmp_path, 2, "reported", raise_died), epochs=9).fit()
     same_result(_trainer(config, run_dir=tmp_path, epochs=9).fit(), undisturbed)
     assert len(_trainer(config, run_dir=tmp_path, epochs=9).fit().history) == 4
 
@@ -234,7 +204,7 @@ def test_the_record_of_steps_goes_on_as_if_nothing_had_been(tmp_path):
     config = TrainConfig.from_dict({**CONFIGS["cnn"].to_dict(), "log_every": 5, "validate_every": 8})
     _trainer(config, run_dir=tmp_path / "whole").fit()
     with pytest.raises(DiedError):
-        _trainer(config, session=Dying(tmp_path / "died", 1, "unsaved", _die)).fit()
+        _trainer(config, session=Dying(tmp_path / "died", 1, "unsaved", raise_died)).fit()
     with (tmp_path / "died" / "steps.jsonl").open("a") as file:
         file.write('{"epoch": 1, "st')
     _trainer(config, run_dir=tmp_path / "died").fit()

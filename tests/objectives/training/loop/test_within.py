@@ -14,9 +14,8 @@ from hpsearch.objectives.training.evaluation import gathered
 from hpsearch.objectives.training.evaluation.metrics import binary
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import Due
-from tests.objectives.training.data.test_stream import Sums
 from tests.objectives.training.loop.killed_runs import CONFIGS, EPOCHS, Augmented
-from tests.objectives.training.support import Wine, exact, fit, same_result
+from tests.objectives.training.support import Sums, Wine, exact, fit, same_result
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 

@@ -1,5 +1,6 @@
 """A function on several ranks: real processes that gloo joins, on one machine."""
 
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -7,7 +8,9 @@ import socket
 import traceback
 
 import torch
+from torch import nn
 
+from hpsearch import Objective, Splits, TrainConfig
 from hpsearch.objectives.training.data.loader import ending_with_parent
 from hpsearch.objectives.training.ranks import joined
 
@@ -76,3 +79,34 @@ def apart(found, expected):
     numbers = max(abs(a[name] - b[name]) for a, b in zip(found[0], expected[0], strict=True) for name in b)
     weights = max(abs(found[1][name] - weight).max() for name, weight in expected[1].items())
     return numbers, weights
+
+
+class Sides(Objective):
+    """203 points on two sides of a line: neither samples nor batches can be divided evenly."""
+
+    metric = "accuracy"
+
+    def suggest(self, trial):
+        return TrainConfig()
+
+    def data(self, seed):
+        made = torch.Generator().manual_seed(seed)
+        x = torch.randn(203, 8, generator=made)
+        return Splits.make(x, (x[:, 0] + 0.5 * x[:, 1] > 0).long(), seed=seed)
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+UNEVEN = TrainConfig(batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+
+
+class WideSides(Sides):
+    """With weights that cannot be divided evenly either."""
+
+    def model(self, config, train):
+        return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))
+
+
+SHARDED = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
+AVERAGED = dataclasses.replace(SHARDED, ema_decay=0.9, activation_checkpointing=True)

@@ -6,25 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpsearch import Dataset, Objective, Splits, Step, TrainConfig, Trainer
-from tests.objectives.training.ranks.support import apart, on_ranks, outcome
-
-
-class Sides(Objective):
-    """203 points on two sides of a line: neither samples nor batches can be divided evenly."""
-
-    metric = "accuracy"
-
-    def suggest(self, trial):
-        return TrainConfig()
-
-    def data(self, seed):
-        made = torch.Generator().manual_seed(seed)
-        x = torch.randn(203, 8, generator=made)
-        return Splits.make(x, (x[:, 0] + 0.5 * x[:, 1] > 0).long(), seed=seed)
-
-    def model(self, config, train):
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+from hpsearch import Dataset, Splits, Step, Trainer
+from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 
 
 class Ranked(Sides):
@@ -108,7 +91,6 @@ class Loaded(Sides):
         return classification(2)
 
 
-UNEVEN = TrainConfig(batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
 RUNS = {
     "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9)),
     "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),

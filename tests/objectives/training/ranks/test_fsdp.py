@@ -17,20 +17,12 @@ from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.ranks import current
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import Due, LocalSession, Verdict
-from tests.objectives.training.ranks.support import apart, on_ranks, outcome
-from tests.objectives.training.ranks.test_equal import Sides as Points
+from tests.objectives.training.ranks.support import AVERAGED, SHARDED, WideSides, apart, on_ranks, outcome
 
 EPOCHS = 2
 
 
-class Sides(Points):
-    """With weights that cannot be divided evenly either."""
-
-    def model(self, config, train):
-        return nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 15), nn.LayerNorm(15), nn.Linear(15, 2))
-
-
-class Tied(Sides):
+class Tied(WideSides):
     """Two layers share a weight, and one parameter is in no layer."""
 
     def model(self, config, train):
@@ -50,7 +42,7 @@ class TiedLayers(nn.Module):
         return self.head(self.encode(x) * self.scale)
 
 
-class Thawing(Sides):
+class Thawing(WideSides):
     """The first layer learns from the second epoch on, and the model is told which it is."""
 
     def model(self, config, train):
@@ -64,7 +56,7 @@ class Thawing(Sides):
         model[0].requires_grad_(epoch > 0)
 
 
-class Encoded(Sides):
+class Encoded(WideSides):
     """A step that calls the model's layers, by a method and by themselves, and never the model."""
 
     def model(self, config, train):
@@ -84,12 +76,12 @@ class Halves(nn.Module):
         return torch.tanh(self.body(x))
 
 
-class Scalar(Sides):
+class Scalar(WideSides):
     def model(self, config, train):
         return TiedLayers(torch.tensor(1.0))
 
 
-class Reaching(Sides):
+class Reaching(WideSides):
     """A step that calls a method which uses a weight."""
 
     def model(self, config, train):
@@ -100,19 +92,17 @@ class Reaching(Sides):
         return Step(nn.functional.cross_entropy(outputs, batch.y), outputs=outputs)
 
 
-UNEVEN = TrainConfig(strategy="fsdp", batch_size=37, accumulate=2, clip_grad_norm=0.5, drop_last=False, lr=0.01)
 RUNS = {
-    "sgd": (Sides, dataclasses.replace(UNEVEN, optimizer="sgd", lr=0.1)),
-    "ema": (Sides, dataclasses.replace(UNEVEN, ema_decay=0.9, activation_checkpointing=True)),
-    "swa": (Sides, dataclasses.replace(UNEVEN, swa_fraction=0.5)),
-    "offload": (Sides, dataclasses.replace(UNEVEN, cpu_offload=True, clip_grad_norm=None, clip_grad_value=0.01)),
-    "tied": (Tied, UNEVEN),
-    "thawing": (Thawing, UNEVEN),
-    "own step": (Encoded, UNEVEN),
+    "sgd": (WideSides, dataclasses.replace(SHARDED, optimizer="sgd", lr=0.1)),
+    "ema": (WideSides, AVERAGED),
+    "swa": (WideSides, dataclasses.replace(SHARDED, swa_fraction=0.5)),
+    "offload": (WideSides, dataclasses.replace(SHARDED, cpu_offload=True, clip_grad_norm=None, clip_grad_value=0.01)),
+    "tied": (Tied, SHARDED),
+    "thawing": (Thawing, SHARDED),
+    "own step": (Encoded, SHARDED),
 }
-MUON = dataclasses.replace(UNEVEN, optimizer="muon")
+MUON = dataclasses.replace(SHARDED, optimizer="muon")
 ON_FOUR = ("sgd", "ema")
-AVERAGED = RUNS["ema"][1]
 RESUMED = [("two", "after"), ("two", "within"), ("one", "after")]
 REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
 
@@ -160,13 +150,13 @@ def served(result):
 def leave(folder):
     for where in ("after", "within"):
         session = Kept(folder / where, where)
-        assert fit(Sides(), AVERAGED, session).status == "stopped"
+        assert fit(WideSides(), AVERAGED, session).status == "stopped"
         assert session.asked or where == "after" or not current().first
 
 
 def resume(folder):
     """The run that was left."""
-    return served(fit(Sides(), AVERAGED, Kept(folder)))
+    return served(fit(WideSides(), AVERAGED, Kept(folder)))
 
 
 def copied(source, target):
@@ -176,14 +166,14 @@ def copied(source, target):
 
 def refused(objective):
     try:
-        fit(objective(), UNEVEN)
+        fit(objective(), SHARDED)
     except ObjectiveError as error:
         return str(error)
 
 
 def noted():
     """What is noted of the steps of an epoch, and the run."""
-    run = Trainer(Sides(), UNEVEN, epochs=1, seed=0)._build()
+    run = Trainer(WideSides(), SHARDED, epochs=1, seed=0)._build()
     train_epoch(run, 0)
     return run.steplog.drain(), run
 
@@ -193,12 +183,12 @@ def on_two(ranks, folder):
     with contextlib.suppress(ObjectiveError), ranks.together():  # what follows has new connections
         raise ObjectiveError("both fail")
     found = {name: trained(name) for name in RUNS}
-    found["muon"] = [served(fit(Sides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
+    found["muon"] = [served(fit(WideSides(), dataclasses.replace(MUON, strategy=name))) for name in ("fsdp", "ddp")]
     leave(folder)
     found["refused"] = {name: refused(objective) for name, objective in REFUSED.items()}
     found["noted"], run = noted()
     found["held"] = sum(parameter.to_local().numel() for parameter in run.model.parameters())
-    result = fit(Sides(), dataclasses.replace(AVERAGED, compile=True))
+    result = fit(WideSides(), dataclasses.replace(AVERAGED, compile=True))
     found["compiled"] = result.resume_note, [record.metrics["val_loss"] for record in result.history]
     if ranks.first:
         module, inputs, _ = result.exported()
@@ -256,7 +246,7 @@ def test_muon_makes_of_parts_what_it_makes_of_whole_gradients(two):
 
 
 def test_a_rank_holds_its_part(two):
-    total = sum(parameter.numel() for parameter in Sides().model(None, None).parameters())
+    total = sum(parameter.numel() for parameter in WideSides().model(None, None).parameters())
     held = [found["held"] for found in two[1]]
     assert sum(held) == total
     assert max(held) < 0.6 * total
@@ -307,9 +297,9 @@ def test_what_was_left_goes_on_on_any_number_of_ranks(of, where, world, alone, t
 
 def test_the_model_of_a_run_on_ranks_is_served_as_any_other(two):
     _, weights, _, best, _ = two[1][0]["ema"]
-    fresh = Sides().model(None, None)
+    fresh = WideSides().model(None, None)
     fresh.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    val = Sides().data(0).val
+    val = WideSides().data(0).val
     assert (fresh(val.x).argmax(1) == val.y).double().mean().item() == pytest.approx(best)
     load = (
         "import sys, torch; x, expected = torch.load(sys.argv[2]); found = torch.export.load(sys.argv[1]).module()(x);"

@@ -4,8 +4,7 @@ import pytest
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer
 from hpsearch.objectives.training.loop.measuring import sizes
-from tests.objectives.training.ranks.support import on_ranks
-from tests.objectives.training.ranks.test_equal import Sides
+from tests.objectives.training.ranks.support import Sides, on_ranks
 from tests.objectives.training.support import Stopped
 
 

@@ -8,8 +8,7 @@ import torch
 
 from hpsearch import LocalSession, NonFiniteError, ObjectiveError, Trainer
 from hpsearch.objectives.training.ranks import ALONE, RankLostError
-from tests.objectives.training.ranks.support import apart, on_ranks, outcome
-from tests.objectives.training.ranks.test_equal import UNEVEN, Sides
+from tests.objectives.training.ranks.support import UNEVEN, Sides, apart, on_ranks, outcome
 from tests.objectives.training.support import Stopped
 
 

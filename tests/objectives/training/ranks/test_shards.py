@@ -12,8 +12,7 @@ from hpsearch import Trainer
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.session import Due, LocalSession, Verdict
 from hpsearch.objectives.training.strategies.shards import read
-from tests.objectives.training.ranks.support import on_ranks, outcome
-from tests.objectives.training.ranks.test_fsdp import AVERAGED, Sides
+from tests.objectives.training.ranks.support import AVERAGED, WideSides, on_ranks, outcome
 
 EPOCHS = 3
 IN_PARTS = dataclasses.replace(AVERAGED, shard_above=0.0)
@@ -36,7 +35,7 @@ class Leaving(LocalSession):
 
 
 def fit(run_dir, where=None):
-    result = Trainer(Sides(), IN_PARTS, epochs=EPOCHS, seed=0, session=Leaving(run_dir, where)).fit()
+    result = Trainer(WideSides(), IN_PARTS, epochs=EPOCHS, seed=0, session=Leaving(run_dir, where)).fit()
     assert result.status == ("completed" if where is None else "stopped")
     whole = not any(parameter.is_meta for parameter in result.model.parameters())
     return outcome(result) if whole else None

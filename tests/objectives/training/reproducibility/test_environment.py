@@ -17,7 +17,7 @@ from hpsearch.objectives.training.reproducibility.environment import uncommitted
 from tests.objectives.training.support import built
 
 SOURCE = """
-from tests.objectives.conftest import Wine
+from tests.objectives.training.support import Wine
 
 class Mine(Wine):
     epochs = 2

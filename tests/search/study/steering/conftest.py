@@ -10,7 +10,7 @@ from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.claims import Claims
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 from tests.search.study.steering.support import Say
 
 

@@ -20,7 +20,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import Claims, Retired
 from hpsearch.storage.trials.settle import Outcome
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
 

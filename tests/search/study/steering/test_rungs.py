@@ -23,7 +23,7 @@ from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claims, Retired
 from hpsearch.storage.trials.history import Stretch
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import spec_of
 from tests.search.study.steering.support import Say, take
 
 

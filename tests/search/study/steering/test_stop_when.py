@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
@@ -33,10 +32,8 @@ from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.budget import give_up
 from hpsearch.storage.trials.claims import Claims, Nothing
 from hpsearch.storage.trials.settle import Outcome
-from tests.search.pruning.test_reasons import spec_of
+from tests.factories import X, spec_of
 from tests.search.study.steering.support import Say, rows, take
-
-X = FloatDistribution(0.0, 1.0)
 
 
 @pytest.fixture
