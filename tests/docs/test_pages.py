@@ -58,7 +58,7 @@ def test_what_a_page_points_to_is_there(path: Path) -> None:
 
 
 def test_the_files_on_the_way_of_a_trial_exist() -> None:
-    way = (ROOT / "docs" / "architecture.md").read_text().partition("## The way of a trial")[2].partition("\n## ")[0]
+    way = (ROOT / "docs" / "architecture.md").read_text().partition("## The path of a trial")[2].partition("\n## ")[0]
     named = set(re.findall(r"(?:search|objectives|storage)/[\w/]+\.py", way))
     assert len(named) > 10
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
