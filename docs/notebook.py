@@ -2,15 +2,15 @@
 
 from hpsearch import Study
 
-study = Study.create("wine.py", name="wine-notebook", trials=3, epochs=3, seed=1)
+study = Study.create("wine.py", name="wine-notebook", n_trials=3, epochs=3, seed=1)
 study.run(workers=1)
-print(study.best.value, study.best.params)
+print(study.best_value, study.best_params)
 
 study.stop()  # from here or any other machine; what runs is saved
 study.start()
 study.extend("+1")
 study.run(workers=1)
 
-table = study.finalists(top=2, seeds=2, workers=1)
+table = study.train_finalists(top=2, seeds=2, workers=1)
 print(table.winner, study.open_test())
 print(study.promote())

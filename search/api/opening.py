@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import optuna
 
@@ -14,7 +15,7 @@ from hpsearch.search.console import PlainConsole
 from hpsearch.search.errors import SearchError, nearest
 from hpsearch.search.promotion.registry_watch import notice
 from hpsearch.search.services import Services, find_services
-from hpsearch.search.spec.spec import IN_FILES_ONLY, StudySpec, parse_spec
+from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
 from hpsearch.search.worker.options import Addresses
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
@@ -58,8 +59,31 @@ def notice_promotions(services: Services, storage: PostgresStorage, study: Store
         logging.getLogger(__name__).debug("promotions are not noticed: %s", error)
 
 
-# What `Study.create` takes besides: so that a misspelt one is told from an address.
-SETTINGS = ("trials", *(key for key in StudySpec.model_fields if key not in IN_FILES_ONLY and key != "n_trials"))
+class Settings(Addresses, total=False):
+    """Settings of a study, as docs/reference/settings.md explains them, and its addresses."""
+
+    name: str | None
+    n_trials: int | None
+    epochs: int | None
+    metric: str | None
+    direction: str | None
+    directions: Mapping[str, str] | str | None
+    constraints: Mapping[str, str] | str | None
+    sampler: str | Mapping[str, Any] | None
+    warm_start: str | list[str] | None
+    pruner: str | Mapping[str, Any] | None
+    default_first: bool | None
+    seed: int | None
+    retries: int | None
+    retry_on: list[str] | None
+    timeout: float | None
+    budget_epochs: int | None
+    budget_seconds: float | None
+    stop_when: float | None
+    models: str | None
+    top_models: int | None
+    tensorboard: Path | str | None
+    wandb: str | None
 
 
 @dataclass(frozen=True)
@@ -79,8 +103,7 @@ class Where:
             SearchError: something else was given, such as a setting whose name is misspelt.
         """
         if unknown := sorted(addresses.keys() - Addresses.__annotations__.keys()):
-            known = [*Addresses.__annotations__, *SETTINGS]
-            raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+            raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], Addresses.__annotations__)}")
 
         def one(name: str, value: str | None) -> str | None:
             return value or os.environ.get(f"HPSEARCH_{name}") or None

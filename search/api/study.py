@@ -1,11 +1,11 @@
-"""A study as an object: created or opened, run, steered, looked at, confirmed, promoted."""
+"""`Study`: a search as an object, created or opened, run, steered, inspected, confirmed and promoted."""
 
 from __future__ import annotations
 
-import builtins
 import html
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -17,147 +17,102 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpsearch.objectives.objective import BaseObjective
-    from hpsearch.search.api.opening import StudyRow
+    from hpsearch.search.api.opening import Settings, StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.promotion.promote import Promoted
     from hpsearch.search.run.finalists import FinalistsRan, RefitRan
-    from hpsearch.search.run.search import Ran
     from hpsearch.search.run.sync import Synced
     from hpsearch.search.services import Services
     from hpsearch.search.spec.spec import StudySpec
     from hpsearch.search.study.cleanup import Garbage
+    from hpsearch.search.study.enqueue import Configurations
     from hpsearch.search.study.steering import Extended
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
-    from hpsearch.search.worker.options import Addresses, Working
+    from hpsearch.search.worker.options import Addresses, WorkerOptions, Working
 
 
 class Study:
     """A search in its database. Make one with `create`, or find one with `open`.
 
-    What a user can mend is raised as SearchError, StorageError or ObjectiveError, in one line; all three are in
-    `search`. Where studies are kept is said by `storage_url`, `tracking_uri`, `checkpoint_url` and `home`, else by the
-    environment (HPSEARCH_STORAGE_URL and so on), else it is the embedded stack, which is started.
+    Faults that a user can correct raise SearchError, StorageError or ObjectiveError with a message of one line. The
+    keywords `storage_url`, `tracking_uri`, `checkpoint_url` and `home` say where a study is kept; without them the
+    environment does (HPSEARCH_STORAGE_URL and so on), and without that it is the embedded stack, which is started.
 
     Attributes:
-        name: of the study.
-        services: where it is kept.
+        name: name of the study.
+
+    Example:
+        from hpsearch import Study
+
+        study = Study.create("wine.py", n_trials=50)
+        study.run(workers=4)
+        print(study.best_value, study.best_params)
+        print(study.train_finalists(top=5, seeds=2).winner)
+        study.promote()
     """
 
     def __init__(self, stored: StoredStudy, services: Services, *, checkpoint_url: str | None = None) -> None:
         self.name = stored.spec.name
-        self.services = services
+        self._services = services
         self._storage = stored.storage
         self._checkpoint_url = checkpoint_url
-        self._created = False
+        self._is_new = False
 
-    # --- made and found ---
+    # --- create and open ---
 
     @classmethod
-    def create(  # noqa: PLR0913 a keyword for each setting
+    def create(
         cls,
-        objective: str | type[BaseObjective],
+        objective: str | type[BaseObjective] | None = None,
         *,
-        name: str | None = None,
-        trials: int | None = None,
-        epochs: int | None = None,
-        metric: str | None = None,
-        direction: str | None = None,
-        directions: Mapping[str, str] | None = None,
-        constraints: Mapping[str, str] | None = None,
-        sampler: str | dict[str, Any] | None = None,
-        warm_start: str | builtins.list[str] | None = None,
-        pruner: str | dict[str, Any] | None = None,
-        seed: int | None = None,
-        retries: int | None = None,
-        retry_on: builtins.list[str] | None = None,
-        timeout: float | None = None,
-        budget_epochs: int | None = None,
-        budget_seconds: float | None = None,
-        stop_when: float | None = None,
-        models: str | None = None,
-        top_models: int | None = None,
-        default_first: bool | None = None,
-        tensorboard: Path | str | None = None,
-        wandb: str | None = None,
-        enqueue: Path | str | None = None,
-        **where: Unpack[Addresses],
-    ) -> Study:  # a keyword for each setting that `hpsearch run` has as a flag
-        """Create a study, or join the one of that name when what is given agrees with it.
+        spec: Mapping[str, Any] | Path | str | None = None,
+        enqueue: Configurations | None = None,
+        **settings: Unpack[Settings],
+    ) -> Study:
+        """Create a study, or join the study of that name if its settings agree with the given ones.
 
         Args:
-            objective: digits or another built-in, package.module:Class, my_file.py; or a class that such a file has.
-            name, trials, epochs, metric, direction: by default the objective's; trials without a bound where another
-                budget is given.
-            directions: in place of one metric several, as in ``{"accuracy": "maximize", "latency_ms": "minimize"}``.
-            constraints: bounds that a trial's metrics are to keep, as in ``{"model_mb": "<= 10"}``.
-            sampler, pruner: a name, or its options too, as in ``{"name": "tpe", "n_startup_trials": 5}``.
-            warm_start: names of earlier studies, whose trials inform the sampler curves.
-            seed, retries, retry_on, timeout, budget_epochs, budget_seconds, stop_when, models, top_models,
-                default_first: as docs/reference/settings.md says.
-            tensorboard, wandb: a folder of event files, and a project of Weights & Biases, which are told too.
-            enqueue: a .csv or .jsonl file of configurations that are run first.
-            where: storage_url, tracking_uri, checkpoint_url, home.
+            objective: digits or another built-in, package.module:Class, my_file.py; or a class in such a file.
+            spec: settings by their keys, or a .toml or .yaml file of them; keywords override it.
+            enqueue: configurations to run first: see `enqueue_trial`.
+            settings: see docs/reference/settings.md; a sampler or pruner is a name, or a table of its name and options.
 
         Example:
-            study = Study.create("wine.py", name="example", trials=2, epochs=2)
-        """
-        from hpsearch.search.api.actions import reference_of
-
-        given = {
-            "name": name, "n_trials": trials, "epochs": epochs, "metric": metric, "direction": direction,
-            "directions": directions, "constraints": constraints,
-            "sampler": sampler, "warm_start": warm_start, "pruner": pruner, "seed": seed, "retries": retries,
-            "retry_on": retry_on, "timeout": timeout, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds,
-            "stop_when": stop_when, "models": models, "top_models": top_models, "default_first": default_first,
-            "tensorboard": None if tensorboard is None else str(tensorboard), "wandb": wandb,
-        }  # fmt: skip
-        settings = {key: value for key, value in given.items() if value is not None}
-        return cls.from_spec({"objective": reference_of(objective), **settings}, enqueue=enqueue, **where)
-
-    @classmethod
-    def from_spec(
-        cls,
-        spec: Mapping[str, Any] | Path | str,
-        *,
-        tracking_required: bool = False,
-        enqueue: Path | str | None = None,
-        **where: Unpack[Addresses],
-    ) -> Study:
-        """Create or join a study by its spec: settings by their keys, or a .toml or .yaml file of them.
-
-        The configurations of the .csv or .jsonl file `enqueue` are run first.
-
-        Example:
-            study = Study.from_spec({"objective": "wine.py", "name": "example"})
+            study = Study.create("wine.py", name="example", n_trials=2, epochs=2)
+            assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
         from hpsearch.search.spec.settings import check_settings, named, read_spec_file
 
-        settings = read_spec_file(Path(spec)) if isinstance(spec, str | Path) else named(dict(spec))
-        check_settings(settings)
+        given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
+        addresses = ("storage_url", "tracking_uri", "checkpoint_url", "home")
+        where: Any = {key: given.pop(key) for key in addresses if key in given}
+        if spec is not None:
+            given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
+        if objective is not None:
+            from hpsearch.search.api.actions import reference_of
+
+            given["objective"] = reference_of(objective)
+        if isinstance(folder := given.get("tensorboard"), Path):
+            given["tensorboard"] = str(folder)
+        given = named(given)
+        check_settings(given)
+
         from hpsearch.search.api.opening import Where
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import begin_search
         from hpsearch.search.worker.options import WorkerOptions
 
         there = Where.given(where)
-        options = WorkerOptions(
-            storage_url=there.storage_url,
-            tracking_uri=there.tracking_uri,
-            checkpoint_url=there.checkpoint_url,
-            home=there.home,
-            tracking_required=tracking_required,
-        )
-        services, stored, created = begin_search(
-            settings, options, PlainConsole(), None if enqueue is None else Path(enqueue)
-        )
+        options = WorkerOptions(**asdict(there))
+        services, stored, created = begin_search(given, options, PlainConsole(), enqueue)
         study = cls(stored, services, checkpoint_url=there.checkpoint_url)
-        study._created = created
+        study._is_new = created
         return study
 
     @classmethod
     def open(cls, name: str, *, progress: Callable[[str], None] | None = None, **where: Unpack[Addresses]) -> Study:
-        """Open a study by its name; `progress` is told what is done where services have to be started.
+        """Open a study by its name; `progress` receives each step of starting services.
 
         Example:
             study = Study.open("example")
@@ -167,25 +122,9 @@ class Study:
         there = Where.given(where)
         return cls(*open_study(name, there, progress), checkpoint_url=there.checkpoint_url)
 
-    @staticmethod
-    def list(**where: Unpack[Addresses]) -> builtins.list[StudyRow]:
-        """Return a row for each study of a database, by name: counts, best value, what was promoted.
-
-        Example:
-            assert "example" in [row.name for row in Study.list()]
-        """
-        from hpsearch.search.api.opening import Where, list_studies
-
-        return list_studies(Where.given(where))
-
     @classmethod
-    def waiting(cls, name: str | None = None, **where: Unpack[Addresses]) -> builtins.list[Study]:
-        """Return the studies that have something on this machine which MLflow was not told, or the one of that name.
-
-        Example:
-            for each in Study.waiting():
-                each.sync()
-        """
+    def _unsent(cls, name: str | None = None, **where: Unpack[Addresses]) -> list[Study]:
+        """Return the studies with records on this machine that were not sent yet, or the study of that name."""
         from hpsearch.search.api.opening import Where, open_services
         from hpsearch.search.run.sync import waiting_studies
         from hpsearch.search.study.study import load_study
@@ -198,15 +137,15 @@ class Study:
     # --- run ---
 
     def run(self, workers: int = 2, **how: Unpack[Working]) -> Summary:
-        """Run the study with worker processes on this machine until its budget is spent, and show how it goes.
+        """Run the study with worker processes on this machine until its budget is spent, and show its progress.
 
-        Stopped from elsewhere it returns as well; an interrupt (Ctrl-C, a notebook's square) ends the running epochs,
-        saves, and is raised as KeyboardInterrupt: call it again to go on.
+        It also returns when the study is stopped from elsewhere. An interrupt (Ctrl-C, a notebook's stop button) ends
+        the running epochs, saves, and raises KeyboardInterrupt; call `run` again to continue.
 
         Args:
-            workers: how many processes.
-            how: they run: `lease`, `grace`, `save_every`, `stall`, `system_metrics`, as the command's options;
-                `devices` that train each trial together, and their `collective_timeout`.
+            workers: number of processes; 0 only prepares the study.
+            how: options of the workers: `lease`, `grace`, `save_every`, `stall`, `system_metrics`, and `devices` that
+                train each trial together with their `collective_timeout`.
 
         Raises:
             SearchError: the study is stopped, or its workers gave up before the budget was spent.
@@ -215,36 +154,33 @@ class Study:
             summary = study.run(workers=1)
             assert summary.finished == 2
         """
-        ran = self.run_fleet(workers, **how)
-        _tell_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
-        return ran.summary
-
-    def run_fleet(self, workers: int, *, tracking_required: bool = False, **how: Unpack[Working]) -> Ran:
-        """Do as `run` does, and return how it ended rather than raise it; without workers only make all ready.
-
-        Example:
-            assert not study.run_fleet(workers=0).interrupted
-        """
-        from hpsearch.search.fleet.fork import load_ahead
-
-        load_ahead(workers)  # while this process loads what it needs itself
+        options = self._options(workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
+
+        is_new, self._is_new = self._is_new, False
+        ran = run_search(self._services, self._stored, options, workers=workers, created=is_new, console=PlainConsole())
+        _raise_early_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
+        return ran.summary
+
+    def _options(self, workers: int, how: Working) -> WorkerOptions:
+        """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
+        from hpsearch.search.fleet.fork import load_ahead
+
+        load_ahead(workers)
         from hpsearch.search.worker.options import WorkerOptions
 
-        options = WorkerOptions(checkpoint_url=self._checkpoint_url, tracking_required=tracking_required, **how)
-        created, self._created = self._created, False
-        return run_search(self.services, self.stored, options, workers=workers, created=created, console=PlainConsole())
+        return WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
 
     def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
 
-        What it does is logged at level INFO. An interrupt ends the epoch, saves, gives the trial back, and is raised;
-        in another thread than the main one there is none, and `stop` ends it.
+        It logs at level INFO. An interrupt ends the epoch, saves, releases the trial and raises KeyboardInterrupt; in a
+        thread other than the main one only `stop` ends it.
 
         Args:
-            device: to train on; a GPU where there is one, unless given.
-            how: it runs: see `run`.
+            device: device to train on; by default a GPU where there is one.
+            how: options of the worker: see `run`.
 
         Raises:
             SearchError: the objective fails every trial, or the database does not answer.
@@ -260,22 +196,22 @@ class Study:
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
         options = WorkerOptions(
-            storage_url=self.services.storage_url, tracking_uri=self.services.tracking_uri,
-            checkpoint_url=self._checkpoint_url, home=str(self.services.home), device=device, **how,
+            storage_url=self._services.storage_url, tracking_uri=self._services.tracking_uri,
+            checkpoint_url=self._checkpoint_url, home=str(self._services.home), device=device, **how,
         )  # fmt: skip
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
             code = work_on(self.name, options, stop)
         why = f"the worker gave up (exit code {code}): see its log, and `why` of the trials"
-        _tell_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
+        _raise_early_end(interrupted=stop.is_set(), gave_up=() if code in {0, process.EXIT_DRAINED} else (why,))
         return self.summary()
 
-    # --- looked at ---
+    # --- inspect ---
 
     @property
-    def stored(self) -> StoredStudy:
-        """The study as it is in its database now: `extend` changes its spec."""
+    def _stored(self) -> StoredStudy:
+        """The study as it is in its database now; `extend` changes its spec."""
         from hpsearch.search.study.study import load_study
 
         return load_study(self._storage, self.name)
@@ -287,21 +223,22 @@ class Study:
         Example:
             assert study.spec.epochs == 2
         """
-        return self.stored.spec
+        return self._stored.spec
 
-    def trials(self) -> builtins.list[FrozenTrial]:
-        """Return all trials, by number, as Optuna has them.
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """All trials by number, as Optuna's objects.
 
         Example:
-            assert [trial.number for trial in study.trials()] == [0, 1, 2]
+            assert [trial.number for trial in study.trials] == [0, 1, 2]
         """
-        return self._storage.get_all_trials(self.stored.study_id, deepcopy=True)
+        return self._storage.get_all_trials(self._stored.study_id, deepcopy=True)
 
     def trials_dataframe(self) -> pd.DataFrame:
-        """Return a row for each trial: number, state, value, parameters, epochs, duration, worker, reason.
+        """Return a row per trial: number, state, value, parameters, epochs, duration, worker, reason.
 
-        Of several metrics `value` is that of the first, and each has a column of its own, such as ``values_accuracy``.
-        Where there are constraints, the last column says which a trial breaks.
+        With several metrics `value` is that of the first, and each has a column such as ``values_accuracy``. With
+        constraints the last column lists those that the trial violates.
 
         Example:
             frame = study.trials_dataframe()
@@ -309,41 +246,69 @@ class Study:
         """
         from hpsearch.search.api.actions import trials_frame
 
-        return trials_frame(self.stored)
+        return trials_frame(self._stored)
 
     @property
-    def best(self) -> FrozenTrial | None:
-        """The best trial that has run to its end within all bounds; None without any. Of several metrics it is the
-        best by the first: see `front`. Of many it over-states itself: see `finalists`.
+    def best_trial(self) -> FrozenTrial:
+        """The best completed trial that satisfies the constraints, by the first metric.
+
+        The best of many trials has a selection bias: see `train_finalists`.
+
+        Raises:
+            SearchError: there is none yet.
 
         Example:
-            assert study.best.value == max(trial.value for trial in study.trials())
+            assert study.best_trial.value == max(trial.value for trial in study.trials)
         """
-        return self.summary().best
+        if (best := self.summary().best) is None:
+            raise SearchError(f"study {self.name!r} has no completed trial that satisfies its constraints")
+        return best
 
     @property
-    def front(self) -> builtins.list[FrozenTrial]:
-        """The trials within all bounds that no other dominates, the best by the first metric first.
-
-        Of one metric it is the best trial alone.
+    def best_params(self) -> dict[str, Any]:
+        """The parameters of `best_trial`.
 
         Example:
-            assert study.front[0].number == study.best.number
+            assert 1e-4 <= study.best_params["lr"] <= 1e-1
+        """
+        return self.best_trial.params
+
+    @property
+    def best_value(self) -> float:
+        """The value of `best_trial`, by the first metric.
+
+        Example:
+            assert study.best_value == study.best_trial.value
+        """
+        from hpsearch.search.study.ranking import first_value
+
+        value = first_value(self.best_trial)
+        assert value is not None
+        return value
+
+    @property
+    def best_trials(self) -> list[FrozenTrial]:
+        """The Pareto front of the trials that satisfy the constraints, the best by the first metric first.
+
+        With one metric it is the best trial alone.
+
+        Example:
+            assert study.best_trials == [study.best_trial]
         """
         return list(self.summary().front)
 
     def summary(self) -> Summary:
-        """Return what the study came to so far: counts, the best trial, what pruning saved.
+        """Return the counts of trials, the best trials and the savings by pruning, as they are now.
 
         Example:
             assert study.summary().failed == 0
         """
         from hpsearch.search.study.summary import summarise
 
-        return summarise(self.stored)
+        return summarise(self._stored)
 
     def why(self, trial: int) -> str:
-        """Return all there is to know of a trial, in lines: parameters, attempts, epochs, and why it ended as it did.
+        """Return all records of a trial, in lines: parameters, attempts, epochs, and the reason of its end.
 
         Example:
             print(study.why(0))
@@ -356,32 +321,31 @@ class Study:
 
         page = Console(file=io.StringIO(), force_jupyter=False, width=120, markup=False, highlight=False, emoji=False)
         with page.capture() as text:
-            print_trial(page, self.stored, trial)
+            print_trial(page, self._stored, trial)
         return text.get()
 
     @property
     def optuna_study(self) -> optuna.Study:
-        """Optuna's own object, for all that Optuna and its plots can do; trials are handed out by workers, not by it.
+        """Optuna's own object, for all of Optuna's functions and plots; workers ask for trials, not this object.
 
         Example:
-            assert study.optuna_study.best_trial.number == study.best.number
+            assert study.optuna_study.best_trial.number == study.best_trial.number
         """
-        return self.stored.open()
+        return self._stored.open()
 
     @property
-    def dashboard_url(self) -> str | None:
-        """The study's page in the Optuna dashboard; None where nobody said where that is."""
+    def urls(self) -> dict[str, str]:
+        """The pages of the study that are known: ``dashboard`` (Optuna's) and ``mlflow`` (its run).
+
+        Example:
+            assert study.urls.keys() <= {"dashboard", "mlflow"}
+        """
         from hpsearch.search.study.summary import study_page
-
-        url = self.services.dashboard_url
-        return study_page(url, self.stored.study_id) if url else None
-
-    @property
-    def mlflow_url(self) -> str | None:
-        """The page of the study's run in MLflow; None before it has one."""
         from hpsearch.storage.attributes import RUN_URL
 
-        return self.stored.attrs.get(RUN_URL)
+        stored, dashboard = self._stored, self._services.dashboard_url
+        found = {"dashboard": dashboard and study_page(dashboard, stored.study_id), "mlflow": stored.attrs.get(RUN_URL)}
+        return {name: url for name, url in found.items() if url}
 
     def __repr__(self) -> str:
         return f"Study({self.name!r})"
@@ -389,39 +353,32 @@ class Study:
     def _repr_html_(self) -> str:
         from hpsearch.search.report.show import summary_lines
 
-        lines = summary_lines(self.stored, self.summary(), dashboard_url=self.services.dashboard_url)
+        lines = summary_lines(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
-    # --- steered ---
+    # --- steer ---
 
     def stop(self, *, wait: bool = False) -> str | None:
-        """Stop the study from anywhere: its workers end their epoch, save, give their trials back and leave.
+        """Stop the study on all machines: its workers end their epoch, save, release their trials and exit.
 
         Args:
-            wait: whether to return when no trial is running any more.
+            wait: whether to return only when no trial is running any more.
 
         Returns:
-            Who had stopped it before, and when; None if it was not stopped.
+            Who stopped it before, and when; None if it was not stopped.
 
         Example:
             study.stop(wait=True)
         """
-        from hpsearch.search.study.steering import stop_study
+        from hpsearch.search.study.steering import running_trials, stop_study
 
-        before = stop_study(self.stored)
-        while wait and self.running:
+        before = stop_study(self._stored)
+        while wait and running_trials(self._stored):
             time.sleep(0.5)  # a look; nothing wakes it
         return before
 
-    @property
-    def running(self) -> int:
-        """How many trials are run by a worker that seems alive."""
-        from hpsearch.search.study.steering import running_trials
-
-        return running_trials(self.stored)
-
     def start(self) -> str | None:
-        """Let a study go on that was stopped, or stopped early by itself; return why it was, or None if it was not.
+        """Let a stopped study continue, also one that stopped early; return the reason, or None if it was not stopped.
 
         Example:
             study.start()
@@ -430,23 +387,23 @@ class Study:
         from hpsearch.search.study.steering import start_study
         from hpsearch.search.tracking.publish import reopen_study
 
-        before = self.stored.given_up
-        why = start_study(self.stored)
+        stored = self._stored
+        before, why = stored.given_up, start_study(stored)
         if before is not None:
-            tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
+            tell_mlflow(self._services, stored, lambda tracking: reopen_study(stored, tracking))
         return why
 
     def extend(
         self,
-        trials: int | str | None = None,
+        n_trials: int | str | None = None,
         *,
         budget_epochs: int | str | None = None,
         budget_seconds: int | str | None = None,
-        enqueue: Path | str | None = None,
+        enqueue: Configurations | None = None,
     ) -> Extended:
-        """Change one of the budgets: ``"+50"`` is fifty more, ``50`` fifty in all. Workers that run take it up.
+        """Change one of the budgets: ``"+50"`` adds fifty, ``50`` is the new total. Running workers follow it.
 
-        The configurations of the file `enqueue` are enqueued with it, or nothing is changed.
+        Either the configurations of `enqueue` are added too (see `enqueue_trial`), or nothing changes.
 
         Example:
             assert study.extend("+1").after == 4
@@ -455,59 +412,53 @@ class Study:
         from hpsearch.search.study.steering import extend_study
         from hpsearch.search.tracking.publish import reopen_study
 
-        given = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
+        given = {"n_trials": n_trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
         amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
         if len(amounts) != 1:
             raise SearchError("extend one budget at a time: --trials, --budget-epochs or --budget-seconds")
         [(setting, amount)] = amounts.items()
-        stored = self.stored
-        rows = [] if enqueue is None else self._rows(stored, enqueue)
+        stored = self._stored
+        rows = [] if enqueue is None else _rows(stored, enqueue)
         done = extend_study(stored, amount, rows, setting=setting)
         if done.before != done.after:
-            tell_mlflow(self.services, self.stored, lambda tracking: reopen_study(self.stored, tracking))
+            tell_mlflow(self._services, self._stored, lambda tracking: reopen_study(self._stored, tracking))
         return done
 
-    def enqueue(self, path: Path | str) -> int:
-        """Enqueue the configurations of a .csv or .jsonl file, which are run before new ones and count in the budget.
+    def enqueue_trial(self, params: Configurations) -> int:
+        """Enqueue configurations, which run before new ones and count in the budget.
 
-        A configuration that was enqueued before is not enqueued again. Where the study stopped early, a warning says
-        that they wait until it is started.
+        A configuration that was enqueued before is not enqueued again. If the study stopped early, a warning says that
+        they wait until it is started.
+
+        Args:
+            params: parameters by their names, a list of these, or a .csv or .jsonl file; the sampler sets the rest.
 
         Returns:
             How many were enqueued now.
 
         Example:
-            from pathlib import Path
-
-            Path("more.csv").write_text("lr,batch_size\\n0.003,16\\n0.01,\\n")
             study.extend("+2")
-            assert study.enqueue("more.csv") == 2
+            assert study.enqueue_trial([{"lr": 0.003, "batch_size": 16}, {"lr": 0.01}]) == 2
+            assert study.enqueue_trial({"lr": 0.01}) == 0
         """
         from hpsearch.search.api.opening import warn
         from hpsearch.search.study.enqueue import enqueue, waits_in_vain
 
-        stored = self.stored
-        made = enqueue(stored, self._rows(stored, path))
+        stored = self._stored
+        made = enqueue(stored, _rows(stored, params))
         if why := waits_in_vain(stored):
             warn(why)
         return made
-
-    @staticmethod
-    def _rows(stored: StoredStudy, path: Path | str) -> builtins.list[FrozenTrial]:
-        from hpsearch.objectives.loading import load_objective
-        from hpsearch.search.study.enqueue import read_rows
-
-        return read_rows(Path(path), load_objective(stored.spec.objective))
 
     def retry(self, trial: int, *, from_start: bool = False) -> int | None:
         """Run a failed or infeasible trial again: same number, same parameters, same MLflow run.
 
         Args:
             trial: its number.
-            from_start: whether to forget its checkpoints.
+            from_start: whether to ignore its checkpoints.
 
         Returns:
-            The epoch, from 0, that it goes on after; None to start anew.
+            The epoch, from 0, after which it resumes; None for the beginning.
 
         Example:
             try:
@@ -519,19 +470,19 @@ class Study:
         from hpsearch.search.study.steering import retry_trial
         from hpsearch.search.tracking.publish import reopen_study, reopen_trial_run
 
-        stored = self.stored
+        stored = self._stored
         was, epoch = retry_trial(stored, trial, from_start=from_start)
 
         def tell(tracking: Any) -> None:
             reopen_trial_run(was, tracking)
             reopen_study(stored, tracking)
 
-        tell_mlflow(self.services, stored, tell)
+        tell_mlflow(self._services, stored, tell)
         return epoch
 
-    # --- confirmed and promoted ---
+    # --- confirm and promote ---
 
-    def finalists(
+    def train_finalists(
         self,
         top: int | None = None,
         seeds: int | None = None,
@@ -541,31 +492,30 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[Working],
     ) -> Finalists:
-        """Train the best configurations of a finished search again; one of them wins.
+        """Train the best configurations of a finished search again, and return their table with the winner.
 
-        Each is trained on the same fresh seeds, each of which divides train and validation anew.
-
-        Called again it goes on where it stopped, and returns the table when all is done.
+        All are trained on the same fresh seeds, each of which also draws a new train/validation split. A second call
+        continues where the first stopped.
 
         Args:
-            top: how many configurations; 5, or as the set has it. Of several metrics they are of the front, all of it
-                unless given.
-            seeds: how many seeds; 2, or as the set has it.
-            workers: processes on this machine; none only chooses.
-            new_set: choose anew, on other seeds; an earlier winner stands until these have one.
-            infeasible: take trials too that break a constraint.
-            how: the workers run: see `run`.
+            top: number of configurations; 5, or as the set has it. With several metrics they are of the Pareto front,
+                by default all of it.
+            seeds: number of seeds; 2, or as the set has it.
+            workers: processes on this machine; 0 only chooses.
+            new_set: choose again, with other seeds; an earlier winner stays until these have one.
+            infeasible: include trials that violate a constraint.
+            how: options of the workers: see `run`.
 
         Example:
             study.run(workers=1)
-            table = study.finalists(top=1, seeds=1, workers=1)
-            assert table.winner == study.best.number
+            table = study.train_finalists(top=1, seeds=1, workers=1)
+            assert table.winner == study.best_trial.number
         """
-        ran = self.train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-        _tell_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+        ran = self._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
+        _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return ran.table
 
-    def train_finalists(
+    def _train_finalists(
         self,
         top: int | None,
         seeds: int | None,
@@ -575,35 +525,27 @@ class Study:
         infeasible: bool = False,
         **how: Unpack[Working],
     ) -> FinalistsRan:
-        """Do as `finalists` does, and return how it ended rather than raise it.
-
-        Example:
-            assert study.train_finalists(1, 1, workers=0).table.pending == 0
-        """
-        from hpsearch.search.fleet.fork import load_ahead
-
-        load_ahead(workers)
+        """Train the finalists and return how the training ended."""
+        options = self._options(workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_finalists
-        from hpsearch.search.worker.options import WorkerOptions
 
-        options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
         return run_finalists(
-            self.services, self.stored, options,
+            self._services, self._stored, options,
             top=top, seeds=seeds, new_set=new_set, infeasible=infeasible, workers=workers, console=PlainConsole(),
         )  # fmt: skip
 
     def open_test(
         self, *, trial: int | None = None, unconfirmed: bool = False, refit: bool = False
     ) -> dict[str, float]:
-        """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study.
+        """Score the best weights of the finalists' winner on the test set, once in the life of a study.
 
-        Nobody is asked: the call is the consent.
+        There is no confirmation prompt.
 
         Args:
-            trial: another one than the winner, with `unconfirmed`.
-            unconfirmed: open it for a trial that did not win among finalists; it is marked so.
-            refit: open it for what `train_refit` has trained, in place of the winner's own model.
+            trial: another trial than the winner, with `unconfirmed`.
+            unconfirmed: open it for a trial that did not win among finalists; the record says so.
+            refit: open it for the model that `promote(refit=True)` trained.
 
         Example:
             scores = study.open_test()
@@ -611,86 +553,70 @@ class Study:
         """
         from hpsearch.search.api.actions import open_test_set
 
-        return open_test_set(self.services, self.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+        return open_test_set(self._services, self._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
 
-    def train_refit(
-        self, *, trial: int | None = None, seeds: int | None = None, workers: int = 2, **how: Unpack[Working]
-    ) -> RefitRan:
-        """Train the finalists' winner on train and validation, for the epochs that its fresh runs chose.
-
-        Called again it goes on where it stopped. Of its runs that of the median training loss is taken.
-
-        Args:
-            trial: the winner's number, where it is to be made sure of.
-            seeds: how many, an odd number; 3, or as the refit has it.
-            workers: processes on this machine; none only makes it.
-            how: the workers run: see `run`.
-
-        Example:
-            assert study.train_refit(seeds=1, workers=1).refit.taken == 0
-        """
-        from hpsearch.search.fleet.fork import load_ahead
-
-        load_ahead(workers)
-        from hpsearch.search.console import PlainConsole
-        from hpsearch.search.run.finalists import run_refit
-        from hpsearch.search.worker.options import WorkerOptions
-
-        options = WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
-        return run_refit(
-            self.services, self.stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
-        )
-
-    def preferred(self, preference: str, *, infeasible: bool = False) -> int:
-        """Return the trial of the front that keeps to conditions and is best by a metric, of several metrics.
-
-        It is of the finalists that are still on the front, by their means, where there are any.
-
-        Args:
-            preference: such as ``accuracy >= 0.98 then latency_ms``.
-            infeasible: whether trials count that break a constraint.
-
-        Example:
-            from hpsearch import SearchError
-
-            try:
-                study.preferred("accuracy >= 0.5")
-            except SearchError as error:  # this study has one metric
-                assert "--prefer" in str(error)
-        """
-        from hpsearch.search.promotion.promote import preferred
-
-        return preferred(self.stored, preference, infeasible=infeasible)
-
-    def promote(
+    def promote(  # noqa: PLR0913 a keyword for each option of the command
         self,
         *,
         trial: int | None = None,
+        prefer: str | None = None,
         alias: str = "champion",
         model: str | None = None,
-        refit: bool = False,
         infeasible: bool = False,
+        refit: bool = False,
+        seeds: int | None = None,
+        workers: int = 2,
+        **how: Unpack[Working],
     ) -> Promoted:
-        """Register a trial's model in MLflow with its evidence, and let an alias name it.
+        """Register a trial's model in MLflow with its evidence, and set an alias to it.
 
         Args:
-            trial: by default the finalists' winner, else the best; of several metrics that which dominates all others.
-            alias: of this version; the one that had it becomes previous.
+            trial: by default the finalists' winner, else the best; with several metrics the trial that dominates all
+                others.
+            prefer: choice of a trial of the Pareto front, such as ``accuracy >= 0.98 then latency_ms``.
+            alias: alias of this version; the version that had it becomes ``previous``.
             model: name of the registered model, by default the study's.
-            refit: promote what `train_refit` has trained, in place of the winner's own model.
-            infeasible: promote the trial though it breaks a constraint.
+            infeasible: promote the trial though it violates a constraint.
+            refit: train the winner on train and validation, for the epochs that its fresh runs chose, and promote the
+                run of the median training loss. A second call continues where the first stopped.
+            seeds: number of runs of the refit, odd; 3, or as the refit has it.
+            workers: processes on this machine for the refit.
+            how: options of the workers: see `run`.
 
         Example:
             assert study.promote().alias == "champion"
-            assert study.promote(alias="refitted", refit=True).trial == 0
+            assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
+        if prefer is not None:
+            from hpsearch.search.promotion.promote import preferred
+
+            if trial is not None:
+                raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+            trial = preferred(self._stored, prefer, infeasible=infeasible)
+        if refit:
+            ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
+            _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.refit.pending else ())
+        return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
+
+    def _train_refit(self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]) -> RefitRan:
+        """Train the finalists' winner on train and validation, and return how the training ended."""
+        options = self._options(workers, how)
+        from hpsearch.search.console import PlainConsole
+        from hpsearch.search.run.finalists import run_refit
+
+        return run_refit(
+            self._services, self._stored, options, trial=trial, seeds=seeds, workers=workers, console=PlainConsole()
+        )
+
+    def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
+        """Promote a trial, or a refit that was trained."""
         from hpsearch.search.promotion.promote import promote, promote_refit
         from hpsearch.search.study.study import tracking_of
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.publish import write_note
 
-        stored = self.stored
-        tracking = tracking_of(self.services, stored)
+        stored = self._stored
+        tracking = tracking_of(self._services, stored)
         if refit:
             done = promote_refit(stored, tracking, trial=trial, alias=alias, model=model)
         else:
@@ -698,22 +624,22 @@ class Study:
         write_note(stored, summarise(stored))
         return done
 
-    # --- reported and tidied ---
+    # --- report and tidy up ---
 
     def report(self, path: Path | str | None = None) -> Path:
-        """Write the study's report, one HTML page, log it to MLflow, and return where it is.
+        """Write the study's report, one HTML page, log it to MLflow, and return its path.
 
         Example:
             assert study.report("example.html").exists()
         """
         from hpsearch.search.api import actions
 
-        report = actions.write(self.services, self.stored, None if path is None else Path(path))
-        actions.log(self.services, self.stored, report)
+        report = actions.write(self._services, self._stored, None if path is None else Path(path))
+        actions.log(self._services, self._stored, report)
         return report
 
     def sync(self) -> Synced:
-        """Send MLflow what was logged while it was away, and models that a lost machine still had; safe to repeat.
+        """Send MLflow the records that wait on this machine, and rebuild models of a lost machine; safe to repeat.
 
         Example:
             assert study.sync().left == 0
@@ -721,14 +647,14 @@ class Study:
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.sync import sync_study
 
-        return sync_study(self.services, self.stored, self._checkpoint_url, PlainConsole())
+        return sync_study(self._services, self._stored, self._checkpoint_url, PlainConsole())
 
-    def gc(self, keep_top: int = 5, *, dry_run: bool = True) -> builtins.list[Garbage]:
-        """Return what of the study can go: surplus models, leftover checkpoints, old run directories.
+    def gc(self, keep_top: int = 5, *, dry_run: bool = True) -> list[Garbage]:
+        """Return the surplus models, leftover checkpoints and old run directories of the study.
 
         Args:
-            keep_top: how many of the best trials keep their models.
-            dry_run: only look; else it is removed, and what is returned has gone.
+            keep_top: number of best trials whose models stay.
+            dry_run: whether to list them only; otherwise they are removed.
 
         Example:
             assert sum(garbage.size for garbage in study.gc()) > 0
@@ -736,42 +662,59 @@ class Study:
         from hpsearch.search.api.opening import warn
         from hpsearch.search.study.cleanup import remove_garbage
 
-        found, problems = self.garbage(keep_top)
+        found, problems = self._garbage(keep_top)
         if not dry_run:
             problems += remove_garbage(found)[1]
         for problem in problems:
             warn(problem)
         return found
 
-    def garbage(self, keep_top: int = 5) -> tuple[builtins.list[Garbage], builtins.list[str]]:
-        """Return what of the study can go, and a line for each place that could not be looked at.
-
-        Example:
-            found, problems = study.garbage()
-        """
+    def _garbage(self, keep_top: int) -> tuple[list[Garbage], list[str]]:
+        """Return what `gc` removes, and a line for each place that could not be searched."""
         from hpsearch.search.study.cleanup import find_garbage
         from hpsearch.search.study.study import tracking_of
         from hpsearch.storage.attributes import RUN_ID
 
-        stored = self.stored
-        tracking = tracking_of(self.services, stored) if RUN_ID in stored.attrs else None
-        return find_garbage(stored, home=self.services.home, tracking=tracking, keep_top=keep_top)
-
-    def delete(self) -> builtins.list[str]:
-        """Delete the study with its trials, finalists, refits, checkpoints and files here; return their names.
-
-        Nobody is asked. What is in MLflow stays.
-
-        Example:
-            assert study.delete() == ["example.finalists", "example.refit", "example"]
-        """
-        from hpsearch.search.api.actions import delete_study
-
-        return delete_study(self.services, self.stored, self._checkpoint_url)
+        stored = self._stored
+        tracking = tracking_of(self._services, stored) if RUN_ID in stored.attrs else None
+        return find_garbage(stored, home=self._services.home, tracking=tracking, keep_top=keep_top)
 
 
-def _tell_end(*, interrupted: bool, gave_up: tuple[str, ...]) -> None:
-    """Raise where what was run did not come to its end."""
+def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
+    """Return a row per study of a database, by name: counts, best value, promotions.
+
+    Example:
+        assert "example" in [row.name for row in list_studies()]
+    """
+    from hpsearch.search.api import opening
+
+    return opening.list_studies(opening.Where.given(where))
+
+
+def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
+    """Delete a study with its trials, finalists, refits, checkpoints and files on this machine; return their names.
+
+    There is no confirmation prompt. Its runs and models in MLflow stay.
+
+    Example:
+        assert delete_study("example") == ["example.finalists", "example.refit", "example"]
+    """
+    from hpsearch.search.api import actions, opening
+
+    there = opening.Where.given(where)
+    stored, services = opening.open_study(name, there)
+    return actions.delete_study(services, stored, there.checkpoint_url)
+
+
+def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:
+    from hpsearch.objectives.loading import load_objective
+    from hpsearch.search.study.enqueue import read_rows
+
+    return read_rows(given, load_objective(stored.spec.objective))
+
+
+def _raise_early_end(*, interrupted: bool, gave_up: Sequence[str]) -> None:
+    """Raise if a run was interrupted, or its workers gave up."""
     if interrupted:
         raise KeyboardInterrupt
     if gave_up:

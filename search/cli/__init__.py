@@ -1,4 +1,4 @@
-"""The command line: a thin layer over :class:`search.Study`; mistakes are told in one line, with exit code 2."""
+"""The command line: a thin layer over :class:`hpsearch.Study`; mistakes are told in one line, with exit code 2."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def finalists(
 
     with steps(PlainConsole()) as tell:
         opened = Study.open(study, progress=tell, **where)
-    ran = opened.train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
+    ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.interrupted:
         return EXIT_INTERRUPTED
     decided = ran.table.decided if workers or not ran.table.pending else True
@@ -102,19 +102,20 @@ def open_test(
     from hpsearch.search.api.study import Study
     from hpsearch.search.errors import SearchError
     from hpsearch.search.finalists.text import confirmation_lines
+    from hpsearch.search.promotion.promote import preferred
 
     if trial is not None and prefer is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, **where)
     if prefer is not None:
-        trial = study.preferred(prefer)
-    candidate = actions.choose(study.stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
+        trial = preferred(study._stored, prefer)
+    candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
         raise typer.Abort
     for metric, value in study.open_test(trial=number, unconfirmed=unconfirmed, refit=refit).items():
         typer.echo(f"test {metric} {value:.6g}")
-    for line in confirmation_lines(study.stored):
+    for line in confirmation_lines(study._stored):
         typer.echo(line)
 
 
@@ -180,6 +181,7 @@ def promote(
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
     from hpsearch.search.errors import SearchError
+    from hpsearch.search.promotion.promote import preferred
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
@@ -191,14 +193,14 @@ def promote(
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, **where)
     if prefer is not None:
-        trial = study.preferred(prefer, infeasible=infeasible)
+        trial = preferred(study._stored, prefer, infeasible=infeasible)
     if refit:
-        ran = study.train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
+        ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.interrupted:
             return EXIT_INTERRUPTED
         if ran.refit.pending:
             return 0 if workers == 0 else 1
-    done = study.promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
+    done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
     what = f"the refit, trial {done.trial} of {ran.refit.study}," if refit else f"trial {done.trial} of {name}"
     typer.echo(f"{what} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.made:

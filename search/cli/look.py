@@ -27,10 +27,10 @@ def studies(where: o.Addresses) -> None:
     """List the studies and where they stand."""
     from rich.table import Table
 
-    from hpsearch.search.api.study import Study
+    from hpsearch.search.api.study import list_studies
     from hpsearch.search.console import PlainConsole, command
 
-    found = [_cells(row) for row in Study.list(**where)]
+    found = [_cells(row) for row in list_studies(**where)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     # What no study has takes no room: a terminal of 80 columns has none for all of them.
     kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
@@ -84,10 +84,10 @@ def show(
     from hpsearch.search.report.show import print_study, print_trial
 
     study = Study.open(name, **where)
-    stored = study.stored
-    notice_promotions(study.services, stored.storage, stored)
+    stored = study._stored
+    notice_promotions(study._services, stored.storage, stored)
     if trial is None:
-        print_study(PlainConsole(), stored, study.services.dashboard_url, every=every)
+        print_study(PlainConsole(), stored, study._services.dashboard_url, every=every)
     else:
         print_trial(PlainConsole(), stored, trial)
 
@@ -114,15 +114,15 @@ def top(
 
     study, console, pace = Study.open(name, **where), PlainConsole(), Pace()
     if as_json:
-        typer.echo(read_standing(study.stored).to_json())
+        typer.echo(read_standing(study._stored).to_json())
         return
     if once or not console.is_terminal:
-        standing = read_standing(study.stored)
+        standing = read_standing(study._stored)
         console.print(render(standing, pace.of(standing), width=console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            standing = read_standing(study.stored)
+            standing = read_standing(study._stored)
             view = render(standing, pace.of(standing), width=console.width, height=console.height)
             live.update(view, refresh=True)
             time.sleep(every)  # a look; nothing wakes it
@@ -143,6 +143,6 @@ def report(
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    path = actions.write(study.services, study.stored, output)
+    path = actions.write(study._services, study._stored, output)
     typer.echo(str(path))
-    actions.log(study.services, study.stored, path)
+    actions.log(study._services, study._stored, path)

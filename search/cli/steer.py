@@ -25,9 +25,10 @@ def stop(
     """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
+    from hpsearch.search.study.steering import running_trials
 
     study = Study.open(name, **where)
-    before, running = study.stop(), study.running
+    before, running = study.stop(), running_trials(study._stored)
     typer.echo(f"{name} was stopped already, {before}" if before else f"stopped {name}")
     if running:
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
@@ -45,7 +46,7 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
     study = Study.open(name, **where)
     why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
-    typer.echo(f"run it with: {study.stored.go_on}")
+    typer.echo(f"run it with: {study._stored.go_on}")
     typer.echo(f"or join it:  {command('worker', '--study', name)}")
 
 
@@ -69,7 +70,7 @@ def extend(
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    given_up = study.stored.given_up
+    given_up = study._stored.given_up
     done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
@@ -80,7 +81,7 @@ def extend(
         typer.echo(f"{name} has a budget of {done.after:.12g} {done.unit} already, {done.started} {of} are started")
         return
     typer.echo(f"{name}: {done.before:.12g} -> {done.after:.12g} {done.unit}, {done.started} {of} are started")
-    typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
 
 
 @register(STEER)
@@ -103,7 +104,7 @@ def retry(
         if epoch == -1:
             begin = "in its first epoch, at its last checkpoint's step"
         typer.echo(f"trial {number} waits to be run again, {begin}")
-    typer.echo(f"workers that run take it up; else: {study.stored.go_on}")
+    typer.echo(f"workers that run take it up; else: {study._stored.go_on}")
 
 
 @register(STEER)
@@ -117,7 +118,7 @@ def sync(
     """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
     from hpsearch.search.api.study import Study
 
-    studies = Study.waiting(study, **where)
+    studies = Study._unsent(study, **where)
     if not studies:
         typer.echo("nothing waits on this machine")
     synced = [each.sync() for each in studies]
@@ -132,13 +133,13 @@ def delete(
     where: o.Addresses,
 ) -> None:
     """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
-    from hpsearch.search.api.actions import what_goes
+    from hpsearch.search.api.actions import delete_study, what_goes
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
-    if not yes and not confirm(f"delete {what_goes(study.stored)}?"):
+    if not yes and not confirm(f"delete {what_goes(study._stored)}?"):
         raise typer.Abort
-    for gone in study.delete():
+    for gone in delete_study(study._services, study._stored, where.get("checkpoint_url")):
         typer.echo(f"deleted {gone}; its runs in MLflow stay")
 
 
@@ -158,15 +159,15 @@ def gc(
     """
     from rich.filesize import decimal
 
-    from hpsearch.search.api.study import Study
+    from hpsearch.search.api.study import Study, list_studies
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.study.cleanup import remove_garbage
 
     found: list[Garbage] = []
     problems: list[str] = []
-    names = [row.name for row in Study.list(**where) if row.ours] if name is None else [name]
+    names = [row.name for row in list_studies(**where) if row.ours] if name is None else [name]
     for each in names:
-        some, told = Study.open(each, **where).garbage(keep_top)
+        some, told = Study.open(each, **where)._garbage(keep_top)
         found, problems = found + some, problems + told
     console = PlainConsole()
     if found:

@@ -21,7 +21,7 @@ from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
-from hpsearch.search.study.enqueue import read_rows, waits_in_vain
+from hpsearch.search.study.enqueue import Configurations, read_rows, waits_in_vain
 from hpsearch.search.study.smoke import smoke_test
 from hpsearch.search.study.study import StoredStudy, judged_objective, report_path, require_measurable, with_tracking
 from hpsearch.search.study.summary import Summary, summarise
@@ -55,11 +55,11 @@ class Ran:
 
 
 def begin_search(
-    settings: dict[str, Any], options: WorkerOptions, console: Console, enqueue: Path | None = None
+    settings: dict[str, Any], options: WorkerOptions, console: Console, enqueue: Configurations | None = None
 ) -> tuple[Services, StoredStudy, bool]:
     """Create or join the study that `settings` describe; return where it is kept, the study, and whether it is new.
 
-    The configurations of the file `enqueue` are run before others.
+    The configurations `enqueue` run before others.
 
     Raises:
         SearchError: a setting is wrong or differs from the stored spec.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,43 +69,53 @@ def waiting_trial(params: Mapping[str, Any], origin: str) -> FrozenTrial:
     return create_trial(state=TrialState.WAITING, system_attrs=system, user_attrs=user)
 
 
-def read_rows(path: Path, objective: BaseObjective) -> list[FrozenTrial]:
-    """Return the trials that a file asks for, in its order.
+Configurations = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Path | str
+
+
+def read_rows(given: Configurations, objective: BaseObjective) -> list[FrozenTrial]:
+    """Return the trials that a file or a program asks for, in its order.
 
     Args:
-        path: a .csv file with the names of parameters above, or a .jsonl file of objects; a cell that is empty, and a
-            name that is left out, is up to the sampler.
+        given: parameters by their names, a list of these, or a .csv file with the names above or .jsonl file of
+            objects. The sampler sets each parameter that is left out, and each empty cell.
         objective: whose search space the values must be in.
 
     Raises:
-        SearchError: the file cannot be read, or a line of it is wrong; it names the line.
+        SearchError: the file cannot be read, or a configuration is wrong; it names the place.
         ObjectiveError: `suggest` failed.
     """
+    if not isinstance(given, str | Path):
+        rows = [given] if isinstance(given, Mapping) else given
+        return _waiting("params", "configuration", enumerate(map(Given, rows), start=1), objective)
+    path = Path(given)
     read = {".csv": _cells, ".jsonl": _objects}.get(path.suffix.lower())
     if read is None:
         raise SearchError(f"--enqueue {path}: unknown file type {path.suffix!r}; use .csv or .jsonl")
-    trials: list[FrozenTrial] = []
-    lines: list[tuple[dict[str, Any], int]] = []
     try:
-        for line, space in read(path):
-            try:
-                params = asked_for(objective, space)
-            except NotInSpaceError as error:
-                raise _wrong(path, line, str(error)) from None
-            if not params:
-                raise _wrong(path, line, "no parameter has a value")
-            for earlier, place in lines:
-                if earlier == params:
-                    raise _wrong(path, line, f"the same as line {place}: leave one out")
-            lines.append((params, line))
-            trials.append(waiting_trial(params, f"{path.name}, line {line}"))
+        return _waiting(str(path), "line", read(path), objective)
     except OSError as error:
         raise SearchError(f"--enqueue {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise SearchError(f"--enqueue {path}: is not UTF-8 text") from None
-    if not trials:
-        raise SearchError(f"--enqueue {path}: has no configuration")
-    return trials
+
+
+def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objective: BaseObjective) -> list[FrozenTrial]:
+    """Return a waiting trial for each row; its origin is the name of the source and the place of the row."""
+    found: list[tuple[dict[str, Any], int]] = []
+    for place, space in rows:
+        where = f"--enqueue {source}: {unit} {place}"
+        try:
+            params = asked_for(objective, space)
+        except NotInSpaceError as error:
+            raise SearchError(f"{where}: {error}") from None
+        if not params:
+            raise SearchError(f"{where}: no parameter has a value")
+        if same := next((before for earlier, before in found if earlier == params), None):
+            raise SearchError(f"{where}: the same as {unit} {same}: leave one out")
+        found.append((params, place))
+    if not found:
+        raise SearchError(f"--enqueue {source}: has no configuration")
+    return [waiting_trial(params, f"{Path(source).name}, {unit} {place}") for params, place in found]
 
 
 def _cells(path: Path) -> Iterator[tuple[int, Given]]:

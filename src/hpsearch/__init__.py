@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.result import FitResult
     from hpsearch.objectives.training.session import LocalSession, Session, Verdict
     from hpsearch.objectives.training.trainer import Trainer
-    from hpsearch.search.api.study import Study
+    from hpsearch.search.api.study import Study, delete_study, list_studies
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.errors import StorageError
 
@@ -61,8 +61,10 @@ __all__ = [
     "Trainer",
     "Verdict",
     "classification",
+    "delete_study",
     "evaluate",
     "fingerprint_files",
+    "list_studies",
     "load_objective",
     "objective_reference",
     "padded",
@@ -91,7 +93,7 @@ _NAMES_BY_MODULE = {
     "objectives.training.result": ("FitResult",),
     "objectives.training.session": ("LocalSession", "Session", "Verdict"),
     "objectives.training.trainer": ("Trainer",),
-    "search.api.study": ("Study",),
+    "search.api.study": ("Study", "delete_study", "list_studies"),
     "search.errors": ("SearchError",),
     "storage.errors": ("StorageError",),
 }

@@ -10,7 +10,7 @@ import mlflow
 import pytest
 
 from docs.rooms import ROOT
-from hpsearch import Study
+from hpsearch import Study, delete_study
 from hpsearch.storage.embedded.stack import StackInfo
 from tests.faults.harness import Zygote
 from tests.search.api.support import run_forked
@@ -39,7 +39,7 @@ def test_the_script_calls_what_there_is() -> None:
             arguments = {str(keyword.arg): keyword.value for keyword in node.keywords}
             inspect.signature(getattr(Study, name)).bind(*first, *node.args, **arguments)
             called.append(f"{owner}.{name}")
-    assert {"Study.create", "study.run", "study.finalists", "study.promote"} <= set(called)
+    assert {"Study.create", "study.run", "study.train_finalists", "study.promote"} <= set(called)
 
 
 @pytest.mark.e2e
@@ -51,11 +51,11 @@ def test_the_script_does_what_the_tutorial_says(folder: Path, stack: StackInfo, 
         assert study.summary().finished == 4
         assert "(new): 3 trials" in said, "the workers did not run the script again"
         assert said.count("overfitting one batch") == 2
-        winner = study.finalists(workers=0).winner
+        winner = study.train_finalists(workers=0).winner
         client = mlflow.MlflowClient(stack.tracking_uri)
         version = client.get_model_version_by_alias("wine-notebook", "champion")
         assert client.get_run(version.run_id).data.tags["hpsearch.trial"] == str(winner)
         assert "winner: trial" in study._repr_html_()
         assert "test set: accuracy" in study._repr_html_()
     finally:
-        study.delete()
+        delete_study("wine-notebook", home=str(stack.home))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch import SearchError, Study, load_objective
+from hpsearch import SearchError, Study, delete_study, list_studies, load_objective
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.objective import Objective
 from hpsearch.search.api.actions import reference_of
@@ -61,17 +61,16 @@ def test_trials_as_a_table(study: Study) -> None:
     ]
     assert frame["state"].tolist() == ["COMPLETE", "COMPLETE", "INFEASIBLE"]
     assert frame["reason"].tolist() == ["", "", "the loss is nan"]
-    assert frame["params_lr"].tolist() == [trial.params["lr"] for trial in study.trials()]
+    assert frame["params_lr"].tolist() == [trial.params["lr"] for trial in study.trials]
 
 
 def test_what_is_returned_may_be_changed(study: Study) -> None:
-    study.trials()[0].params.clear()
-    assert study.trials()[0].params
+    study.trials[0].params.clear()
+    assert study.trials[0].params
 
 
 def test_the_best_trial_and_why_another_ended(study: Study) -> None:
-    assert study.best is not None
-    assert study.best.number == study.optuna_study.best_trial.number == 1
+    assert study.best_trial.number == study.optuna_study.best_trial.number == 1
     assert study.summary().infeasible == 1
     assert "trial 2 of s: infeasible" in study.why(2)
     assert "the loss is nan" in study.why(2)
@@ -81,7 +80,7 @@ def test_the_best_trial_and_why_another_ended(study: Study) -> None:
 
 def test_a_row_for_each_study(study: Study, database_url: str) -> None:
     study.stop()
-    (row,) = Study.list(storage_url=database_url)
+    (row,) = list_studies(storage_url=database_url)
     assert (row.name, row.finished, row.budget, row.best_value, row.best_number) == ("s", 3, 4, 0.9, 1)
     assert row.stopped
     assert row.promoted == ()
@@ -101,8 +100,8 @@ def test_steering_is_seen_at_once(study: Study) -> None:
         study.extend(2)
 
 
-def test_a_deleted_study_says_so(study: Study) -> None:
-    assert study.delete() == ["s"]
+def test_a_deleted_study_says_so(study: Study, database_url: str) -> None:
+    assert delete_study("s", storage_url=database_url) == ["s"]
     with pytest.raises(SearchError, match="no study 's'"):
         study.summary()
 
@@ -130,4 +129,4 @@ def test_a_wrong_setting_is_told_before_anything_is_started() -> None:
     with pytest.raises(SearchError, match="unknown sampler 'tpee'; did you mean 'tpe'"):
         Study.create("digits", sampler="tpee")
     with pytest.raises(SearchError, match="--trials is 0"):
-        Study.create("digits", trials=0)
+        Study.create("digits", n_trials=0)

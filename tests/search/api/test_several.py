@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from hpsearch import Study
+from hpsearch import Study, list_studies
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.report.support import BOUNDS, TRIALS, study_of, trial
 
@@ -17,10 +17,9 @@ def study(database_url: str) -> Study:
 
 
 def test_the_front_and_the_best_by_the_first_metric(study: Study) -> None:
-    assert [each.number for each in study.front] == [0, 1]
-    assert [each.values for each in study.front] == [[0.9, 4.0], [0.7, 1.0]]
-    assert study.best is not None
-    assert study.best.number == 0
+    assert [each.number for each in study.best_trials] == [0, 1]
+    assert [each.values for each in study.best_trials] == [[0.9, 4.0], [0.7, 1.0]]
+    assert study.best_trial.number == 0
     assert "front: 2 trials" in study._repr_html_()
     assert "latency_ms 4" in study.why(0)
 
@@ -37,7 +36,7 @@ def test_a_table_has_a_column_for_each_metric(study: Study) -> None:
 
 
 def test_a_list_of_studies_tells_how_many_are_on_the_front(study: Study, database_url: str) -> None:
-    (row,) = Study.list(storage_url=database_url)
+    (row,) = list_studies(storage_url=database_url)
     assert (row.name, row.best_number, row.front) == ("s", 0, 2)
     assert study.name == row.name
 
@@ -46,5 +45,5 @@ def test_of_one_metric_the_front_is_the_best(database_url: str) -> None:
     trials = [trial(0, (0.9,)), trial(1, (0.7,))]
     study_of(open_storage(database_url, application_name="test"), trials, ways={"accuracy": "maximize"})
     study = Study.open("s", storage_url=database_url)
-    assert study.front == [study.best]
+    assert study.best_trials == [study.best_trial]
     assert "values_accuracy" not in study.trials_dataframe().columns

@@ -117,6 +117,15 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, name: str, text: str, word
         read_rows(tmp_path / "nowhere.csv", Wide())
 
 
+def test_a_program_gives_a_dictionary_or_a_list() -> None:
+    assert fixed(read_rows({"lr": 0.1}, Wide())) == [{"lr": 0.1}]
+    found = read_rows([{"lr": 0.1}, {"width": 8}], Wide())
+    assert fixed(found) == [{"lr": 0.1}, {"width": 8}]
+    assert [trial.user_attrs[ORIGIN] for trial in found] == ["params, configuration 1", "params, configuration 2"]
+    with pytest.raises(SearchError, match=r"params: configuration 2: lr: 5 is not in \[0.01, 1.0\]"):
+        read_rows([{"lr": 0.1}, {"lr": 5}], Wide())
+
+
 def test_a_study_begins_with_the_default_and_then_what_was_enqueued(database_url: str, tmp_path: Path) -> None:
     given = rows(tmp_path, "lr,width,kind\n0.5,8,a\n0.1,24,b\n")  # the second is the default
     study = study_of(database_url, Started(), given)

@@ -75,8 +75,8 @@ def ran(database_url: str, stack: StackInfo, tmp_path: Path) -> Ran:
     def run(*kinds: str, **settings: Any) -> Study:
         rows = "\n".join(json.dumps({"kind": kind}) for kind in kinds)
         (tmp_path / "rows.jsonl").write_text(rows)
-        study = Study.from_spec(
-            {"objective": str(tmp_path / "kinds.py"), "name": "s", "n_trials": len(kinds), **settings},
+        study = Study.create(
+            spec={"objective": str(tmp_path / "kinds.py"), "name": "s", "n_trials": len(kinds), **settings},
             enqueue=tmp_path / "rows.jsonl",
             storage_url=database_url,
             tracking_uri=stack.tracking_uri,
@@ -126,7 +126,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert ([trial.number for trial in summary.front], summary.out_of_bounds) == ([1, 2], 2)
     plain = optuna.load_study(study_name="s", storage=database_url)
     assert sorted(trial.number for trial in plain.best_trials) == [1, 2], "as Optuna has it"
-    stored = study.stored
+    stored = study._stored
     known = read_epoch_values(stored.engine, stored.study_id)
     assert known[costly._trial_id] == {0: [0.5, 60.0], 1: [0.55, 60.0], 2: [0.5, 60.0]}
     progress = read_progress(stored.engine, stored.study_id, "maximize")
@@ -162,7 +162,7 @@ def test_one_metric_with_constraints(ran: Ran) -> None:
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
     assert large.user_attrs[BROKEN] == ["parameters 200, not <= 100"]
     assert [trial.number for trial in rank_trials(study.trials(), (True,))] == [small.number]
-    stored, summary = study.stored, study.summary()
+    stored, summary = study._stored, study.summary()
     assert (summary.best, summary.out_of_bounds) == (small, 2), "though others are better"
     assert read_progress(stored.engine, stored.study_id, "maximize").best_number == small.number
     assert read_epoch_values(stored.engine, stored.study_id) == {}, "one value an epoch is Optuna's"
@@ -176,7 +176,7 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     assert study.trials()[0].values == [0.2, 10.0]
     study.extend("+2")
     (tmp_path / "rows.jsonl").write_text('{"kind": "poor"}\n{"kind": "poorer"}\n')
-    assert study.enqueue(tmp_path / "rows.jsonl") == 2
+    assert study.enqueue_trial(tmp_path / "rows.jsonl") == 2
     study.work()
     memory, *others = study.trials()
     assert (memory.state, memory.user_attrs[INFEASIBLE]) == (TrialState.PRUNED, True)

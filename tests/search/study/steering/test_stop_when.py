@@ -185,7 +185,7 @@ def test_what_is_enqueued_afterwards_waits_for_a_start_and_that_is_told(
     assert shown in say("show", "s")
     mine.write_text("weight_decay\n0.003\n0.004\n")
     where = {"storage_url": stored.engine.url.render_as_string(hide_password=False), "tracking_uri": stack.tracking_uri}
-    assert Study.open("s", **where).enqueue(mine) == 1
+    assert Study.open("s", **where).enqueue_trial(mine) == 1
     assert capsys.readouterr().err == f"warning: {why.replace('1 enqueued trial', '2 enqueued trials')}\n"
     say("start", "s")
     assert waits_in_vain(stored) is None
