@@ -13,7 +13,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt uv && python -m venv
 ARG TORCH_BACKEND=cpu
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --python /opt/hpsearch --torch-backend "${TORCH_BACKEND}" \
-    --constraint constraints.txt --requirements pyproject.toml
+    --constraint constraints.txt --requirements pyproject.toml --extra server
 ARG PACKAGES=""
 # hadolint ignore=SC2086
 RUN --mount=type=cache,target=/root/.cache/uv \

@@ -269,9 +269,10 @@ def mlflow(
     """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
-    from hpsearch.storage.embedded.services import mlflow_command
+    from hpsearch.storage.embedded.services import mlflow_command, require_server_packages
     from hpsearch.storage.urls import normalise
 
+    require_server_packages()
     variable = "MLFLOW_BACKEND_STORE_URI"
     if not (given := os.environ.get(variable)):
         raise SearchError(f"{variable} is not set: it names the Postgres database that MLflow keeps its runs in")
@@ -314,7 +315,9 @@ def dashboard(
     """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
     from hpsearch.search.dashboard import serve
     from hpsearch.search.errors import SearchError
+    from hpsearch.storage.embedded.services import require_server_packages
 
+    require_server_packages()
     if storage_url is None:
         raise SearchError("--storage-url is missing: give the database, or set HPSEARCH_STORAGE_URL")
     serve(storage_url, tracking_uri, host=host, port=port, read_only=read_only)

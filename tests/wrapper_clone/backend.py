@@ -5,7 +5,9 @@ import time
 import zipfile
 from pathlib import Path
 
-METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\nProvides-Extra: test\nProvides-Extra: lint\n"
+METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n" + "".join(
+    f"Provides-Extra: {extra}\n" for extra in ("server", "test", "lint")
+)
 INFO = "tiny-1.0.dist-info"
 
 

