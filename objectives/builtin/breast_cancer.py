@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.preprocess import Standardize
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.losses import BinaryLogits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +81,7 @@ class BreastCancer(Objective):
         """Binary cross entropy; `balance` weighs positives up to as much as there are negatives."""
         positives = float(train.y.sum())
         weight = (len(train) - positives) / positives if self._settings(config)["balance"] else 1.0
-        return BinaryCrossEntropy(weight, config.label_smoothing)
+        return BinaryLogits(config.label_smoothing, torch.tensor(weight))
 
     def _settings(self, config: TrainConfig) -> dict[str, float]:
         return {**self.default_config().model, **config.model}
@@ -112,24 +112,6 @@ class GroupedScaling(nn.Module):
         """Scaled columns, in their order."""
         error = self.error(torch.log1p(x[:, ERROR].clamp_min(0) / self.error_unit))
         return torch.cat([self.mean(x[:, MEAN]).clamp(-5, 5), error, self.worst(x[:, WORST]).clamp(-5, 5)], dim=1)
-
-
-class BinaryCrossEntropy(nn.Module):
-    """Loss per sample [n] from logits [n, 1] and labels 0 or 1 [n]."""
-
-    pos_weight: Tensor
-
-    def __init__(self, pos_weight: float, label_smoothing: float) -> None:
-        super().__init__()
-        self.label_smoothing = label_smoothing
-        self.register_buffer("pos_weight", torch.tensor(pos_weight))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Binary cross entropy, positives weighted, against labels moved towards one half."""
-        soft = target.to(output.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return functional.binary_cross_entropy_with_logits(
-            output.squeeze(1), soft, pos_weight=self.pos_weight, reduction="none"
-        )
 
 
 def mlp(layers: float, width: float, dropout: float) -> nn.Sequential:

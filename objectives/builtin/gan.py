@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective
 from hpsearch.objectives.training.data.splits import Splits
 
@@ -44,15 +45,7 @@ class Gan(LoopObjective):
     metric = "frechet"
     direction = "minimize"
     epochs: ClassVar[int] = 60
-    # As `GanConfig` has them.
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "drawing_lr": 0.001,
-        "judging_lr": 0.003,
-        "width": 128,
-        "noise": 16,
-        "dropout": 0.3,
-        "batch_size": 32,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = asdict(GanConfig())
 
     def suggest(self, trial: SearchSpace) -> GanConfig:
         """A rate for each network, and their sizes."""
@@ -103,10 +96,7 @@ class Gan(LoopObjective):
 @cache
 def images(seed: int) -> Splits:
     """Images [n, 1, 8, 8] with pixels 0 to 16, split as those of the objective `digits`."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return Splits.make(digits.images[:, None], digits.target, seed=seed)
+    return Digits().data(seed)
 
 
 def networks(config: GanConfig, device: torch.device) -> dict[str, Any]:

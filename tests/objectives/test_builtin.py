@@ -8,7 +8,8 @@ import torch
 from sklearn.datasets import load_breast_cancer, load_digits
 
 from hpsearch import ObjectiveError, TrainConfig, Trainer, evaluate, load_objective
-from hpsearch.objectives.builtin.breast_cancer import ERROR, BinaryCrossEntropy, GroupedScaling
+from hpsearch.objectives.builtin.breast_cancer import ERROR, GroupedScaling
+from hpsearch.objectives.training.evaluation.losses import BinaryLogits
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
 
 NAMES = ("breast_cancer", "digits")  # the others: test_builtin_kinds.py
@@ -101,7 +102,7 @@ def test_scaling_is_fitted_on_training_data_and_kept_as_buffers():
 def test_smoothed_and_weighted_binary_cross_entropy():
     torch.manual_seed(0)
     logits, y = torch.randn(50, 1), torch.randint(0, 2, (50,))
-    loss = BinaryCrossEntropy(pos_weight=3.0, label_smoothing=0.2)(logits, y)
+    loss = BinaryLogits(label_smoothing=0.2, pos_weight=torch.tensor(3.0))(logits, y)
     p, soft = logits[:, 0].sigmoid(), torch.where(y == 1, 0.9, 0.1)
     torch.testing.assert_close(loss, -(3 * soft * p.log() + (1 - soft) * (1 - p).log()))
 

@@ -25,16 +25,12 @@ EVALUATION_SEED = derive_seed(*_PURPOSE)  # of what is drawn in one
 
 
 class InParts(Protocol):
-    """What judges the first samples of a dataset apart from the others.
-
-    Attributes:
-        cut: how many are the first: no batch has some of both.
-    """
+    """An evaluation of the first `cut` samples of a dataset apart from the others: no batch has samples of both."""
 
     cut: int
 
     def add(self, step: Step, rows: range) -> None:
-        """Adds a batch of the samples at `rows`; none of a batch that is another rank's."""
+        """Add a batch of the samples at `rows`, which are none if the batch belongs to another rank."""
         ...
 
 
@@ -139,12 +135,12 @@ def batches(
     size: int,
     device: torch.device,
     num_workers: int,
-    ranks: Ranks = ALONE,
-    cut: int | None = None,
+    ranks: Ranks,
+    cut: int | None,
 ) -> Iterator[tuple[Batch, range]]:
-    """All samples in their order, on the device, or this rank's share of each batch, and the rows that are its own.
+    """Iterate over all samples in their order on the device: this rank's share of each batch, and its own rows.
 
-    A rank for which a batch has no sample gets one that is another's: models that are spread over ranks run together.
+    A rank without a sample in a batch gets another rank's, because sharded models run on all ranks together.
     """
     samples = len(dataset)
     parts = [range(samples)] if cut is None else [range(cut), range(cut, samples)]

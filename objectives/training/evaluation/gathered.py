@@ -28,10 +28,10 @@ class UnkeptError(Exception):
 
 
 def state_of(metrics: object) -> dict[str, Any]:
-    """What an object holds in itself and in those within it, by their names.
+    """Return the values that an object and the objects within it hold, by their names.
 
     Raises:
-        UnkeptError: one of these is neither plain nor a constant.
+        UnkeptError: a value is neither plain nor a constant.
     """
     return _object(metrics, type(metrics).__name__, [])
 

@@ -18,16 +18,13 @@ _ROUNDING = 1e-4  # of a mean of fp32 losses, and more than enough
 
 
 def usual_loss(metric: str, y: Any, *, label_smoothing: float = 0.0) -> nn.Module:
-    """The loss that is usual where `metric` decides: squared error, binary cross entropy, or cross entropy.
+    """Return the usual loss for a metric: squared error, binary cross entropy, or cross entropy.
 
-    Args:
-        metric: that the search optimises.
-        y: the training targets [n, ...]; None where they are not known beforehand.
-        label_smoothing: of the cross entropies.
+    `y` are the training targets [n, ...], None where they are not known beforehand.
 
     Raises:
         MetricError: a built-in metric that does not fit the targets.
-        ObjectiveError: no loss is usual for the metric and such targets, or it has no labels to smooth.
+        ObjectiveError: no loss is usual for the metric and such targets, or the loss has no labels to smooth.
     """
     numbers = isinstance(y, Tensor) and y.dtype.is_floating_point
     if y is not None and not isinstance(y, Tensor):
@@ -59,11 +56,17 @@ class SquaredError(nn.Module):
 
 
 class BinaryLogits(nn.Module):
-    """Cross entropy per sample [n] of labels 0 or 1 [n], from one logit a sample, or from two."""
+    """Cross entropy per sample [n] of labels 0 or 1 [n], from one logit a sample, or from two.
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    `pos_weight` multiplies the loss of positives.
+    """
+
+    pos_weight: Tensor | None
+
+    def __init__(self, label_smoothing: float = 0.0, pos_weight: Tensor | None = None) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
+        self.register_buffer("pos_weight", pos_weight)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Labels are moved towards one half by `label_smoothing`."""
@@ -76,7 +79,7 @@ class BinaryLogits(nn.Module):
             )
         score = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
         soft = labels[:, 0].to(score.dtype) * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return functional.binary_cross_entropy_with_logits(score, soft, reduction="none")
+        return functional.binary_cross_entropy_with_logits(score, soft, pos_weight=self.pos_weight, reduction="none")
 
 
 class CountedCrossEntropy(nn.Module):
@@ -105,11 +108,9 @@ class CountedCrossEntropy(nn.Module):
 
 
 def adding_up(loss: nn.Module, *targets: Any) -> nn.Module:
-    """The loss in a form whose batches add up.
+    """Return the loss in a form whose batches add up.
 
-    Args:
-        loss: the objective's.
-        targets: of the splits that it is to judge, or None where they are not known.
+    `targets` are those of the splits that it evaluates, None where they are not known.
 
     Raises:
         ObjectiveError: `reduction="sum"`, which is no mean.

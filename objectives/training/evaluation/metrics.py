@@ -47,47 +47,30 @@ class Metrics(Protocol):
 
 
 def metrics_for(metric: str, train: Dataset) -> Metrics:
-    """The usual set of metrics that `metric` belongs to.
+    """Return the usual set of metrics that `metric` belongs to.
 
     Raises:
-        MetricError: it is in none of them, or does not fit the targets: the objective must override `metrics`.
+        MetricError: `metric` is in no set, or does not fit the targets. The objective must override `metrics`.
     """
     if metric in MEASURED:
         raise chooses_none(metric)
-    if train.y is None or not isinstance(train.y, Tensor):
-        return _without_targets(metric)
-    if metric == "loss":
-        return _beside_the_loss(train.y)
-    if metric in CLASSIFICATION:
-        if not train.y.dtype.is_floating_point and train.y.ndim == 1:
-            return classification(int(train.y.max()) + 1)
-    elif metric in BINARY:
+    y = train.y if isinstance(train.y, Tensor) else None
+    labels = y is not None and not y.dtype.is_floating_point and y.ndim == 1
+    if metric in BINARY:
         return binary()
-    elif metric in REGRESSION:
+    if metric in REGRESSION:
         return regression()
-    known = [*CLASSIFICATION, *BINARY, *REGRESSION, "loss"]
-    if metric in known:
-        raise unfit(metric, train.y)
-    raise MetricError(metric, f"is not built in: {nearest(metric, known)}; or override metrics()")
-
-
-def _without_targets(metric: str) -> Metrics:
-    """The usual metrics where nothing is known of the targets."""
     if metric == "loss":
-        return NoMetrics()
-    if metric in BINARY or metric in REGRESSION:
-        return binary() if metric in BINARY else regression()
-    if metric in CLASSIFICATION:
+        if y is None:
+            return NoMetrics()
+        return classification(int(y.max()) + 1) if labels and int(y.min()) >= 0 else _WhereFitting(regression())
+    if metric not in CLASSIFICATION:
+        raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
+    if y is None:
         remedy = "give the data targets=, or define metrics(), as classification(10)"
         raise MetricError(metric, f"needs the number of classes: {remedy}")
-    raise MetricError(metric, f"is not built in: {nearest(metric, list(DIRECTIONS))}; or override metrics()")
-
-
-def _beside_the_loss(y: Tensor) -> Metrics:
-    """What is told beside a loss that decides: nothing where outputs and targets are no plain classes or values."""
-    labels = not y.dtype.is_floating_point and y.ndim == 1
-    if not labels or int(y.min()) < 0:
-        return _WhereFitting(regression())
+    if not labels:
+        raise unfit(metric, y)
     return classification(int(y.max()) + 1)
 
 
@@ -106,12 +89,7 @@ def brought_with(metric: str) -> tuple[str, ...]:
 
 
 def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:
-    """The built-in metrics that can judge a model.
-
-    Args:
-        y: targets, [n] or [n, ...].
-        output: what the model gives for some samples [k, ...]; unless given, only the targets are looked at.
-    """
+    """Return the built-in metrics that fit targets [n, ...] and, unless None, outputs for some samples [k, ...]."""
     numbers = y.dtype.is_floating_point
     labels = not numbers and y.ndim == 1
     size, wanted = None if output is None else output[0].numel(), y[0].numel()
@@ -168,58 +146,54 @@ def binary() -> Metrics:
 
 
 class NoMetrics:
-    """Nothing beside the loss, and what steps measure."""
+    """No metrics besides the loss and what steps measure."""
 
     def update(self, output: Any, target: Any) -> None:
-        """Adds nothing."""
+        """Add nothing."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def reset(self) -> None:
-        """Forgets nothing."""
+        """Reset nothing."""
 
     def to(self, device: torch.device) -> Any:  # noqa: ARG002 as metrics are moved
-        """Moves nothing."""
+        """Move nothing."""
         return self
 
 
-class Named:
+class _Named:
     """A single torchmetrics metric, under the name that the objective optimises."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self._metric, self._name = metric, name
 
     def update(self, output: Any, target: Any) -> None:
-        """Adds a batch."""
         self._metric.update(output, target)
 
     def compute(self) -> Mapping[str, Any]:
-        """The metric by its name."""
         return {self._name: self._metric.compute()}
 
     def reset(self) -> None:
-        """Forgets all batches."""
         self._metric.reset()
 
     def to(self, device: torch.device) -> Any:
-        """Moves what was gathered to a device."""
         self._metric.to(device)
         return self
 
 
 def as_metrics(found: Any, metric: str) -> Metrics:
-    """Metrics in their names: a lone torchmetrics `Metric` is the one that is optimised.
+    """Check metrics, and name a single torchmetrics `Metric` by the metric that is optimised.
 
     Raises:
-        ObjectiveError: it has no `update`, `compute` or `reset`.
+        ObjectiveError: there is no `update`, `compute` or `reset`.
     """
     lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
     if lacking:
         raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")
     alone = hasattr(found, "full_state_update") and not isinstance(found, Mapping)
-    return Named(found, metric) if alone else found
+    return _Named(found, metric) if alone else found
 
 
 class _Flat:
@@ -299,13 +273,10 @@ class _Binary(_Flat):
 
 def synchronises(metrics: Any) -> bool:
     """Whether metrics sum over ranks by themselves, as torchmetrics' do, and ours, which hold such."""
-    if isinstance(metrics, (Named, NoMetrics, _Flat)):
+    if isinstance(metrics, (_Named, NoMetrics, _Flat)):
         return True
-    return hasattr(metrics, "sync_on_compute") or (isinstance(metrics, nn.ModuleDict) and _are_collected(metrics))
-
-
-def _are_collected(metrics: nn.ModuleDict) -> bool:
-    return hasattr(metrics, "compute_groups") and all(hasattr(metric, "sync_on_compute") for metric in metrics.values())
+    held = metrics.values() if isinstance(metrics, nn.ModuleDict) and hasattr(metrics, "compute_groups") else [metrics]
+    return all(hasattr(metric, "sync_on_compute") for metric in held)
 
 
 def _library(part: str) -> Any:

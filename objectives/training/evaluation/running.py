@@ -62,10 +62,10 @@ class RunningMetrics:
             return {**measured, **self._metrics.compute()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was added so far, as plain values and tensors; in chunks as it is, for sums depend on them.
+        """Return all that was added so far as plain values and tensors, in chunks, because sums depend on them.
 
         Raises:
-            UnkeptError: the metrics hold what is not plain.
+            UnkeptError: the metrics hold a value that is not plain.
         """
         return {
             "outputs": list(self._outputs),
@@ -104,19 +104,19 @@ def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
 
 
 def of_this_rank(metrics: Metrics) -> Metrics:
-    """The metrics over what this rank adds, whatever the others do: its computation waits for none of them."""
+    """Return the metrics over what this rank adds: `compute` does not wait for other ranks."""
     for metric in _torchmetrics(metrics, set()):
         metric.sync_on_compute = False
-        metric.distributed_available_fn = _alone  # the former is read when a metric is made
+        metric.distributed_available_fn = _not_distributed  # torchmetrics reads sync_on_compute only at construction
     return metrics
 
 
-def _alone() -> bool:
+def _not_distributed() -> bool:  # no lambda, which cannot be pickled
     return False
 
 
 class _Gathered:
-    """Keeps what a rank adds, on the CPU, and gives every rank's to the metrics at the end."""
+    """Metrics over the batches of all ranks, which each rank keeps on the CPU until `compute`."""
 
     def __init__(self, inner: Metrics, ranks: Ranks) -> None:
         self._inner, self._each = inner, ranks.each
@@ -125,11 +125,9 @@ class _Gathered:
         of_this_rank(inner)  # such as one that somebody's class holds: it would sum once more
 
     def update(self, output: Any, target: Any) -> None:
-        """Adds a batch."""
         self._kept.append((moved(output, "cpu"), moved(target, "cpu")))
 
     def compute(self) -> Mapping[str, Any]:
-        """Each metric over the batches of all ranks, as one process would see them."""
         found = self._each(self._kept)
         self._inner.reset()
         for number in range(max(map(len, found))):
@@ -139,12 +137,10 @@ class _Gathered:
         return self._inner.compute()
 
     def reset(self) -> None:
-        """Forgets all batches."""
         self._kept = []
         self._inner.reset()
 
     def to(self, device: torch.device) -> Any:
-        """Moves what was gathered to a device."""
         self._device = device
         if hasattr(self._inner, "to"):
             self._inner.to(device)

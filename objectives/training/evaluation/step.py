@@ -95,7 +95,7 @@ class Stepping(Protocol):
 
 
 class LossStep:
-    """``loss(model(x), y)``, the loss in fp32."""
+    """``loss(model(x), y)``, with the loss in fp32."""
 
     def __init__(self, loss: nn.Module, call: Call = whole) -> None:
         self.loss, self.call = loss, call
@@ -110,7 +110,5 @@ class LossStep:
 
 
 def detached(tree: Any) -> Any:
-    """Outputs without their graph, in fp32."""
-    if isinstance(tree, Tensor):
-        return tree.detach().float()
+    """Return outputs without their graph, in fp32."""
     return map_tensors(lambda tensor: tensor.detach().float(), tree)

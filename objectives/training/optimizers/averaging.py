@@ -32,13 +32,7 @@ class Average:
         """After an optimizer step that ran."""
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
-        """Before the validation of an epoch.
-
-        Args:
-            epoch: 0-based.
-            inputs: iterates over the training inputs, batch by batch.
-            call: runs a model on such a batch.
-        """
+        """Before the validation of an epoch (0-based); `call` runs a model on a batch of the training `inputs`."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Plain values and tensors; None when there is nothing to keep."""
@@ -66,11 +60,11 @@ class _Kept(Average):
         self.average.load_state_dict(state or {})
 
 
-class MovingAverage(_Kept):
-    """The exponential moving average of a model's weights; its buffers follow the model's.
+class _MovingAverage(_Kept):
+    """The exponential moving average of a model's weights, with the model's current buffers.
 
-    The decay starts low, min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not mostly its
-    initial weights.
+    The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that the initial weights do not dominate a short
+    run.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -84,14 +78,13 @@ class MovingAverage(_Kept):
         self.average = AveragedModel(model, multi_avg_fn=update)
 
     def after_step(self) -> None:
-        """Moves the average."""
         self.average.update_parameters(self._model)
 
 
-class EvenAverage(_Kept):
-    """Stochastic weight averaging (Izmailov et al. 2018): the even mean of the weights at the ends of epochs.
+class _EvenAverage(_Kept):
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of epochs.
 
-    Until `first` the model itself is judged. Batch norm's statistics are taken anew for the mean's weights.
+    Before epoch `first` the model itself is evaluated. Batch norm statistics are recomputed for the averaged weights.
     """
 
     def __init__(self, model: nn.Module, first: int) -> None:
@@ -101,11 +94,9 @@ class EvenAverage(_Kept):
 
     @property
     def judged(self) -> nn.Module:
-        """The mean, once it holds an epoch."""
         return self.average.module if int(self.average.n_averaged) else self._model
 
     def after_epoch(self, epoch: int, inputs: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> None:
-        """Adds an epoch's weights."""
         if epoch >= self.first:
             self.average.update_parameters(self._model)
             update_bn(([x] for x in inputs()), _Called(self.average, call))
@@ -125,7 +116,7 @@ class _Called(nn.Module):
 def build_average(model: nn.Module, config: TrainConfig, epochs: int) -> Average:
     """The configured average of a model's weights over a run of `epochs`."""
     if config.ema_decay is not None:
-        return MovingAverage(model, config.ema_decay)
+        return _MovingAverage(model, config.ema_decay)
     if config.swa_fraction is not None:
-        return EvenAverage(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
+        return _EvenAverage(model, first=min(round(epochs * (1 - config.swa_fraction)), epochs - 1))
     return Average(model)

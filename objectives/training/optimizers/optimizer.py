@@ -119,13 +119,13 @@ def _order(name: str) -> tuple[int, int]:
     return int(depth or 0), ("muon", "decay", "no_decay").index(kind)
 
 
-def _fused(device: torch.device) -> dict[str, bool]:
+def _fused(device: torch.device) -> dict[str, Any]:
     """One kernel for all parameters of SGD, Adagrad and the Adams, where the device has it."""
     return {"fused": True} if device.type in {"cpu", "cuda"} else {"foreach": True}
 
 
-def _betas(config: TrainConfig) -> tuple[float, float]:
-    return config.beta1, config.beta2
+def _adam_like(config: TrainConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": (config.beta1, config.beta2)}
 
 
 def _sgd(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
@@ -135,50 +135,13 @@ def _sgd(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernel)
 
 
-def _adam(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
-    return Adam(groups, lr=config.lr, betas=_betas(config), **_fused(device))
-
-
-def _adamw(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
-    return AdamW(groups, lr=config.lr, betas=_betas(config), **_fused(device))
-
-
-def _nadam(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return NAdam(groups, lr=config.lr, betas=_betas(config), decoupled_weight_decay=True, foreach=True)
-
-
-def _rmsprop(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return RMSprop(groups, lr=config.lr, momentum=config.momentum, foreach=True)
-
-
-def _adagrad(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return Adagrad(groups, lr=config.lr, foreach=True)
-
-
 def _muon(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
     for group in groups:
         group["use_muon"] = group["name"].startswith("muon")
         if not group["use_muon"]:
-            group["betas"] = _betas(config)
+            group["betas"] = config.beta1, config.beta2
     # The adjusted rate has the size of AdamW's updates (Liu et al. 2025): one `lr` then fits both.
     return _of_library("Muon", groups, momentum=config.momentum, use_adjusted_lr=True)
-
-
-def _lamb(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return _of_library("Lamb", groups, lr=config.lr, betas=_betas(config))
-
-
-def _lars(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return _of_library("LARS", groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-
-
-def _lion(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    return _of_library("Lion", groups, lr=config.lr, betas=_betas(config))
-
-
-def _ranger(groups: Groups, config: TrainConfig, _device: torch.device) -> Optimizer:
-    # Without `degenerated_to_sgd` pytorch-optimizer 4.1 takes the first five steps uphill, until RAdam is rectified.
-    return _of_library("Ranger", groups, lr=config.lr, betas=_betas(config), degenerated_to_sgd=True)
 
 
 def _lookahead(groups: Groups, config: TrainConfig, device: torch.device) -> Optimizer:
@@ -203,26 +166,29 @@ def _of_library(name: str, *args: Any, **settings: Any) -> Optimizer:
 
 FACTORIES: dict[str, Factory] = {
     "sgd": _sgd,
-    "adam": _adam,
-    "adamw": _adamw,
-    "nadam": _nadam,
-    "rmsprop": _rmsprop,
-    "adagrad": _adagrad,
-    "lion": _lion,
-    "lamb": _lamb,
+    "adam": lambda groups, config, device: Adam(groups, **_adam_like(config), **_fused(device)),
+    "adamw": lambda groups, config, device: AdamW(groups, **_adam_like(config), **_fused(device)),
+    "nadam": lambda groups, config, _: NAdam(groups, **_adam_like(config), decoupled_weight_decay=True, foreach=True),
+    "rmsprop": lambda groups, config, _: RMSprop(groups, lr=config.lr, momentum=config.momentum, foreach=True),
+    "adagrad": lambda groups, config, _: Adagrad(groups, lr=config.lr, foreach=True),
+    "lion": lambda groups, config, _: _of_library("Lion", groups, **_adam_like(config)),
+    "lamb": lambda groups, config, _: _of_library("Lamb", groups, **_adam_like(config)),
     "muon": _muon,
-    "lars": _lars,
-    "ranger": _ranger,
+    "lars": lambda groups, config, _: _of_library(
+        "LARS", groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+    ),
+    # Without `degenerated_to_sgd` pytorch-optimizer 4.1 takes the first five steps uphill, until RAdam is rectified.
+    "ranger": lambda groups, config, _: _of_library("Ranger", groups, **_adam_like(config), degenerated_to_sgd=True),
     "lookahead": _lookahead,
     "sam": _sam,
 }
 
 
 def checked_groups(model: nn.Module, config: TrainConfig, groups: Groups) -> Groups:
-    """Parameter groups that an objective made, with a name, a rate and a decay each.
+    """Return parameter groups of an objective with a name, a rate and a decay each.
 
     Raises:
-        ObjectiveError: a parameter is in none of them, or in two.
+        ObjectiveError: a parameter is in no group, or in two.
     """
     found: Groups = []
     for number, group in enumerate(groups):
@@ -243,7 +209,7 @@ def checked_groups(model: nn.Module, config: TrainConfig, groups: Groups) -> Gro
 def build_optimizer(
     model: nn.Module, config: TrainConfig, device: torch.device, groups: Groups | None = None
 ) -> Optimizer:
-    """The configured optimizer over these parameter groups, or over the model's.
+    """Return the configured optimizer over these parameter groups; None are those of `parameter_groups`.
 
     Raises:
         ObjectiveError: the optimizer is one of pytorch-optimizer, which is not installed.
@@ -281,14 +247,11 @@ class Sharpness:
             yield
         finally:
             enable_running_stats(model)
-            self._put_back()
-
-    @torch.no_grad()
-    def _put_back(self) -> None:
-        for group in self._sam.param_groups:
-            for parameter in group["params"]:
-                if (kept := self._sam.state[parameter].pop("old_p", None)) is not None:
-                    parameter.copy_(kept)
+            with torch.no_grad():
+                for group in self._sam.param_groups:
+                    for parameter in group["params"]:
+                        if (kept := self._sam.state[parameter].pop("old_p", None)) is not None:
+                            parameter.copy_(kept)
 
 
 _TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

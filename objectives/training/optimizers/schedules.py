@@ -16,28 +16,18 @@ from hpsearch.objectives.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of a run in optimizer steps, counted by those that are really taken."""
+    """The length of a run in optimizer steps, without those that loss scaling skips."""
 
     total_steps: int
     warmup_steps: int
-    epoch_steps: int = 1
-
-    @classmethod
-    def of(cls, config: TrainConfig, total_steps: int, epoch_steps: int = 1) -> Plan:
-        """The plan of a configuration: warm-up never takes the whole run."""
-        steps = config.warmup_steps
-        if steps is None:
-            steps = round(config.warmup_fraction * total_steps)
-        return cls(total_steps, min(steps, max(total_steps - 1, 0)), epoch_steps)
+    epoch_steps: int
 
 
 class Schedule:
     """A schedule in steps: the factor on each group's own rate is a pure function of the step.
 
-    So a resumed schedule is exact, groups keep their ratios, and a step past the end does no harm.
+    Therefore a resumed schedule is exact, groups keep their ratios, and a step past the end does no harm.
     """
-
-    unit = "step"
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self._steps = LambdaLR(optimizer, factor)
@@ -63,10 +53,8 @@ class Schedule:
         self._steps.load_state_dict(state["steps"])
 
 
-class Plateau(Schedule):
-    """Climbs over the warm-up's steps, then falls when the validation metric stands still (ReduceLROnPlateau)."""
-
-    unit = "metric"
+class _Plateau(Schedule):
+    """A schedule that climbs during the warm-up, then falls when the validation metric stalls (ReduceLROnPlateau)."""
 
     def __init__(self, optimizer: Optimizer, config: TrainConfig, plan: Plan, *, maximize: bool) -> None:
         super().__init__(optimizer, lambda step: _climb(step, config, plan))
@@ -83,27 +71,23 @@ class Plateau(Schedule):
         )
 
     def step(self) -> None:
-        """Only the warm-up goes by steps: LambdaLR would undo what the plateau did."""
+        # Only the warm-up goes by steps, because LambdaLR would undo the reductions.
         self._seen += 1
         if self._seen <= self._warmup:
             super().step()
 
     @property
     def taken(self) -> int:
-        """Optimizer steps so far."""
         return self._seen
 
     def end_epoch(self, value: float) -> None:
-        """Counts epochs without improvement, once the rate has climbed."""
         if self._seen >= self._warmup:
             self._plateau.step(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {**super().state_dict(), "plateau": self._plateau.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
         super().load_state_dict(state)
         self._plateau.load_state_dict(state["plateau"])
         self._seen = state["seen"]
@@ -121,10 +105,6 @@ def _floor(share: float, config: TrainConfig) -> float:
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * share
 
 
-def _constant(_step: int, _length: int, _config: TrainConfig, _plan: Plan) -> float:
-    return 1.0
-
-
 def _cosine(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
     return _floor(0.5 * (1 + math.cos(math.pi * step / length)), config)
 
@@ -135,31 +115,14 @@ def _cosine_restarts(step: int, length: int, config: TrainConfig, plan: Plan) ->
     return _cosine(step % cycle if step < length else cycle, cycle, config, plan)
 
 
-def _linear(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
-    return _floor(1 - step / length, config)
-
-
-def _polynomial(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
-    """As PolynomialLR, which has no rate to end at."""
-    return _floor((1 - step / length) ** config.power, config)
-
-
-def _exponential(step: int, length: int, config: TrainConfig, _plan: Plan) -> float:
-    return math.pow(max(config.min_lr_fraction, 1e-3), step / length)
-
-
 def _step(step: int, _length: int, config: TrainConfig, plan: Plan) -> float:
     """As StepLR by epochs: times `decay_factor` after each `decay_epochs`, counted from the start of the run."""
     epochs = (step + plan.warmup_steps) // plan.epoch_steps
-    return max(config.decay_factor ** (epochs // decay_epochs(config, plan)), config.min_lr_fraction)
+    decay_epochs = config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
+    return max(config.decay_factor ** (epochs // decay_epochs), config.min_lr_fraction)
 
 
-def decay_epochs(config: TrainConfig, plan: Plan) -> int:
-    """Epochs between two falls of the schedule `step`: a third of the run unless configured."""
-    return config.decay_epochs or max(math.ceil(plan.total_steps / plan.epoch_steps / 3), 1)
-
-
-def _one_cycle(step: int, _length: int, _config: TrainConfig, plan: Plan) -> float:
+def _one_cycle(step: int, plan: Plan) -> float:
     """Smith's 1-cycle, as OneCycleLR lays it out: from 1/25 of the peak up to it, then down to 1/250,000.
 
     The climb takes 30 % of the run, or the warm-up where that is longer. OneCycleLR itself divides by zero in very
@@ -179,12 +142,13 @@ def _between(start: float, stop: float, progress: float) -> float:
 
 # The factor on the peak rate `step` steps after the warm-up, of `length` such steps; at 0 it is 1.
 _DECAYS: dict[str, Callable[[int, int, TrainConfig, Plan], float]] = {
-    "constant": _constant,
+    "constant": lambda *_: 1.0,
     "cosine": _cosine,
     "cosine_restarts": _cosine_restarts,
-    "linear": _linear,
-    "polynomial": _polynomial,
-    "exponential": _exponential,
+    "linear": lambda step, length, config, _: _floor(1 - step / length, config),
+    # PolynomialLR has no rate to end at.
+    "polynomial": lambda step, length, config, _: _floor((1 - step / length) ** config.power, config),
+    "exponential": lambda step, length, config, _: math.pow(max(config.min_lr_fraction, 1e-3), step / length),
     "step": _step,
 }
 
@@ -192,20 +156,16 @@ _DECAYS: dict[str, Callable[[int, int, TrainConfig, Plan], float]] = {
 def build_schedule(
     optimizer: Optimizer, config: TrainConfig, total_steps: int, *, epoch_steps: int = 1, maximize: bool = True
 ) -> Schedule:
-    """The configured schedule over a run.
+    """Return the configured schedule over a run.
 
-    Args:
-        optimizer: whose rates it moves.
-        config: names and shapes it.
-        total_steps: optimizer steps of the run.
-        epoch_steps: optimizer steps of an epoch.
-        maximize: whether the metric given to `end_epoch` is better when higher.
+    `maximize` says whether the metric given to `end_epoch` is better when higher. The warm-up is shorter than the run.
     """
-    plan = Plan.of(config, total_steps, epoch_steps)
+    warmup = round(config.warmup_fraction * total_steps) if config.warmup_steps is None else config.warmup_steps
+    plan = Plan(total_steps, min(warmup, max(total_steps - 1, 0)), epoch_steps)
     if config.schedule == "plateau":
-        return Plateau(optimizer, config, plan, maximize=maximize)
+        return _Plateau(optimizer, config, plan, maximize=maximize)
     if config.schedule == "one_cycle":
-        return Schedule(optimizer, lambda step: _one_cycle(step, 0, config, plan))
+        return Schedule(optimizer, lambda step: _one_cycle(step, plan))
     decay, length = _DECAYS[config.schedule], max(total_steps - plan.warmup_steps, 1)
 
     def factor(step: int) -> float:

@@ -5,7 +5,7 @@ from torch import nn
 from hpsearch import Standardize, TrainConfig, Trainer, evaluate, load_objective
 from hpsearch.objectives.training.evaluation.step import whole
 from hpsearch.objectives.training.loop.epoch import train_epoch
-from hpsearch.objectives.training.optimizers.averaging import EvenAverage, build_average
+from hpsearch.objectives.training.optimizers.averaging import _EvenAverage, build_average
 from tests.objectives.training.support import built, started, take_step
 
 SWA = TrainConfig(optimizer="sgd", lr=0.2, batch_size=16, swa_fraction=0.5, schedule="constant", warmup_fraction=0.0)
@@ -47,7 +47,7 @@ def test_swa_takes_batch_norms_statistics_anew_for_the_mean(objective_with):
 @pytest.mark.parametrize(("fraction", "epochs", "first"), [(0.5, 6, 3), (0.25, 4, 3), (0.01, 4, 3), (1.0, 4, 0)])
 def test_swa_starts_in_time_for_at_least_one_epoch(fraction, epochs, first):
     average = build_average(nn.Linear(1, 1), TrainConfig(swa_fraction=fraction), epochs)
-    assert isinstance(average, EvenAverage)
+    assert isinstance(average, _EvenAverage)
     assert average.first == first
 
 

@@ -207,14 +207,6 @@ def test_what_is_not_used_is_not_checked_against_the_run():
     check_length(TrainConfig(decay_epochs=99, cycles=99), total_steps=40, epoch_steps=4)
 
 
-def test_only_plateau_goes_by_the_metric():
-    units = {}
-    for name in SCHEDULES:
-        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        units[name] = build_schedule(optimizer, TrainConfig(schedule=name), STEPS).unit
-    assert {name for name, unit in units.items() if unit == "metric"} == {"plateau"}
-
-
 def test_a_run_gives_the_plateau_its_metric_each_epoch(wine):
     config = TrainConfig(
         lr=1e-9, schedule="plateau", decay_factor=0.5, plateau_patience=0, warmup_fraction=0.0, weight_decay=0.0
