@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -208,21 +208,16 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
         known = list(_objectives_in(module))
         hint = nearest(name, known) if known else "it defines no Objective"
         raise ObjectiveError(f"{where} has no {name!r}: {hint}")
-    if inspect.isfunction(value):
-        return _of_function(value)
+    if inspect.isfunction(value):  # the same class each time
+        made = getattr(value, _MADE, None) or objective_of(value)
+        setattr(value, _MADE, made)
+        return cast("type[BaseObjective]", made)
     if not (inspect.isclass(value) and issubclass(value, BaseObjective)):
         raise ObjectiveError(
             f"{where}:{name} is not an Objective: it must subclass hpsearch.Objective or LoopObjective, or be a "
             "function"
         )
     return value
-
-
-def _of_function(function: Callable[[Any], None]) -> type[BaseObjective]:
-    """The objective that a function is, the same class each time."""
-    made = getattr(function, _MADE, None) or objective_of(function)
-    setattr(function, _MADE, made)
-    return cast("type[BaseObjective]", made)
 
 
 def _file_of(cls: type) -> Path | None:
@@ -233,17 +228,14 @@ def _file_of(cls: type) -> Path | None:
     return Path(source) if source else None
 
 
-def _constraints(objective: BaseObjective) -> Mapping[Any, Any]:
-    if not isinstance(objective.constraints, Mapping):
-        raise ObjectiveError(f"{type(objective).__name__}.constraints must be a dictionary of bounds by metric")
-    return objective.constraints
-
-
 def _check(objective: BaseObjective) -> None:
     who = type(objective).__name__
     if objective.direction not in ("maximize", "minimize"):
         raise ObjectiveError(f"{who}.direction must be 'maximize' or 'minimize', not {objective.direction!r}")
-    for name, bound in _constraints(objective).items():
+    constraints: Any = objective.constraints
+    if not isinstance(constraints, Mapping):
+        raise ObjectiveError(f"{who}.constraints must be a dictionary of bounds by metric")
+    for name, bound in constraints.items():
         if not (isinstance(name, str) and isinstance(bound, str)):
             raise ObjectiveError(f"{who}.constraints: {name!r} must be a bound such as '<= 10', not {bound!r}")
     for field in ("name", "metric"):

@@ -37,16 +37,10 @@ MEASURED: dict[str, Measured] = {
 
 
 def value_of(metrics: Mapping[str, float], name: str) -> float:
-    """The value of a study's metric in the record of an epoch.
-
-    Args:
-        metrics: of the record: what validation gave as `val_NAME`, what was measured as `NAME`.
-        name: as the study names it.
+    """Return a study's metric from the record of an epoch: the `val_NAME` of the validation, or the measured `NAME`.
 
     Raises:
-        KeyError: the epoch has no such number; its argument is the name.
+        KeyError: the record has neither; its argument is the name.
     """
-    judged = f"val_{name}"
-    if judged in metrics:
-        return metrics[judged]
-    return metrics[name]
+    validated = f"val_{name}"
+    return metrics[validated if validated in metrics else name]

@@ -30,37 +30,10 @@ class SearchSpace(Protocol):
         ...
 
 
-class Middle:
-    """Suggests what is in the middle: of a range, of its logarithm where that is searched; and the first choice."""
+class Given:
+    """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
 
-    def suggest_float(
-        self,
-        name: str,  # noqa: ARG002 a space's
-        low: float,
-        high: float,
-        *,
-        step: float | None = None,
-        log: bool = False,
-    ) -> float:
-        """The middle of [low, high], on the grid of `step`."""
-        middle = math.sqrt(low * high) if log else (low + high) / 2
-        return middle if step is None else low + step * round((middle - low) / step)
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:  # noqa: ARG002 a space's
-        """The integer in the middle of [low, high], on the grid of `step`."""
-        middle = math.sqrt(low * high) if log else (low + high) / 2
-        return low + step * round((middle - low) / step)
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002 a space's
-        """The first choice."""
-        return choices[0]
-
-
-class Given(Middle):
-    """Suggests what was given for a parameter, and the middle of those for which nothing was.
-
-    Attributes:
-        values: of all parameters that were asked for, as the search space has them.
+    `values` are those of all parameters that were asked for, as the search space has them.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -70,49 +43,40 @@ class Given(Middle):
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """The given number, or the middle.
+        """Return the given number, or the middle of [low, high] or of its logarithm, on the grid of `step`.
 
         Raises:
-            NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
+            NotInSpaceError: the given number is not in [low, high], or not on the grid of `step`.
         """
         if name in self.given:
             value = float(self._number(name, low, high, step))
         else:
-            value = min(max(super().suggest_float(name, low, high, step=step, log=log), low), high)
+            middle = _middle(low, high, log=log)
+            middle = middle if step is None else low + step * round((middle - low) / step)
+            value = min(max(middle, low), high)
         self.values[name] = value
         return value
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """The given integer, or the middle.
-
-        Raises:
-            NotInSpaceError: it is not in [low, high], or not on the grid of `step`.
-        """
+        """Return the given integer, or the middle, as `suggest_float` does."""
         if name in self.given:
             value = round(self._number(name, low, high, step))
         else:
-            value = super().suggest_int(name, low, high, step=step, log=log)
+            value = low + step * round((_middle(low, high, log=log) - low) / step)
         self.values[name] = value
         return value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """The given choice, or the first.
+        """Return the given choice, or the first.
 
         Raises:
-            NotInSpaceError: it is none of them.
+            NotInSpaceError: the given value is none of the choices.
         """
-        if name in self.given:
-            self.values[name] = self._choice(name, choices)
-        else:
-            self.values[name] = super().suggest_categorical(name, choices)
+        self.values[name] = self._choice(name, choices) if name in self.given else choices[0]
         return self.values[name]
 
     def require_all_taken(self, whose: str) -> None:
-        """Refuse what was given and not asked for.
-
-        Raises:
-            NotInSpaceError: there is such a parameter.
-        """
+        """Raise a NotInSpaceError if a given parameter was not asked for."""
         for name in self.given:
             if name not in self.values:
                 raise NotInSpaceError(name, f"{whose} asks for no such parameter: {nearest(name, list(self.values))}")
@@ -132,6 +96,10 @@ class Given(Middle):
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
             raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
         return value
+
+
+def _middle(low: float, high: float, *, log: bool) -> float:
+    return math.sqrt(low * high) if log else (low + high) / 2
 
 
 class Written(Given):
@@ -164,12 +132,7 @@ def _number_of(text: str) -> float | None:
 
 
 class NotInSpaceError(ObjectiveError):
-    """A value that a search space does not have.
-
-    Attributes:
-        name: the parameter's.
-        why: the value, and what would do.
-    """
+    """A value of the parameter `name` that a search space does not have, and `why`."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")

@@ -73,7 +73,11 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         "default_root_dir": trial.folder,
         "callbacks": [*_listed(trainer.get("callbacks")), _Reports(trial, memory)],
         # Nobody else's environment: within Slurm Lightning would requeue the job by itself.
-        "plugins": [*_listed(trainer.get("plugins")), _environment(trial), memory],
+        "plugins": [
+            *_listed(trainer.get("plugins")),
+            LightningEnvironment() if trial.world == 1 else _Ranks(trial.rank),
+            memory,
+        ],
     }
     resumed = None if trial.state is None else _Memory.PATH
     with _quiet():
@@ -117,10 +121,6 @@ class _Ranks(LightningEnvironment):  # type: ignore[misc]  # Lightning is not lo
 
     def teardown(self) -> None:
         """Lightning would take a variable of the launcher's out of the environment."""
-
-
-def _environment(trial: LoopTrial) -> LightningEnvironment:
-    return LightningEnvironment() if trial.world == 1 else _Ranks(trial.rank)
 
 
 class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked into

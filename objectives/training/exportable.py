@@ -33,11 +33,7 @@ class Example:
 
 
 def example_of(val: Dataset) -> Example:
-    """Four validation inputs, and which of their dimensions vary between batches.
-
-    Raises:
-        ObjectiveError: a sample cannot be read.
-    """
+    """Return four validation inputs, and which of their dimensions vary between batches."""
     x = val.inputs(torch.arange(_ROWS) % len(val))
     found = [tensor for _, tensor in tensors(x)]
     free = [{0} for _ in found]

@@ -47,15 +47,11 @@ class _LedError(RuntimeError):
 
 
 class Ranks:
-    """A process that trains alone: nothing is summed, told or waited for.
-
-    Attributes:
-        rank: this process's number, from 0.
-        world: how many there are.
-    """
+    """The interface of a process to the others that train with it; here, a process that trains alone."""
 
     rank = 0
     world = 1
+    control: Any = None  # torch's group of connections between CPUs, without a time limit; None in one process
     # Whether this rank's process is told to go, and what rank 0 does when another's is: by whoever runs the process.
     told_to_go: Callable[[], bool] = staticmethod(lambda: False)
     on_told_to_go: Callable[[], None] = staticmethod(lambda: None)
@@ -72,11 +68,6 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which alone speaks to the study and writes files."""
         return self.rank == 0
-
-    @property
-    def control(self) -> Any:
-        """Torch's group of connections between CPUs, for what takes as long as it takes; None of one process."""
-        return None
 
     def share(self, rows: Tensor) -> Tensor:
         """Which of the rows [n] are this rank's; none where there are fewer rows than ranks."""
@@ -126,15 +117,11 @@ def current() -> Ranks:
     return _HERE.get("ranks", ALONE)
 
 
-class Group(Ranks):
-    """One of several ranks.
+class _Group(Ranks):
+    """One of several ranks, which meet in a store that outlives them.
 
-    Args:
-        store: where ranks meet; it outlives them.
-        rank: this process's number.
-        world: how many there are.
-        backend: of collectives over what is trained: "gloo", or "nccl" for GPUs.
-        timeout: seconds in which all have to come to one of these.
+    `backend` is that of the collectives over tensors, "gloo" or "nccl" for GPUs; all ranks have to come to one within
+    `timeout` seconds.
     """
 
     def __init__(self, store: distributed_c10d.Store, rank: int, world: int, *, backend: str, timeout: float) -> None:
@@ -158,17 +145,17 @@ class Group(Ranks):
                 timeout=self._timeout,
             )
             # What waits for rank 0 has a group of its own, on the CPU: it may take as long as rank 0 does.
-            self._control: Any = dist.new_group(backend="gloo", timeout=_PATIENT)
+            self.control = dist.new_group(backend="gloo", timeout=_PATIENT)
         except RuntimeError as error:
             raise RankLostError(f"the ranks did not meet: {_line(error)}") from error
         self._watched = threading.Event()
         if self._backend != "gloo":
             threading.Thread(target=self._watch, args=(self._number, self._watched), daemon=True).start()
 
-    def _leave(self) -> None:
-        """Closes this rank's connections, by which those that wait for it learn that it is gone."""
+    def close(self) -> None:
+        """Close this rank's connections, which ends the wait of other ranks for it."""
         self._watched.set()
-        self._control = None
+        self.control = None
         if self._backend != "gloo":
             _abort()
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # somebody's loop may have done so
@@ -182,36 +169,23 @@ class Group(Ranks):
                     _abort()
                 return
 
-    def close(self) -> None:
-        """Leaves the others."""
-        self._leave()
-
-    @property
-    def control(self) -> Any:
-        """Torch's group of connections between CPUs, for what takes as long as it takes."""
-        return self._control
-
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
         dist.all_reduce(values)
         return values
 
     def told(self, value: T) -> T:
-        """Rank 0's value."""
         held = [value]
         _require_connections()
-        dist.broadcast_object_list(held, src=0, group=self._control)
+        dist.broadcast_object_list(held, src=0, group=self.control)
         return held[0]
 
     def each(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
         found: list[Any] = [None] * self.world
         _require_connections()
-        dist.all_gather_object(found, value, group=self._control)
+        dist.all_gather_object(found, value, group=self.control)
         return found
 
     def led(self, work: Callable[[], T]) -> T:
-        """What rank 0's work comes to; the others do none, and what it raises ends them too."""
         if not self.first:
             answer: tuple[bool, Any] = self.told((False, None))
             done, said = answer
@@ -227,33 +201,25 @@ class Group(Ranks):
         return value
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the tensors of rank 0, in place."""
         with torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Gives every rank the mean over ranks, in place."""
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(self.total(tensor.double()).div_(self.world))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A region that all ranks leave together, where one of them fails by its reason.
-
-        Afterwards they have new connections, so that nothing of what was cut off is left in them.
-
-        Raises:
-            RankLostError: a rank is gone or does not answer.
-        """
+        # After a failure the ranks make new connections, because the old ones may hold parts of messages.
         try:
             yield
-            self.each(None)  # nobody goes on while another may yet fail
+            self.each(None)  # no rank continues while another may still fail
         except BaseException as error:  # whatever it is: the others are to leave as well
             cause = self._cause(error)
             _let_go(error)
-            self._leave()
+            self.close()
             if isinstance(cause, RankLostError):
                 raise cause from error
             self._join()
@@ -349,16 +315,16 @@ def _line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def joined(*, device: str = "cpu", timeout: float = TIMEOUT, place: Path | None = None) -> Iterator[Ranks]:
-    """The ranks that torch's launcher made this process one of, by its variables; they are `current` meanwhile.
+    """Join the ranks of torch's launcher, by its environment variables; within the context they are `current`.
 
     Args:
-        device: what they train on, "cpu" or "cuda".
-        timeout: seconds in which all have to come to a collective of the training.
-        place: a file by which ranks of one machine meet, in a folder of the user's; unless given by `MASTER_ADDR` and
-            `MASTER_PORT`, where anybody who reaches that port could speak to them.
+        device: the training device, "cpu" or "cuda".
+        timeout: seconds in which all ranks have to come to a collective of the training.
+        place: a file in a folder of the user, by which ranks of one machine meet. None uses `MASTER_ADDR` and
+            `MASTER_PORT`, a port that other users may reach.
 
     Raises:
-        RankLostError: the others do not come.
+        RankLostError: another rank does not come.
     """
     store: distributed_c10d.Store
     if place is None:
@@ -368,7 +334,7 @@ def joined(*, device: str = "cpu", timeout: float = TIMEOUT, place: Path | None 
         store = dist.FileStore(str(place), world)  # type: ignore[attr-defined]  # torch declares no export
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    group = Group(distributed_c10d.PrefixStore("ranks", store), rank, world, backend=backend, timeout=timeout)
+    group = _Group(distributed_c10d.PrefixStore("ranks", store), rank, world, backend=backend, timeout=timeout)
     _HERE["ranks"] = group
     try:
         yield group

@@ -23,14 +23,7 @@ _drawn = threading.local()  # the figures of this thread, by their kind and pane
 
 
 def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, best_epoch: int | None = None) -> Path:
-    """Draws numbers over epochs, each as it was in training and in validation, as a PNG.
-
-    Args:
-        history: one record an epoch, at least one.
-        path: the file to write.
-        names: such as `loss` and `accuracy`, a panel each.
-        best_epoch: marked with a line; none unless given.
-    """
+    """Draw a panel for each name, such as `loss`, with its training and validation values over epochs, as a PNG."""
     figure, all_axes = _kept_figure("curves", 5.2, len(names))
     for axes, name in zip(all_axes, names, strict=True):
         _panel(axes, history, name, best_epoch)
@@ -38,12 +31,7 @@ def curves(history: Sequence[EpochRecord], path: Path, names: Sequence[str], *, 
 
 
 def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
-    """Draws the norm of the gradient in each layer over optimizer steps, as a PNG; None when no step was noted.
-
-    Args:
-        steps: the records of a `StepLog`.
-        path: the file to write.
-    """
+    """Draw the gradient norm of each layer over the records of a `StepLog`, as a PNG; None without such records."""
     noted = [record for record in steps if "layers" in record]
     if not noted:
         return None
@@ -84,29 +72,28 @@ def gradient_flow(steps: Sequence[dict[str, Any]], path: Path) -> Path | None:
 
 
 def rate_range(rates: Sequence[float], losses: Sequence[float], path: Path, *, suggestion: float) -> Path:
-    """Draws the loss of a learning-rate range test over the rate, with the suggested one, as a PNG."""
-    figure, (axes,) = _figure(6.5)
-    axes.plot(rates, losses, color="#1f77b4")
-    axes.axvline(suggestion, color="#d62728", linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
+    """Draw the loss of a learning-rate range test over the rate, with the suggested rate, as a PNG."""
+    figure, axes = _single_curve(losses, "loss of the same training samples", rates, "learning rate")
+    axes.axvline(suggestion, color=_RED, linewidth=1, linestyle="--", label=f"suggested: {suggestion:.2g}")
     axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss of the same training samples")
-    _grid(axes)
-    _legend_above(axes)
-    return _saved(figure, path)
+    return _saved_with_legend(figure, axes, path)
 
 
 def overfit_curve(losses: Sequence[float], path: Path, *, target: float) -> Path:
-    """Draws the loss on one batch, step by step, and what it has to fall below, as a PNG."""
-    figure, (axes,) = _figure(6.5)
-    axes.plot(losses, color="#1f77b4")
-    axes.axhline(target, color="#d62728", linewidth=1, linestyle="--", label=f"target: {target:.2g}")
+    """Draw the loss on one batch over steps, and the target that it has to reach, as a PNG."""
+    figure, axes = _single_curve(losses, "loss", range(len(losses)), "optimizer step on one batch")
+    axes.axhline(target, color=_RED, linewidth=1, linestyle="--", label=f"target: {target:.2g}")
     axes.set_yscale("log")
-    axes.set_xlabel("optimizer step on one batch")
-    axes.set_ylabel("loss")
+    return _saved_with_legend(figure, axes, path)
+
+
+def _single_curve(ys: Sequence[float], ylabel: str, xs: Sequence[float], xlabel: str) -> tuple[Any, Any]:
+    figure, (axes,) = _figure(6.5)
+    axes.plot(xs, ys, color=_BLUE)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
     _grid(axes)
-    _legend_above(axes)
-    return _saved(figure, path)
+    return figure, axes
 
 
 def _figure(width: float, panels: int = 1, *, beside: float = 0.0) -> tuple[Any, list[Any]]:
@@ -154,9 +141,10 @@ def _grid(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend_above(axes: Any) -> None:
-    """The legend in a row above the panel: it hides no curve, and no place for it is searched."""
+def _saved_with_legend(figure: Any, axes: Any, path: Path) -> Path:
+    """Save a figure with a legend above the panel, where it hides no curve and matplotlib searches no place for it."""
     axes.legend(frameon=False, fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1)
+    return _saved(figure, path)
 
 
 def _saved(figure: Any, path: Path) -> Path:

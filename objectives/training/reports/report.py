@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 _CLOSE = 0.01  # a validation loss within this share of the training loss is closer than chance leaves it
 _VANISHED = 1e-7  # norm of a layer's gradient
-_ENOUGH = 8  # evenly spaced steps tell of the whole run; with fewer of them all that were noted are looked at
+_ENOUGH = 8  # the least number of evenly spaced steps that represent a run
 _EXPLODED = 100  # times what it was in the first quarter of the run: a loss that sums has large gradients all along
 
 
-def leakage(run: Run, result: FitResult) -> list[str]:
-    """Signs that validation samples were trained on: the same inputs in both, or a loss that tracks the training's."""
+def _leakage(run: Run, result: FitResult) -> list[str]:
+    """List signs that validation samples were trained on: shared inputs, or a loss that tracks the training loss."""
+    if run.refit is not None:
+        return [
+            "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
+        ]
     found = []
     shared = shared_inputs(run.splits.train, run.splits.val)
     if shared:
@@ -48,7 +52,7 @@ def leakage(run: Run, result: FitResult) -> list[str]:
             f"- the validation loss stayed within {_CLOSE:.0%} of the training loss from epoch to epoch: "
             "look for copies of the same case in both splits, or features that know the answer"
         )
-    return found
+    return found or ["None seen."]
 
 
 def tracks(train: Sequence[float], val: Sequence[float]) -> bool:
@@ -80,12 +84,20 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
     found = []
     if run.guard.skipped_in_all:
         found.append(f"- {run.guard.skipped_in_all} of {run.step} steps overflowed in fp16: skipped, loss scale halved")
-    steps, limit = _even(steps, run.config.log_every or 1), run.config.clip_grad_norm
+    # Each of the first steps has a record: evenly spaced ones represent the run, if there are enough of them.
+    even = [record for record in steps if record["step"] % (run.config.log_every or 1) == 0]
+    steps, limit = even if len(even) >= _ENOUGH else steps, run.config.clip_grad_norm
     norms = [record["grad_norm"] for record in steps if record.get("grad_norm") is not None]
     over = sum(norm > limit for norm in norms) if limit else 0
     if over and limit:
         found.append(f"- {over} of {len(norms)} noted steps had a gradient norm above {limit:g}: clipped to it")
-    found += _jumps(result)
+    losses = [record.metrics["train_loss"] for record in result.history]
+    found += [
+        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
+        "nothing was done; lower the rate or warm up longer"
+        for epoch in range(1, len(losses))
+        if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
+    ]
     for layer, norms in _by_layer(steps).items():
         name, quarter, whole = layer or "the model", max(len(norms) // 4, 1), statistics.median(norms)
         first, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
@@ -94,22 +106,6 @@ def instabilities(run: Run, result: FitResult, steps: Sequence[dict[str, Any]]) 
         elif last > _EXPLODED * first or math.isinf(last):
             found.append(f"- the gradient of `{name}` exploded: its median norm went from {first:.2g} to {last:.2g}")
     return found
-
-
-def _even(steps: Sequence[dict[str, Any]], every: int) -> Sequence[dict[str, Any]]:
-    """Steps evenly spaced over the run: the first are noted each, and would outweigh all others."""
-    even = [record for record in steps if record["step"] % every == 0]
-    return even if len(even) >= _ENOUGH else steps
-
-
-def _jumps(result: FitResult) -> list[str]:
-    losses = [record.metrics["train_loss"] for record in result.history]
-    return [
-        f"- the training loss rose from {losses[epoch - 1]:.4g} to {losses[epoch]:.4g} in epoch {epoch + 1}: "
-        "nothing was done; lower the rate or warm up longer"
-        for epoch in range(1, len(losses))
-        if losses[epoch] > 1.5 * losses[epoch - 1] + 1e-3
-    ]
 
 
 def _by_layer(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
@@ -123,15 +119,7 @@ def _by_layer(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 def write_report(
     path: Path, steps: Sequence[dict[str, Any]], *, run: Run, result: FitResult, objective: Objective
 ) -> None:
-    """Writes `report.md` for a run that has ended.
-
-    Args:
-        path: the file to write; plots, checkpoints and the smoke test's result are looked for beside it.
-        steps: the records of the run's `StepLog`.
-        run: with its best weights in place.
-        result: what it came to.
-        objective: what was trained.
-    """
+    """Write `report.md` for a run that has ended, whose `StepLog` recorded `steps`."""
     unstable = instabilities(run, result, steps) or ["None seen."]
     chosen, defaults = _configuration(run, objective)
     sections = {
@@ -165,14 +153,6 @@ def write_sections(path: Path, sections: Mapping[str, Sequence[str]]) -> None:
 def image(report: Path, name: str, words: str) -> list[str]:
     """The lines that show a plot beside the report; none where it was not drawn."""
     return ["", f"![{words}]({name})"] if (report.parent / name).exists() else []
-
-
-def _leakage(run: Run, result: FitResult) -> list[str]:
-    if run.refit is not None:
-        return [
-            "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
-        ]
-    return leakage(run, result) or ["None seen."]
 
 
 def _summary(run: Run, result: FitResult) -> list[str]:
@@ -235,7 +215,8 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
     last = result.history[-1].metrics
     risen = last["val_loss"] - min(record.metrics["val_loss"] for record in result.history)
-    verdict = "Overfit" if gap > _share(train, objective) else "No wide gap"
+    wide = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
+    verdict = "Overfit" if gap > wide else "No wide gap"
     lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
     if risen > 0.1 * abs(last["val_loss"]):
         lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
@@ -252,11 +233,6 @@ def _falling(result: FitResult) -> bool:
     losses = [record.metrics["val_loss"] for record in result.history]
     tail = max(len(losses) // 5, 1)
     return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
-
-
-def _share(train: dict[str, float], objective: Objective) -> float:
-    """What makes a gap wide: five points of a score, or a fifth of an error."""
-    return 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
 
 
 def _checkpoints(result: FitResult) -> list[str]:
@@ -300,11 +276,7 @@ def _annotated(cls: type) -> dict[str, str]:
 
 
 def search_space(objective: BaseObjective, draws: int = 64) -> dict[str, str]:
-    """The parameters that `suggest` asks for, with their ranges, as many random trials find them.
-
-    Raises:
-        ObjectiveError: `suggest` gives no configuration, or one that is not valid.
-    """
+    """Return the parameters that `suggest` asks for in random trials, with their ranges."""
     recorder = _Recorder()
     for _ in range(draws):
         objective.configure(recorder)

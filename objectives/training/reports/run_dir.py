@@ -32,16 +32,12 @@ FILES = (
 
 
 class RunDir:
-    """Writes a run's files; with no path, none.
+    """Writes the files of a run that are in `FILES`; without a path, none. The session writes checkpoints.
 
-    The files are those in `FILES`; checkpoints are the session's.
-
-    Args:
-        path: of the directory; None where a run keeps no files.
-        told: whether its log goes to whoever listens, too: of several ranks one tells.
+    `told` says whether the run logs messages: only one of several ranks does.
     """
 
-    def __init__(self, path: Path | None, *, told: bool = True) -> None:
+    def __init__(self, path: Path | None, *, told: bool) -> None:
         self.path = path
         level = logging.INFO if told else logging.CRITICAL
         self.log = logging.Logger("hpsearch.objectives.training.loop.run", level)  # unregistered: one for each run
@@ -110,14 +106,10 @@ class RunDir:
     def finish(
         self, result: RunResult, names: Sequence[str], write: Callable[[Path, list[dict[str, Any]]], None]
     ) -> list[Path]:
-        """Draws the plots and writes the report; returns the files that are worth keeping as artifacts.
+        """Draw `names` over the epochs, write the report, and return the files to keep as artifacts.
 
-        Of a pruned run there are no plots: drawing takes as long as some of them train, and the numbers are all there.
-
-        Args:
-            result: what the run came to.
-            names: what to draw over the epochs, such as `loss`.
-            write: the report, given its path and the records of steps; plots lie beside it.
+        `write` gets the report's path and the records of steps. A pruned run gets no plots, because drawing takes as
+        long as the training of some of them.
         """
         if self.path is None:
             return []
@@ -128,11 +120,7 @@ class RunDir:
             if result.status != "pruned":
                 self._draw(result, names, steps)
             write(self.path / "report.md", steps)
-        return self.kept()
-
-    def kept(self) -> list[Path]:
-        """The files that are worth keeping as artifacts, as far as there are any."""
-        return [] if self.path is None else [self.path / name for name in FILES if (self.path / name).exists()]
+        return [self.path / name for name in FILES if (self.path / name).exists()]
 
     def _draw(self, result: RunResult, names: Sequence[str], steps: list[dict[str, Any]]) -> None:
         assert self.path is not None

@@ -27,15 +27,10 @@ class CheckpointError(Exception):
 
 
 def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
-    """Writes plain values and tensors to `path`: the old file stays until the new one is complete.
-
-    Args:
-        path: the file.
-        state: plain values and tensors.
-        synced: whether it outlives a power cut from here on, and not only the process.
+    """Write plain values and tensors to `path` atomically; a `synced` file survives a power cut.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, for example.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

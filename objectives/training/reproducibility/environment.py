@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from functools import lru_cache
@@ -57,27 +56,24 @@ def _version(name: str) -> str | None:
 @lru_cache
 def _git(folder: Path) -> dict[str, Any]:
     """The commit that holds the source, and whether tracked files differ from it."""
-    git = shutil.which("git")
-    if git is None:
-        return {}
-    here = (git, "--no-optional-locks", "-C", str(folder))
-    sha = _run(*here, "rev-parse", "HEAD")
+    sha = _run_git(folder, "rev-parse", "HEAD")
     if not sha:
         return {}
-    return {"git_sha": sha, "git_dirty": bool(_run(*here, "status", "--porcelain", "--untracked-files=no"))}
+    return {"git_sha": sha, "git_dirty": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no"))}
 
 
 @lru_cache
 def uncommitted(folder: Path) -> str:
     """How the tracked files around `folder` differ from their commit, as git prints it; empty without git."""
-    git = shutil.which("git")
-    diff = _run(git, "--no-optional-locks", "-C", str(folder), "diff", "--no-ext-diff", "HEAD") if git else ""
+    diff = _run_git(folder, "diff", "--no-ext-diff", "HEAD")
     if len(diff) > _LONGEST_DIFF:
         diff = f"{diff[:_LONGEST_DIFF]}\n[the rest of {len(diff)} characters is left out]"
     return _without_secrets(diff) + "\n" if diff else ""
 
 
-def _run(*command: str) -> str:
+def _run_git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder and return its output, which is empty if git is missing or fails."""
+    command = ("git", "--no-optional-locks", "-C", str(folder), *arguments)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

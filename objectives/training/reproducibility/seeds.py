@@ -39,10 +39,7 @@ def seed_host(*parts: int | str) -> int:
 def seeded(*parts: int | str) -> Iterator[None]:
     """A region with the CPU's generators seeded for a purpose; they are put back after it."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # a process that loads data must not touch the GPU
+    torch.default_generator.manual_seed(seed_host(*parts))  # a process that loads data must not touch the GPU
     try:
         yield
     finally:

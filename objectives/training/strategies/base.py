@@ -20,15 +20,7 @@ from hpsearch.objectives.training.reproducibility.seeds import generators, resto
 
 
 class Strategy:
-    """One process, and what the strategies of several have in common.
-
-    Args:
-        ranks: that train together.
-        config: of the run.
-
-    Attributes:
-        name: as `TrainConfig.strategy` has it.
-    """
+    """The strategy of one process, and the base of the others; `name` is the value of `TrainConfig.strategy`."""
 
     name: ClassVar[str] = "one process"
 
@@ -46,13 +38,7 @@ class Strategy:
         """Before an epoch: the objective may have frozen layers, or thawed some."""
 
     def step(self, batch: Batch, autocast: AbstractContextManager[None], *, more: bool = False) -> Step:  # noqa: ARG002 of several
-        """The step of a micro-batch in training.
-
-        Args:
-            batch: on the device.
-            autocast: of the model's part of it.
-            more: whether gradients of further micro-batches are added to its own before they are used.
-        """
+        """Return the training step of a micro-batch; `more` micro-batches add gradients before the optimizer steps."""
         return self._stepping(self._model, batch, autocast)
 
     def explained(self) -> AbstractContextManager[None]:
@@ -84,13 +70,7 @@ class Strategy:
         return self.whole(parts)
 
     def restored(self, kept: dict[str, Any], like: Mapping[Any, Any], folder: Path | None) -> dict[str, Any]:
-        """What this rank has of what `kept` gave; `like` as of `own`.
-
-        Args:
-            kept: the state, on all ranks.
-            like: this rank's weights by the keys in it.
-            folder: that ranks wrote parts of it to, where they did.
-        """
+        """Return this rank's part of a state of `kept`; `like` as for `own`, `folder` if ranks wrote parts to it."""
         if folder is None:
             return self.own(kept, like)
         from hpsearch.objectives.training.strategies import shards  # a sixth of a second, for those who need it
@@ -115,9 +95,9 @@ class Strategy:
 
 
 class Replicated(Strategy):
-    """Torch's DistributedDataParallel (Li et al. 2020) around the whole step of a batch.
+    """Torch's DistributedDataParallel (Li et al. 2020) around the step of a batch.
 
-    Around the step, and not the model: whatever the step calls of the model, such as a method of its own, is seen.
+    It wraps the step and not the model, so that it covers every method of the model that the step calls.
     """
 
     name = "ddp"
@@ -189,5 +169,4 @@ class _Stepped(nn.Module):
         self.model, self._stepping = model, stepping
 
     def forward(self, batch: Batch, autocast: AbstractContextManager[None]) -> Step:
-        """The step."""
         return self._stepping(self.model, batch, autocast)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,7 @@ class Sharded(Strategy):
     _told = False
 
     def place(self, model: nn.Module, *averages: nn.Module) -> None:
-        """Before the optimizer is made: gives each rank its part of a model, and of averages of its weights.
-
-        Raises:
-            ObjectiveError: the model cannot be sharded.
-        """
+        """Shard a model, and averages of its weights, before the optimizer is made."""
         self._device = next(model.parameters()).device
         self._unsharded = _without_weights(model)
         for each in (model, *averages):
@@ -83,11 +79,7 @@ class Sharded(Strategy):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Around code of the objective's: says what it may not do with a model that is spread over ranks.
-
-        Raises:
-            ObjectiveError: it used a weight where that is not whole.
-        """
+        """Explain errors of the objective's code that uses a sharded weight."""
         try:
             yield
         except (ObjectiveError, RuntimeError) as error:
@@ -101,8 +93,7 @@ class Sharded(Strategy):
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others."""
-        found: dict[str, Any] = self._gathered(state)
-        return found
+        return cast("dict[str, Any]", self._gathered(state))
 
     def _gathered(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -118,16 +109,12 @@ class Sharded(Strategy):
     def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
         """What this rank has of rank 0's state dict with whole tensors, one dealt out after the other."""
         outline = self._ranks.told(_outline(state) if self._ranks.first else None)
-        found: dict[str, Any] = self._dealt(state, outline, like)
-        return found
+        return cast("dict[str, Any]", self._dealt(state, outline, like))
 
     def _dealt(self, value: Any, outline: Any, like: Any) -> Any:
-        """This rank's part of a value that rank 0 has.
+        """Return this rank's part of rank 0's value, of which all ranks have the outline.
 
-        Args:
-            value: rank 0's; any on other ranks.
-            outline: of it, on all.
-            like: the tensor that its tensors are sharded as where they have its shape, or those by the keys within.
+        `like` is the tensor whose sharding its tensors of the same shape get, or such tensors by the keys of the value.
         """
         if isinstance(outline, _Outline):
             given = value.to(self._device) if self._ranks.first else outline.empty(self._device)
@@ -247,11 +234,7 @@ def _held(model: nn.Module) -> Counter[int]:
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters take no memory.
-
-    Raises:
-        ObjectiveError: the model cannot be copied.
-    """
+    """Copy a model; the parameters of the copy take no memory."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()

@@ -24,27 +24,23 @@ from hpsearch.objectives.training.reproducibility import checkpoint
 
 
 def size(value: Any) -> int:
-    """The bytes of all that is sharded in a state, on all ranks together."""
+    """Return the bytes of all sharded tensors in a state, over all ranks."""
     if isinstance(value, DTensor):
         return value.numel() * value.element_size()
-    return sum(map(size, _within(value)))
-
-
-def _within(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else []
+        return sum(map(size, value.values()))
+    return sum(map(size, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """Writes what is sharded in a state to a new folder in `place`, each rank its own.
+    """Write each rank's sharded tensors to a new folder in `place`.
 
     Returns:
-        The state with tensors without values in place of those, and the manifest beside; or the reason why there is
-        none. None where not all ranks see rank 0's files: they are on several machines.
+        The state with empty tensors in their place, and the manifest, which has the reason if writing failed. None if
+        not all ranks see rank 0's files, because they are on several machines.
     """
     folder = place / ranks.told(uuid.uuid4().hex[:12])
-    failed = ranks.led(lambda: _made(folder))  # before anybody looks whether it is there
+    failed = ranks.led(lambda: _make(folder))  # before any rank checks whether it exists
     seen = ranks.each(folder.is_dir())
     if not all(seen) and seen[0]:
         if ranks.first:
@@ -69,8 +65,8 @@ def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | 
     return {**left, "shards": manifest}
 
 
-def _made(folder: Path) -> str | None:
-    """Makes a folder; the reason why it cannot be made."""
+def _make(folder: Path) -> str | None:
+    """Make a folder; return the reason if that fails."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -91,16 +87,16 @@ def _outlined(value: Any, name: str, sharded: dict[str, Tensor]) -> Any:
 
 
 def read(parts: dict[str, Any], folder: Path, like: Any = None, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Reads what `write` wrote, on any number of ranks.
+    """Read the tensors that `write` wrote, on any number of ranks.
 
     Args:
-        parts: the state without it.
-        folder: of the files, which were found to be what the manifest says.
-        like: what a rank has of tensors, by the keys in the state; they are whole where it says nothing.
-        ranks: that read together; this process alone unless given.
+        parts: the state without them.
+        folder: of the files, which were checked against the manifest.
+        like: this rank's tensors, by the keys of the state. Other tensors are read whole.
+        ranks: the ranks that read together; None is this process alone.
 
     Raises:
-        RuntimeError: the files do not have what the state needs.
+        RuntimeError: the files lack a part of the state.
     """
     empty: dict[str, Tensor] = {}
     state: dict[str, Any] = _emptied(parts, "", like, empty)

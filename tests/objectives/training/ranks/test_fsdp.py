@@ -108,7 +108,9 @@ REFUSED = {"scalar": Scalar, "a weight outside its layer": Reaching}
 
 
 class Kept:
-    """A session whose files are checkpoints alone; it leaves the run after its first epoch, or in the midst of it."""
+    """A session that keeps only checkpoints, and leaves the run after its first epoch or within it."""
+
+    run_dir = shards = None
 
     def __init__(self, run_dir, leave=None):
         local = LocalSession(run_dir, synced=False)
