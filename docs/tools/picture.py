@@ -103,7 +103,8 @@ def draw(rooms: Iterable[str], arrows: Mapping[str, set[str]]) -> str:
     """The picture as SVG; the same rooms give the same text."""
     columns = {}
     for package in ORDER:
-        inner = reduced(arrows, [r for r in rooms if r.split(".")[0] == package and (r != package or arrows[r])])
+        connected = [r for r in rooms if arrows[r] or any(r in targets for targets in arrows.values())]
+        inner = reduced(arrows, [r for r in connected if r.split(".")[0] == package])
         columns[package] = (inner, _rows(inner))
     depth = max(len(rows) for _, rows in columns.values())
     height = TOP + (depth - 1) * LEVEL + BOX + MARGIN
