@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.storage.errors import AwayError
+from hpsearch.storage.errors import AwayError, one_line
 from hpsearch.storage.urls import redact
 
 # What an engine may start again by: 1 and 143, never 0, 2 or 3.
@@ -48,7 +48,7 @@ def report_errors(work: Callable[[], int]) -> int:
 
         if not is_transient(error):
             raise
-        said = redact(" ".join(str(getattr(error, "orig", error)).split()))
+        said = redact(one_line(error))
         print(f"hpsearch: the database does not answer: {said}", file=sys.stderr, flush=True)  # noqa: T201 as above
         return EXIT_AWAY
 

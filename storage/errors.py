@@ -1,4 +1,10 @@
-"""The errors of this package."""
+"""The errors of this package, and errors as one line."""
+
+
+def one_line(error: object, length: int | None = None) -> str:
+    """Return an error as one line of at most `length` characters; a database error without its statement."""
+    text = " ".join(str(getattr(error, "orig", None) or error).split())
+    return text[:length] or type(error).__name__
 
 
 class StorageError(Exception):

@@ -36,7 +36,7 @@ from hpsearch.search.study.summary import broken_bounds, summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, WORKER
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_openings import AlreadyOpenError, read_opening
 from hpsearch.storage.trials.history import finalist_studies, refit_studies
 
@@ -130,7 +130,7 @@ def log(services: Services, study: StoredStudy, report: Path) -> None:
         close_study(study, summarise(study), tracking)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     except (MlflowException, RunDeletedError) as error:
-        raise SearchError(f"the report is written, but MLflow was not told ({one_line(error)})") from None
+        raise SearchError(f"the report is written, but MLflow was not told ({describe_error(error)})") from None
 
 
 def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: bool = False) -> Candidate:

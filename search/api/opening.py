@@ -21,7 +21,7 @@ from hpsearch.search.worker.options import Addresses
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import check_server, one_line
+from hpsearch.storage.mlflow.health import check_server, describe_error
 from hpsearch.storage.records.promotions import promotions_of
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.history import read_progress
@@ -34,7 +34,7 @@ def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking
     try:
         tell(tracking_of(services, study))
     except Exception as error:  # the study is changed already: a server that is away must not hide it
-        warn(f"MLflow was not told ({one_line(error)}); it is when the trials run")
+        warn(f"MLflow was not told ({describe_error(error)}); it is when the trials run")
 
 
 def warn(message: str) -> None:

@@ -29,7 +29,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import VARIABLE
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import check_server, one_line, server_version
+from hpsearch.storage.mlflow.health import check_server, describe_error, server_version
 from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import without_secret
 
@@ -317,11 +317,11 @@ def _artifacts(uri: str) -> Found:
         raise
     except Exception as error:  # a store of artifacts has errors of its own
         remedy = "look into the server's log, and whether it may write to its --artifacts-destination"
-        return failed(f"cannot be written: {one_line(error)}", remedy)
+        return failed(f"cannot be written: {describe_error(error)}", remedy)
     try:
         remove_probe(tracking, place)
     except Exception as error:  # as above
-        return warning(f"can be written, not removed: {one_line(error)}", f"remove {place} by hand")
+        return warning(f"can be written, not removed: {describe_error(error)}", f"remove {place} by hand")
     return ok("written and removed")
 
 

@@ -21,7 +21,7 @@ from hpsearch.search.study.summary import format_value
 from hpsearch.storage.attributes import ATTEMPT, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import read_artifact
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.model import CHECKPOINT, why_weights_only
 from hpsearch.storage.mlflow.registry import DESCRIPTION_LIMIT, Registry
 from hpsearch.storage.records.test_openings import Opening, read_opening
@@ -185,7 +185,7 @@ def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
         with read_artifact(client, run_id, "config.yaml") as file:
             found = yaml.safe_load(file)
     except Exception as error:  # no such file, the server is away: the study's own record is the better part
-        log.warning("run %s gives no config.yaml: %s", run_id, one_line(error))
+        log.warning("run %s gives no config.yaml: %s", run_id, describe_error(error))
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -22,7 +22,7 @@ from hpsearch.storage.database.locks import registry_lock, still_held
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.registry import Registry, Version, is_previous
 from hpsearch.storage.records.promotions import (
     Promotion,
@@ -199,7 +199,7 @@ class Watch:
                 known = notice(self._storage, self._tracking(), known=known)
                 told = False
             except (StorageError, SearchError, SQLAlchemyError) as error:
-                log.info("promotions are not noticed for now: %s", one_line(error))
+                log.info("promotions are not noticed for now: %s", describe_error(error))
             except Exception:  # whatever it is, it must not end the noticing for good
                 if not told:
                     log.exception("promotions are not noticed for now")

@@ -31,7 +31,7 @@ from hpsearch.search.tracking.trial_run import model_record, run_params, write_m
 from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking, allowed_name
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
@@ -75,7 +75,7 @@ class BestWeights:
             send = command("sync", name)
             raise SearchError(
                 f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
-                f"had ({one_line(error)}); {self.undone}; should they wait on a machine, send them: {send}"
+                f"had ({describe_error(error)}); {self.undone}; should they wait on a machine, send them: {send}"
             ) from None
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
         except StorageError:
             raise
         except Exception as error:  # MLflow's client raises what its transport does
-            raise StorageError(f"MLflow did not take the model of trial {number}: {one_line(error)}") from None
+            raise StorageError(f"MLflow did not take the model of trial {number}: {describe_error(error)}") from None
 
 
 def _require_kept(study: StoredStudy, trial: FrozenTrial) -> None:

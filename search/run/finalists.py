@@ -27,7 +27,7 @@ from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import REASON, RUN_URL, STOPPED, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_openings import read_opening
 
 
@@ -182,7 +182,7 @@ def _tell(console: Console, services: Services, study: StoredStudy) -> None:
     except Exception as error:  # the values are in the database: a server that is away must not hide them
         again = command("finalists", study.spec.name)
         console.print(
-            f"MLflow was not told of the finalists ({one_line(error)}); tell it with: {again}", style="yellow"
+            f"MLflow was not told of the finalists ({describe_error(error)}); tell it with: {again}", style="yellow"
         )
 
 

@@ -31,7 +31,7 @@ from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import RunDeletedError
-from hpsearch.storage.mlflow.health import TrackingAwayError, one_line
+from hpsearch.storage.mlflow.health import TrackingAwayError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
 
 _EVERY = 5.0  # seconds; a look costs about 30 ms
@@ -81,7 +81,7 @@ def open_run(services: Services, study: StoredStudy, *, required: bool) -> str |
             raise
         return f"MLflow is told nothing of study {study.spec.name!r}: {error}"
     except (MlflowException, LockHeldError, LockLostError) as error:
-        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({one_line(error)})"
+        away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({describe_error(error)})"
         if required:
             raise TrackingAwayError(away) from None
         return away

@@ -30,7 +30,7 @@ from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_ID, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _finish(console: Console, services: Services, study: StoredStudy, *, interru
         write_report(study, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     except Exception as error:  # the search is done: a server that is away must not hide its result
-        reason, again = one_line(error), command("report", study.spec.name)
+        reason, again = describe_error(error), command("report", study.spec.name)
         console.print(f"MLflow was not told the end of the study ({reason}); tell it with: {again}", style="yellow")
     console.print()
     for line in summary_lines(study, summary, dashboard_url=services.dashboard_url):

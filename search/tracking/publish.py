@@ -27,7 +27,7 @@ from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import is_away, one_line
+from hpsearch.storage.mlflow.health import describe_error, is_away
 from hpsearch.storage.mlflow.tag_names import (
     FINALIST,
     FINALIST_RANK,
@@ -114,7 +114,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     except Exception as error:  # what is away is raised again; MLflow refuses by several types
         if is_away(error):
             raise
-        log.warning("run %s is not told: %s", run, one_line(error))
+        log.warning("run %s is not told: %s", run, describe_error(error))
 
 
 def _others(study: StoredStudy, found: Finalists) -> set[int]:
@@ -274,7 +274,7 @@ def close_if_spent(study: StoredStudy, tracking: Tracking) -> None:
             summary = summarise(study)
         close_study(study, summary, tracking)
     except Exception as error:  # its trials are safe: `hpsearch report` closes it later
-        log.warning("the end of study %s did not reach MLflow: %s", study.spec.name, one_line(error))
+        log.warning("the end of study %s did not reach MLflow: %s", study.spec.name, describe_error(error))
 
 
 def reopen_study(study: StoredStudy, tracking: Tracking) -> None:

@@ -29,7 +29,7 @@ from hpsearch.search.tracking.trial_run import TrialTracking
 from hpsearch.storage.attributes import ATTEMPT, REASON
 from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.errors import StoredCheckpointError
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.trials.claims import Claim
 from hpsearch.storage.trials.settle import Outcome
@@ -89,7 +89,7 @@ def resend(
         except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
             if trial not in pending_trials(study):  # its machine has sent it meanwhile, and removed the checkpoint
                 continue
-            problems.append(f"trial {trial.number}: {one_line(error)}")
+            problems.append(f"trial {trial.number}: {describe_error(error)}")
             log.warning("MLflow is not told of %s", problems[-1])
     return problems
 

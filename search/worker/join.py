@@ -46,7 +46,7 @@ from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.search.worker.ranks import hear
 from hpsearch.search.worker.watchdog import Pulse
 from hpsearch.storage.attributes import STOPPED
-from hpsearch.storage.errors import CheckpointStoreError
+from hpsearch.storage.errors import CheckpointStoreError, one_line
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.trials.register import Register
@@ -124,7 +124,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
         _send_rest(joined, shutdown, over=code == EXIT_DONE, alone=fleet_gone is None or fleet_gone())
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
-        log.error("the study's database does not answer: %s", " ".join(str(error).split())[:300])
+        log.error("the study's database does not answer: %s", one_line(error, 300))
         code = EXIT_AWAY
     except RankLostError as error:
         log.error("the trial is left to other workers: %s", error)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpsearch.storage.database.connect import connect
 from hpsearch.storage.embedded.postgres_binaries import places
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.urls import normalise, redact, without_secret
 
 _NEEDED = ("pg_dump", "pg_restore", "psql")
@@ -194,7 +194,7 @@ def session(
             yield cursor
     except psycopg2.Error as error:
         away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        said = without_secret(" ".join(str(error).split()), url)
+        said = without_secret(one_line(error), url)
         raise (AwayError if away else StorageError)(f"{setting} {redact(url)}: {said}") from None
     finally:
         connection.close()

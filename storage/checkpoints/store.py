@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError
+from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, one_line
 from hpsearch.storage.files import place
 from hpsearch.storage.files import sha256 as digest
 from hpsearch.storage.urls import redact, without_secret
@@ -215,8 +215,7 @@ class Checkpoints:
                 if missing is None:
                     raise
                 error = OSError(0, missing)
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-            reason = without_secret(" ".join(reason.split())[:300], self._secret)
+            reason = without_secret(one_line(getattr(error, "strerror", None) or error, 300), self._secret)
             # `from None`: the text of the cause may hold what the line leaves out.
             raise CheckpointStoreError(f"{self._head} {what} ({reason})") from None
 
@@ -262,8 +261,7 @@ def _open(url: str, head: str) -> tuple[Any, str]:
         known = "file, s3, gs, abfs, sftp and others of fsspec's"
         raise StorageError(f"{head}: unknown protocol {protocol!r}: it may be {known}") from None
     except Exception as error:  # a driver that connects at once
-        reason = without_secret(" ".join(str(error).split())[:300], url)
-        raise CheckpointStoreError(f"{head} cannot be used ({reason or type(error).__name__})") from None
+        raise CheckpointStoreError(f"{head} cannot be used ({without_secret(one_line(error, 300), url)})") from None
     return fs, str(root)
 
 

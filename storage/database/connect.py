@@ -16,7 +16,7 @@ from hpsearch.storage.database.schema import (
     REVISION,
     VERSION_TABLE,
 )
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.urls import normalise, redact
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
         url: The parsed URL.
         setting: Where the user gave the URL.
     """
-    text = redact(" ".join(str(getattr(error, "orig", None) or error).split()))
+    text = redact(one_line(error))
     meaning = next((said for pattern, said in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
     said = (meaning or "cannot connect: {text}").format(
         where=f"{url.host or 'the local socket'}:{url.port or 5432}",

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.storage.database.retry import is_transient
-from hpsearch.storage.errors import AwayError
+from hpsearch.storage.errors import AwayError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def suggestion_turn(engine: sa.Engine, study_id: int, *, patience: float = 5.0) 
                 milliseconds = str(int(patience * 1000))
                 connection.execute(_TURN_WITHIN, {"milliseconds": milliseconds, "kind": _TURN, "key": study_id})
             except DBAPIError as error:
-                log.warning("no turn to write a suggestion: %s", " ".join(str(error.orig).split()))
+                log.warning("no turn to write a suggestion: %s", one_line(error))
                 return False
             return True
 

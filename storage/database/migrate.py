@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from hpsearch.storage.database.connect import connect, make_engine
 from hpsearch.storage.database.roles import grant_worker
 from hpsearch.storage.database.schema import OPTUNA_REVISION, REVISION, VERSION_TABLE
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.urls import normalise, redact
 
 # Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
@@ -42,9 +42,9 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
             _migrate_ours(url, setting)
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
-        text = " ".join(str(getattr(error, "orig", None) or error).split())
         raise StorageError(
-            f"{setting} {redact(url)}: cannot create the tables ({text}): give the URL of the database's owner"
+            f"{setting} {redact(url)}: cannot create the tables ({one_line(error)}): "
+            "give the URL of the database's owner"
         ) from None
 
 

@@ -12,6 +12,8 @@ import sqlalchemy as sa
 import tenacity
 from sqlalchemy.exc import DBAPIError
 
+from hpsearch.storage.errors import one_line
+
 PATIENCE = 300.0  # seconds
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0  # seconds
@@ -86,5 +88,4 @@ def _is_to_be_repeated(state: tenacity.RetryCallState) -> bool:
 
 
 def _line(state: tenacity.RetryCallState) -> str:
-    error = None if state.outcome is None else state.outcome.exception()
-    return " ".join(str(getattr(error, "orig", None) or error).split())
+    return one_line(None if state.outcome is None else state.outcome.exception())

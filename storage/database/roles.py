@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.database.connect import connect
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.urls import DRIVER, normalise
 
 if TYPE_CHECKING:
@@ -85,10 +85,9 @@ def create_databases(
                 _open_schema(admin, admin_url, database, owner, setting)
                 _close_to_others(urls[owner], database, setting)
     except psycopg2.Error as error:
-        text = " ".join(str(error).split())
         raise StorageError(
-            f"{setting}: cannot create the databases and roles ({text}): give the URL of a superuser, or of a role "
-            "with CREATEROLE and CREATEDB"
+            f"{setting}: cannot create the databases and roles ({one_line(error)}): "
+            "give the URL of a superuser, or of a role with CREATEROLE and CREATEDB"
         ) from None
     return Databases(owner_url=urls[OWNER], worker_url=urls[WORKER], mlflow_url=urls[MLFLOW])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -127,6 +127,6 @@ def _telling(what: str) -> Iterator[None]:
     except StorageError:
         raise
     except MlflowException as error:
-        raise StorageError(f"MLflow did not {what}: {one_line(error)}") from None
+        raise StorageError(f"MLflow did not {what}: {describe_error(error)}") from None
     except Exception as error:  # a store of artifacts has errors of its own
         raise StorageError(f"MLflow did not {what}: {type(error).__name__}: {error}") from None

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.journals.reader import Failure
 
 _LONGEST = 200  # characters of an error in a line
@@ -116,20 +116,20 @@ def unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error as one line: where no server answered, what became of the connection and not of the request."""
+def describe_error(error: BaseException) -> str:
+    """Return an error of MLflow's client as one line; without an answer it is the cause of the broken connection."""
     if not isinstance(error, StorageError) and unreachable(error):
         while (cause := error.__cause__ or error.__context__) is not None:
             error = cause
         return f"no answer: {getattr(error, 'strerror', None) or error}"
-    return " ".join(str(getattr(error, "orig", None) or error).split())[:_LONGEST]
+    return one_line(error, _LONGEST)
 
 
 def failure(error: Exception) -> Failure:
     """Return what an error means that came of telling MLflow something."""
     known = isinstance(error, StorageError | OSError)
     return Failure(
-        one_line(error),
+        describe_error(error),
         passes=is_away(error) or isinstance(error, StorageError),
         everything=unreachable(error),
         expected=known or type(error).__module__.startswith("mlflow"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.health import one_line
+from hpsearch.storage.mlflow.health import describe_error
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -243,4 +243,4 @@ def _telling(what: str) -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        raise StorageError(f"the model registry of MLflow did not {what}: {one_line(error)}") from None
+        raise StorageError(f"the model registry of MLflow did not {what}: {describe_error(error)}") from None

@@ -19,7 +19,7 @@ from hpsearch.storage.mlflow import model as exported_model
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
 from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
-from hpsearch.storage.mlflow.health import failure, is_away, one_line
+from hpsearch.storage.mlflow.health import describe_error, failure, is_away
 from hpsearch.storage.mlflow.model import create_model, fill_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
 from hpsearch.storage.trials.settle import Outcome
@@ -100,7 +100,7 @@ class Shipper(Reader):
 
     def failure(self, error: Exception) -> Failure:
         """Return what an error of `ship` means."""
-        return failure(error) if not isinstance(error, RunDeletedError) else Failure(one_line(error), passes=False)
+        return Failure(str(error), passes=False) if isinstance(error, RunDeletedError) else failure(error)
 
     def refused(self, place: Place) -> None:
         """Note at a trial that has ended what MLflow will not have of it."""
@@ -206,7 +206,7 @@ class Shipper(Reader):
         if is_away(error):
             raise error
         self._tracking.has_run(self._run(place))  # if it was deleted, that is all there is to say
-        self._note(place, f"MLflow refuses {what}: {one_line(error)}")
+        self._note(place, f"MLflow refuses {what}: {describe_error(error)}")
 
     def _note(self, place: Place, problem: str) -> None:
         log.warning("trial %d: %s", place.journal.head.number, problem)

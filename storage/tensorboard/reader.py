@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
 from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
@@ -91,8 +91,7 @@ class TensorBoard(Reader):
     def failure(self, error: Exception) -> Failure:
         """Return what an error means: a folder that cannot be written today may be tomorrow."""
         known = isinstance(error, OSError | StorageError)
-        told = f"{self._folder}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-        text = " ".join(told.split()) or type(error).__name__
+        text = f"{self._folder}: {error.strerror}" if isinstance(error, OSError) and error.strerror else one_line(error)
         return Failure(text, passes=known, everything=isinstance(error, OSError | AwayError), expected=known)
 
     def _files(self, place: Place) -> EventFiles:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
 from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
@@ -226,7 +226,7 @@ class WandbRuns(Reader):
         answer = self._process.ask(timeout, do, **request)
         if (error := answer.get("error")) is None:
             return answer
-        told = " ".join(str(error).split())[:200]
+        told = one_line(error, 200)
         if "deleted" in told:  # a person's wish: no run is made in its place
             raise RunRefusedError(told)
         raise WandbAwayError(told)
