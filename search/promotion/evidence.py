@@ -12,8 +12,8 @@ import yaml
 from optuna.trial import FrozenTrial
 
 from hpsearch.search.console import counted
-from hpsearch.search.finalists import read_finalists
-from hpsearch.search.finalists.refit import tabulate_refit
+from hpsearch.search.finalists import Finalists, read_finalists
+from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.winner import LEVEL
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy, parent_of
@@ -87,16 +87,84 @@ class Evidence:
         return {**asdict(self), "confirmed": not self.unconfirmed}
 
 
-def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient) -> Evidence:
+@dataclass(frozen=True)
+class Confirmation:
+    """What confirms the choice of a study's trial, read once: finalists, the opening of the test set, the refit.
+
+    Attributes:
+        study: the study of the trial: a search, its finalists or a refit.
+        search: the search.
+        finalists: of the search; None without any.
+        opening: of its test set; None while it is sealed.
+        refit: the refit that `study` holds; None of any other study.
+    """
+
+    study: StoredStudy
+    search: StoredStudy
+    finalists: Finalists | None
+    opening: Opening | None
+    refit: Refit | None
+
+    @classmethod
+    def read(cls, study: StoredStudy) -> Confirmation:
+        """Read it from the database."""
+        refit = None if study.spec.refit is None else tabulate_refit(study)
+        search = study if refit is None else parent_of(study)
+        return cls(study, search, read_finalists(search), read_opening(search.engine, search.study_id), refit)
+
+    def is_opened_for(self, trial: int) -> bool:
+        """Whether the test set was opened for the model of this trial; of a refit only that of one run counts."""
+        if self.opening is None:
+            return False
+        if self.refit is not None:
+            return self.opening.refit == self.study.spec.name and self.refit.taken == trial
+        return self.opening.refit is None and self.opening.trial_number == trial
+
+    def why_unconfirmed(self, trial: int) -> str:
+        """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
+
+        Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened
+        for it: the best of many trials over-states itself. Of a refit the test set is the only judge.
+        """
+        if why := self._why_not_chosen(trial) if self.refit is None else self._why_not_taken(self.refit, trial):
+            return why
+        if self.opening is None:
+            return "the test set was not opened for it" + ("" if self.refit is None else " yet")
+        if self.refit is None:
+            if not self.is_opened_for(trial):
+                return f"the test set was opened for {self.opening.subject}"
+            if self.opening.finalists is None:
+                return "the test set was opened for it without finalists"
+        elif not self.is_opened_for(trial):
+            return f"the test set was opened for the model of {self.opening.subject}; this refit was not scored on it"
+        return "" if self.opening.scores is not None else "the test set was opened and has no scores"
+
+    def _why_not_chosen(self, trial: int) -> str:
+        found = self.finalists
+        if (of := self.study.spec.finalists_of) is not None:
+            return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
+        if found is None:
+            return "no finalists were trained"
+        if not found.decided:
+            waiting = f"{found.pending} of their trials have not ended" if found.pending else "none has all seeds"
+            return f"the finalists have no winner: {waiting}"
+        chose = found.winner if found.winner is not None else " or ".join(map(str, found.front))
+        return "" if found.stands(trial) else f"the finalists chose trial {chose}"
+
+    def _why_not_taken(self, refit: Refit, trial: int) -> str:
+        if trial != refit.taken:
+            return "it is not the run of the median training loss"
+        if self.finalists is None or (self.finalists.winner != refit.of and refit.of not in self.finalists.front):
+            return f"it is a refit of trial {refit.of}, which is not the winner among the finalists"
+        return ""
+
+
+def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClient) -> Evidence:
     """Return what is known of a trial and its model now; what MLflow does not give is left out."""
-    refit = study.spec.refit is not None
-    search = parent_of(study) if refit else study
-    finalists = read_finalists(search)
-    opening = read_opening(search.engine, search.study_id)
+    study, refit = found.study, found.refit
     run_id = str(trial.user_attrs[RUN_ID])
     ran = _resolved_config(client, run_id)
     environment = ran.get("environment") or {}
-    for_it = opening is not None and _is_for(opening, study, trial.number)
     return Evidence(
         study=study.spec.name,
         study_id=study.study_id,
@@ -113,64 +181,12 @@ def gather_evidence(study: StoredStudy, trial: FrozenTrial, client: MlflowClient
         git_sha=environment.get("git_sha"),
         git_dirty=environment.get("git_dirty"),
         data_sha256=ran.get("split_hash"),
-        finalists=None if finalists is None else asdict(finalists),
-        test=_opening(opening) if for_it else None,
-        unconfirmed=why_unconfirmed(study, trial.number),
+        finalists=None if found.finalists is None else asdict(found.finalists),
+        test=_opening(found.opening) if found.is_opened_for(trial.number) else None,
+        unconfirmed=found.why_unconfirmed(trial.number),
         weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
-        refit={"search": search.spec.name, **tabulate_refit(study).as_record()} if refit else None,
+        refit=None if refit is None else {"search": found.search.spec.name, **refit.as_record()},
     )
-
-
-def why_unconfirmed(study: StoredStudy, trial: int) -> str:
-    """Return what is missing before the choice of a trial counts as confirmed; nothing when it does.
-
-    Finalists must have chosen it, on seeds that the search has not seen, and the test set must have been opened for
-    it: the best of many trials over-states itself.
-    """
-    if study.spec.refit is not None:
-        return _why_refit_unconfirmed(study, trial)
-    if (of := study.spec.finalists_of) is not None:
-        return f"it is a finalist of study {of.study}, trained again on another seed to confirm a choice"
-    finalists = read_finalists(study)
-    opening = read_opening(study.engine, study.study_id)
-    if finalists is None:
-        return "no finalists were trained"
-    if not finalists.decided:
-        waiting = f"{finalists.pending} of their trials have not ended" if finalists.pending else "none has all seeds"
-        return f"the finalists have no winner: {waiting}"
-    if not finalists.stands(trial):
-        chose = finalists.winner if finalists.winner is not None else " or ".join(map(str, finalists.front))
-        return f"the finalists chose trial {chose}"
-    if opening is None:
-        return "the test set was not opened for it"
-    if not _is_for(opening, study, trial):
-        return f"the test set was opened for {opening.subject}"
-    if opening.finalists is None:
-        return "the test set was opened for it without finalists"
-    return "" if opening.scores is not None else "the test set was opened and has no scores"
-
-
-def _why_refit_unconfirmed(study: StoredStudy, trial: int) -> str:
-    """Return the same for a run of a refit: its configuration was chosen, and the test set is its only judge."""
-    search, found = parent_of(study), tabulate_refit(study)
-    finalists = read_finalists(search)
-    if trial != found.taken:
-        return "it is not the run of the median training loss"
-    if finalists is None or (finalists.winner != found.of and found.of not in finalists.front):
-        return f"it is a refit of trial {found.of}, which is not the winner among the finalists"
-    opening = read_opening(search.engine, search.study_id)
-    if opening is None:
-        return "the test set was not opened for it yet"
-    if not _is_for(opening, study, trial):
-        return f"the test set was opened for the model of {opening.subject}; this refit was not scored on it"
-    return "" if opening.scores is not None else "the test set was opened and has no scores"
-
-
-def _is_for(opening: Opening, study: StoredStudy, trial: int) -> bool:
-    """Whether a test set was opened for the model of this trial: of a search, or the run of a refit that is taken."""
-    if study.spec.refit is not None:
-        return opening.refit == study.spec.name and tabulate_refit(study).taken == trial
-    return opening.refit is None and opening.trial_number == trial
 
 
 def _opening(opening: Opening | None) -> dict[str, Any] | None:

@@ -20,10 +20,9 @@ from hpsearch.objectives.training.checks.held_out import Restored
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
-from hpsearch.search.finalists.refit import read_refit, tabulate_refit
+from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import newest_set
 from hpsearch.search.promotion.weights import BestWeights, judged_objective
-from hpsearch.search.report.show import current
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise

@@ -12,11 +12,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists import read_finalists
-from hpsearch.search.finalists.refit import read_refit
-from hpsearch.search.promotion.evidence import Evidence, describe, gather_evidence, version_tags, why_unconfirmed
+from hpsearch.search.finalists import Finalists, read_finalists
+from hpsearch.search.finalists.refit import current, read_refit
+from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
 from hpsearch.search.promotion.weights import late_model
-from hpsearch.search.report.show import current
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -99,14 +98,16 @@ def promote(
         raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
     name = model or study.spec.name
     check_names(alias, name)
-    chosen = find_trial(study, _default_trial(study, infeasible=infeasible) if trial is None else trial)
+    found = Confirmation.read(study)
+    number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
+    chosen = find_trial(study, number)
     _check_promotable(study, chosen)
     if not infeasible and (lines := chosen.user_attrs.get(BROKEN)):
         raise SearchError(
             f"--trial {chosen.number}: it is out of bounds ({', '.join(lines)}): promote another, or this one all the "
             "same with --infeasible"
         )
-    return register(study, chosen, tracking, alias=alias, name=name)
+    return register(found, chosen, tracking, alias=alias, name=name)
 
 
 def check_names(alias: str, model: str) -> None:
@@ -119,7 +120,7 @@ def check_names(alias: str, model: str) -> None:
     check_model_name(model, setting="--model")
 
 
-def register(study: StoredStudy, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
+def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
     """Register the model of a COMPLETE trial under a name, with its evidence, and let an alias name it.
 
     Raises:
@@ -127,12 +128,12 @@ def register(study: StoredStudy, chosen: FrozenTrial, tracking: Tracking, *, ali
         ObjectiveError: its model is to be made, and today's code does not fit its weights.
         StorageError: MLflow refuses, or is away.
     """
-    registry = Registry(tracking.client)
+    study, registry = found.study, Registry(tracking.client)
     run_id = str(chosen.user_attrs[RUN_ID])
     model_id = registry.model_of(run_id)
     made = model_id is None
     model_id = model_id or late_model(study, chosen, tracking)
-    evidence = gather_evidence(study, chosen, tracking.client)
+    evidence = gather_evidence(found, chosen, tracking.client)
     with registry_lock(study.engine) as connection:
         held = registry.version_by_alias(name, alias)
         tags = {**version_tags(evidence), tag_names.PROMOTED_BY: whoami()}
@@ -180,7 +181,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
             if version is None or version.number != promotion.version:
                 continue  # it has moved: that is for the noticing
             of = _study_of(study, promotion)
-            evidence = gather_evidence(of, find_trial(of, promotion.trial_number), tracking.client)
+            evidence = gather_evidence(Confirmation.read(of), find_trial(of, promotion.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
             record_promotion(
                 connection,
@@ -195,7 +196,7 @@ def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
 
 def _has_changed(study: StoredStudy, promotion: Promotion) -> bool:
     of = _study_of(study, promotion)
-    return why_unconfirmed(of, promotion.trial_number) != promotion.evidence.get("unconfirmed")
+    return Confirmation.read(of).why_unconfirmed(promotion.trial_number) != promotion.evidence.get("unconfirmed")
 
 
 def _study_of(study: StoredStudy, promotion: Promotion) -> StoredStudy:
@@ -211,8 +212,7 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
     registry.describe(version, tags=version_tags(evidence), description=text)
 
 
-def _default_trial(study: StoredStudy, *, infeasible: bool) -> int:
-    finalists = read_finalists(study)
+def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
     front = [trial.number for trial in study.front(infeasible=infeasible)]
@@ -293,7 +293,7 @@ def promote_refit(
     if refit.taken is None:
         why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
         raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")
-    return register(made, find_trial(made, refit.taken), tracking, alias=alias, name=name)
+    return register(Confirmation.read(made), find_trial(made, refit.taken), tracking, alias=alias, name=name)
 
 
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")

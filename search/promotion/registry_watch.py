@@ -119,12 +119,12 @@ class _Noticing:
 
     def _record(self, connection: sa.Connection, alias: str, version: Version, trial: TrialOfRun) -> None:
         # Here, because they load torch: a process that only looks is to stay small.
-        from hpsearch.search.promotion.evidence import gather_evidence
+        from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
         from hpsearch.search.promotion.promote import write_evidence
         from hpsearch.search.study.steering import find_trial
 
         study = load_study(self.storage, trial.study_name)
-        evidence = gather_evidence(study, find_trial(study, trial.number), self.tracking.client)
+        evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), self.tracking.client)
         # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
         before = was_recorded(connection, version.model, version.number)
         by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI

@@ -13,6 +13,7 @@ from optuna.trial import TrialState
 
 from hpsearch.search.console import counted
 from hpsearch.search.curves.forecast import CHOSEN, chosen_line
+from hpsearch.search.finalists.refit import with_refits
 from hpsearch.search.finalists.table import Finalists, read_finalists
 from hpsearch.search.finalists.text import (
     drawn,
@@ -35,7 +36,7 @@ from hpsearch.search.report.figures import (
     named,
     volume,
 )
-from hpsearch.search.report.show import foreseen, subject, with_refits
+from hpsearch.search.report.show import foreseen, subject
 from hpsearch.search.report.trials import parameter_names, shown_trials, spent, state_of, trial_rows
 from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import first_value

@@ -13,12 +13,13 @@ from rich.table import Table
 from hpsearch.search.console import command
 from hpsearch.search.curves.forecast import CHOSEN, Forecast, chosen_line, foreseeable, told
 from hpsearch.search.finalists import read_finalists
+from hpsearch.search.finalists.refit import current
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import best_first, first_value
 from hpsearch.search.study.steering import find_trial
-from hpsearch.search.study.study import StoredStudy, find_study
+from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import (
     Summary,
     broken_bounds,
@@ -43,7 +44,7 @@ from hpsearch.storage.attributes import (
     TRACKING,
     WORKER,
 )
-from hpsearch.storage.records.promotions import Promotion, promotions_of
+from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.study_storage.reading import rung_key
 from hpsearch.storage.trials.history import (
     TIMES,
@@ -51,7 +52,6 @@ from hpsearch.storage.trials.history import (
     last_attempts,
     read_attempts,
     read_epoch_values,
-    refit_studies,
 )
 
 
@@ -107,20 +107,6 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     if dashboard_url:
         lines.append(f"Optuna dashboard:   {study_page(dashboard_url, study.study_id)}")
     return lines
-
-
-def with_refits(study: StoredStudy) -> list[Promotion]:
-    """Return the promotions of a study's trials and of refits of its winners, the first one first."""
-    refits = [find_study(study.storage, name) for name in refit_studies(study.engine, study.study_id)]
-    of = [study.study_id, *(each for each in refits if each is not None)]
-    found = [promotion for study_id in of for promotion in promotions_of(study.engine, study_id)]
-    return sorted(found, key=lambda promotion: promotion.promoted_at)
-
-
-def current(study: StoredStudy, *, trial: int | None = None) -> list[Promotion]:
-    """Return the promotions of a study and its refits, or of one trial, whose aliases still name the version."""
-    found = with_refits(study) if trial is None else promotions_of(study.engine, study.study_id)
-    return [p for p in found if p.ended_at is None and trial in (None, p.trial_number)]
 
 
 def promotion_lines(study: StoredStudy, *, trial: int | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from hpsearch.search.finalists.choose import best_configurations, create_or_join
 from hpsearch.search.finalists.refit import create_or_join_refit, read_refit
 from hpsearch.search.finalists.table import Finalists
 from hpsearch.search.finalists.text import confirmation_lines, finalist_table, ranked
-from hpsearch.search.promotion.evidence import why_unconfirmed
+from hpsearch.search.promotion.evidence import Confirmation
 from hpsearch.search.promotion.open_test import choose_candidate
 from hpsearch.search.promotion.promote import parse_preference, preferred
 from hpsearch.search.study.study import StoredStudy
@@ -62,6 +62,10 @@ def confirm(study: StoredStudy, fresh: Fresh = FRESH, *, trials: int | None = No
 
 def numbers(study: StoredStudy, top: int = 9, *, infeasible: bool = False, removed: bool = False) -> list[int]:
     return [t.number for t in best_configurations(study, top, infeasible=infeasible, removed=removed)]
+
+
+def why(study: StoredStudy, trial: int) -> str:
+    return Confirmation.read(study).why_unconfirmed(trial)
 
 
 def test_finalists_are_the_front_and_each_configuration_once(study: StoredStudy) -> None:
@@ -146,7 +150,7 @@ def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> No
     found = confirm(study, dict.fromkeys(FRESH, (None, None)))
     assert (found.front, found.winner, found.decided) == ((), None, False)
     assert confirmation_lines(study) == ["finalists: no winner, none has a value for each of 2 fresh seeds"]
-    assert why_unconfirmed(study, 0) == "the finalists have no winner: none has all seeds"
+    assert why(study, 0) == "the finalists have no winner: none has all seeds"
 
 
 def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: StoredStudy) -> None:
@@ -163,19 +167,19 @@ def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: Stored
 
 
 def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
-    assert why_unconfirmed(study, 0) == "no finalists were trained"
+    assert why(study, 0) == "no finalists were trained"
     confirm(study, trials=2)
-    assert why_unconfirmed(study, 0) == "the finalists have no winner: 4 of their trials have not ended"
+    assert why(study, 0) == "the finalists have no winner: 4 of their trials have not ended"
     confirm(study)
-    assert why_unconfirmed(study, 1) == "the finalists chose trial 0 or 2"
-    assert why_unconfirmed(study, 0) == why_unconfirmed(study, 2) == "the test set was not opened for it"
+    assert why(study, 1) == "the finalists chose trial 0 or 2"
+    assert why(study, 0) == why(study, 2) == "the test set was not opened for it"
     opening = open_test_set(
         study.engine, study.study_id, trial_number=2, model_sha256="0" * 64, opened_by="me", finalists="s.finalists"
     )
-    assert why_unconfirmed(study, 0) == "the test set was opened for trial 2"
-    assert why_unconfirmed(study, 2) == "the test set was opened and has no scores"
+    assert why(study, 0) == "the test set was opened for trial 2"
+    assert why(study, 2) == "the test set was opened and has no scores"
     write_scores(study.engine, study.study_id, opening, {"accuracy": 0.8})
-    assert why_unconfirmed(study, 2) == ""
+    assert why(study, 2) == ""
 
 
 def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
@@ -192,7 +196,7 @@ def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) 
     found = read_refit(study, 2)
     assert found is not None
     assert (found[1].taken, found[1].of) == (2, 2)
-    assert why_unconfirmed(made, 2) == "the test set was not opened for it yet"
+    assert why(made, 2) == "the test set was not opened for it yet"
     assert read_refit(study, 0) is None
 
 
