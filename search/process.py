@@ -223,11 +223,7 @@ def _job_end() -> float:
 
 
 def watch_fleet(pid: int) -> Callable[[], bool]:
-    """Return a function that returns whether the fleet that started this process has ended, or its fork server.
-
-    Args:
-        pid: the fleet's process id.
-    """
+    """Return a function that returns whether the fleet that started this process has ended, or its fork server."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:
         return lambda: not fleet.is_alive() or os.getppid() != parent

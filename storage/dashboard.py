@@ -166,12 +166,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 def feasible_front(trials: Sequence[FrozenTrial], directions: Sequence[StudyDirection]) -> list[FrozenTrial]:
-    """Return the COMPLETE trials within all bounds that none dominates, by number: the dashboard's own has no bounds.
-
-    Args:
-        trials: of a study of several metrics.
-        directions: of the metrics.
-    """
+    """Return the feasible COMPLETE trials that none dominates, by number: the dashboard's own front ignores bounds."""
     ended = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values and is_feasible(trial)]
     maximize = [direction == StudyDirection.MAXIMIZE for direction in directions]
     return [ended[place] for place in front(losses_of([trial.values for trial in ended], maximize))]

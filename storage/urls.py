@@ -20,10 +20,6 @@ def normalise(url: str, *, setting: str = "--storage-url") -> str:
     `postgres://` and `postgresql://` become `postgresql+psycopg2://`: since SQLAlchemy 2.1 the bare form means
     another driver.
 
-    Args:
-        url: What the user gave.
-        setting: Where it was given, for the message.
-
     Raises:
         StorageError: The URL is not one of Postgres, cannot be read, or names no database.
     """

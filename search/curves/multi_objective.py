@@ -24,12 +24,7 @@ from hpsearch.storage.rungs.fronts import front, losses_of, order
 
 
 def values_by_epoch(trial: FrozenTrial, metrics: int) -> dict[int, list[float]]:
-    """All values of a trial by epoch, from 1; NaN where only those of the first metric are known.
-
-    Args:
-        trial: as samplers are shown it.
-        metrics: how many there are.
-    """
+    """All values of a trial by epoch, from 1; NaN where only those of the first metric are known."""
     every: Mapping[str, Sequence[float]] = trial.system_attrs.get(VALUES, {})
     found = {step + 1: [first, *[np.nan] * (metrics - 1)] for step, first in trial.intermediate_values.items()}
     return dict(sorted((found | {int(step) + 1: list(values) for step, values in every.items()}).items()))
@@ -92,12 +87,7 @@ class Metric:
 
 
 class Several:
-    """Suggests configurations of a study of several metrics.
-
-    Args:
-        epochs: of a full trial.
-        random: draws them.
-    """
+    """Suggests configurations of a study of several metrics."""
 
     def __init__(self, epochs: int, random: np.random.Generator) -> None:
         self._epochs, self._random = epochs, random

@@ -116,11 +116,6 @@ def least_loss(metric: str, best: float, *, maximize: bool) -> float:
     A metric is known by its name, and somebody's own of that name may be another, such as an accuracy in per cent:
     one that was better than its bound has none.
 
-    Args:
-        metric: its name.
-        best: the best loss that was seen.
-        maximize: whether higher values are better.
-
     Returns:
         Minus infinity of a metric that is not known.
     """

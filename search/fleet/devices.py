@@ -68,11 +68,6 @@ def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rend
 
     Of several machines Slurm names the first; else `MASTER_ADDR` and `MASTER_PORT` do, as for torchrun.
 
-    Args:
-        nodes: how many machines.
-        environment: of this process.
-        folder: that only this user can enter.
-
     Raises:
         SearchError: nothing says where, or the job has another number of machines.
     """
@@ -224,11 +219,7 @@ def check_devices(options: WorkerOptions) -> None:
 
 
 def _stop_ranks_on_signals(folder: Path) -> StopEvent:
-    """Return the stop event of this worker; a stop, and the end of its fleet, reach the ranks as SIGTERM.
-
-    Args:
-        folder: removed where this process ends at once.
-    """
+    """Return the stop event of this worker; a stop, and the end of its fleet, reach the ranks as SIGTERM."""
 
     def kill() -> None:  # the ranks end with this process
         shutil.rmtree(folder, ignore_errors=True)

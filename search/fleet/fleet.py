@@ -61,16 +61,7 @@ class Slot:
 
 
 class Fleet:
-    """Worker processes of one study on this machine.
-
-    Args:
-        study: its name.
-        options: of the workers.
-        workers: how many.
-        log_dir: of their logs.
-        gpus: that they divide.
-        failed_before: how many trials have failed so far.
-    """
+    """Worker processes of one study on this machine."""
 
     def __init__(
         self,

@@ -93,11 +93,7 @@ def can_fork() -> bool:
 
 
 def load_ahead(workers: int) -> None:
-    """Begin to load what workers need, in the background; how they share the cores is settled by this too.
-
-    Args:
-        workers: how many there will be.
-    """
+    """Begin to load what workers need, in the background; how they share the cores is settled by this too."""
     if not workers or not can_fork():
         return
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])

@@ -206,13 +206,7 @@ def _write_inputs(splits: Splits, folder: Path, rows: int) -> None:
 
 
 class _Replay(nn.Module):
-    """Gives predictions that were made elsewhere, batch by batch in their order.
-
-    Args:
-        predictions: of each batch.
-        batches: the inputs that they are of.
-        name: of the objective.
-    """
+    """Gives predictions that were made elsewhere, batch by batch in their order."""
 
     def __init__(self, predictions: list[Any], batches: Iterator[Any], name: str) -> None:
         super().__init__()

@@ -80,12 +80,7 @@ def named(spec: StudySpec) -> str:
 
 
 def importances(study: StoredStudy, place: int = 0) -> list[tuple[str, float]] | str:
-    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet.
-
-    Args:
-        study: the study.
-        place: of the metric among several.
-    """
+    """Return each parameter's share in how far apart the values are, the largest first, or why there is none yet."""
     values = [t.values[place] for t in study.trials(TrialState.COMPLETE) if t.values]
     if len(values) < 2:
         return "Shown from two complete trials on."

@@ -63,14 +63,7 @@ def parameter_names(trials: list[FrozenTrial]) -> list[str]:
 def trial_rows(
     study: StoredStudy, trials: list[FrozenTrial], names: list[str], forecasts: Mapping[int, Forecast]
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table: what is shown, and beside it what it is sorted by.
-
-    Args:
-        study: the study.
-        trials: of it.
-        names: of the parameters that have a column.
-        forecasts: of trials that run or wait.
-    """
+    """Return the rows of the table: what is shown, and beside it what it is sorted by."""
     seconds, waiting = seconds_run(study, trials), why_waiting(study)
 
     def reason(trial: FrozenTrial) -> str:

@@ -68,11 +68,6 @@ def rank_trials(
 
     Of one metric by its value, of equal ones the earliest. Of several by their fronts: first the front that no trial
     dominates, in it who has most room about it (Deb et al. 2002).
-
-    Args:
-        trials: in any order.
-        maximize: of each metric, whether higher is better.
-        infeasible: whether those count that break a constraint.
     """
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) > 1:

@@ -182,12 +182,7 @@ _CARRIED = ("train.log", "steps.jsonl", "config.yaml", "changes.diff")
 
 
 def open_attempt_dir(runs: Path, claim: Claim) -> Path:
-    """Make the directory of an attempt, with the logs of the one before it, where this machine has them.
-
-    Args:
-        runs: the study's run directories on this machine.
-        claim: the attempt.
-    """
+    """Make the directory of an attempt, with the logs of the one before it, where this machine has them."""
     folder = runs / f"{claim.number:04d}-{claim.attempt}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -37,11 +37,6 @@ class TrialCheckpoints:
 
     A state is saved to the run directory and under the study's URL. It counts once the statement that reports its
     epoch has written its pointer (:attr:`pending`). A store that is full or away costs checkpoints, not the trial.
-
-    Args:
-        study: the study's checkpoints.
-        files: the attempt's run directory.
-        claim: the attempt.
     """
 
     def __init__(self, study: StudyCheckpoints, files: RunFiles, claim: Claim) -> None:

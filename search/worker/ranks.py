@@ -59,13 +59,6 @@ def fit_together(
 ) -> RunResult:
     """Train on rank 0, and on all others; alone it is `fit`.
 
-    Args:
-        ranks: that this process is the first of.
-        objective: which the job names.
-        job: what is trained.
-        session: of the trial.
-        device: this rank's.
-
     Raises:
         RankLostError: a rank is gone or does not answer: this process has to end.
         Exception: what `fit` raised, on this rank or another.

@@ -24,10 +24,6 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
 
     Idempotent. Any number of processes may call it at once: one does the work, the others wait for it.
 
-    Args:
-        url: URL of the owner of the database.
-        setting: Where it was given, for messages.
-
     Raises:
         StorageError: The database cannot be reached, the user may not create tables, or the tables are newer than
             this installation of Optuna knows.

@@ -40,11 +40,7 @@ _PATIENCE = 10.0  # seconds to wait for the database
 
 
 class TrialEnds:
-    """Who has the last word on a trial, and how it ended.
-
-    Args:
-        engine: the database of the study.
-    """
+    """Who has the last word on a trial, and how it ended."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

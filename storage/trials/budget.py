@@ -227,13 +227,6 @@ def give_up(
     When it was judged is written with it: who dies before leaves the judgement to the next, and nobody believes that it
     was made, and the study goes on.
 
-    Args:
-        engine: of the study's database.
-        study_id: the study.
-        gain: that is expected of the rest.
-        threshold: below which it is to stop.
-        foreseen: what the study keeps of this judgement.
-
     Returns:
         What was written; None where it was given up before, nothing is left of it, or enqueued trials are to be run.
     """

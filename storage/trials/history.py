@@ -249,12 +249,7 @@ _VALUES = sa.text("""
 
 
 def read_epoch_values(engine: sa.Engine, study_id: int) -> dict[int, dict[int, list[float]]]:
-    """Return the values of all metrics that are optimised, by the trial's id and the epoch (from 0).
-
-    Args:
-        engine: of the study's database.
-        study_id: the study.
-    """
+    """Return the values of all metrics that are optimised, by the trial's id and the epoch (from 0)."""
     found: dict[int, dict[int, list[float]]] = defaultdict(dict)
     for row in Database(engine).rows(_VALUES, {"study": study_id}):
         found[row.trial_id][row.step] = row.metrics

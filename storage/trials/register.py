@@ -43,13 +43,7 @@ class Identity:
 
 
 class Register:
-    """The entry of one worker. A database that is away costs it nothing but its entry.
-
-    Args:
-        engine: of the study's database.
-        study_id: the study.
-        identity: of the worker.
-    """
+    """The entry of one worker. A database that is away costs it nothing but its entry."""
 
     def __init__(self, engine: sa.Engine, study_id: int, identity: Identity) -> None:
         self._engine, self._study_id, self._identity = engine, study_id, identity

@@ -113,13 +113,7 @@ def settle(  # noqa: PLR0913 all that is written of an end, by keyword
 
 
 def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> bool:
-    """End a trial that waits as PRUNED, with its last value; return whether it waited.
-
-    Args:
-        connection: in a transaction.
-        trial_id: the trial.
-        attrs: user attributes of the trial to set.
-    """
+    """End a trial that waits as PRUNED, with its last value; return whether it waited."""
     arguments = {"trial_id": trial_id, "keys": list(attrs), "values": [json.dumps(attr) for attr in attrs.values()]}
     return bool(connection.execute(_RETIRE, arguments).scalar())
 

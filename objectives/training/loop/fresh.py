@@ -177,11 +177,7 @@ class CrossFit:
         return [choice.epoch for choice in self.choices if choice is not None]
 
     def error(self, resampled: Callable[[Outputs], float | None]) -> float | None:
-        """The standard error of the score by the samples that it was measured on, from that of each half.
-
-        Args:
-            resampled: the standard error of a half's value.
-        """
+        """The standard error of the score by the samples that it was measured on, from that of each half."""
         errors = [
             None if choice is None or choice.outputs is None else resampled(choice.outputs) for choice in self.choices
         ]

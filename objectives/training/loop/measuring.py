@@ -43,10 +43,6 @@ def latency_ms(forward: Callable[[], object], device: torch.device) -> float:
     It is called 5 times to warm up, then timed 30 times and for 0.2 s at least; what takes longer is timed until 0.5 s
     are over, 5 times at least. CPU threads are those that the trial has. Torch's own timer (torch.utils.benchmark)
     times blocks of calls, which overlap on an accelerator: that is throughput.
-
-    Args:
-        forward: what is timed.
-        device: that it runs on.
     """
     begun = time.perf_counter()
     for _ in range(_WARM_UP):
@@ -248,10 +244,6 @@ class Measuring:
 
     def rehearse(self, model: nn.Module, scores: Mapping[str, float]) -> None:
         """Tries, before training, all that is asked for.
-
-        Args:
-            model: that is judged.
-            scores: of a validation.
 
         Raises:
             ObjectiveError: something that is asked for is reported by nobody, or cannot be measured; or the
