@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
 
-from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.console import command, counted
 from hpsearch.search.errors import USER_ERRORS
@@ -366,9 +365,7 @@ class _Looks:
     def objective(self) -> Found:
         spec = self.study.spec
         with redirect_stdout(sys.stderr):  # what its code prints is none of our lines
-            self._loaded = load_objective(spec.objective)
-        self._loaded.judge_by(spec.metric, spec.direction)
-        self._loaded.also_report(spec.also_reported)
+            self._loaded = self.study.objective()
         return ok(f"{spec.objective} can be loaded, judged by {spec.metric}")
 
     def source(self) -> Found:

@@ -22,7 +22,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit
 from hpsearch.search.finalists.table import newest_set
-from hpsearch.search.promotion.weights import BestWeights, judged_objective
+from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -176,7 +176,7 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
 def _restore(study: StoredStudy, weights: BestWeights, path: Path) -> Restored | RestoredLoop:
     """Put the weights back into their model, when they are what the trial says they are."""
     best = weights.read(path)
-    restored = restore(judged_objective(study), best)
+    restored = restore(study.objective(), best)
     if not isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
         weights.require_value(restored)
     return restored

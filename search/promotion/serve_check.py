@@ -19,7 +19,6 @@ from torch import nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.fit import model_objective
-from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import Objective
 from hpsearch.objectives.training.checks.held_out import restore_best
 from hpsearch.objectives.training.config import TrainConfig
@@ -92,8 +91,7 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
     trial = find_trial(study, number)
     if (value := first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
-    objective = model_objective(load_objective(study.spec.objective), "serve-check")
-    objective.judge_by(study.spec.metric, study.spec.direction)
+    objective = model_objective(study.objective(), "serve-check")
     splits, _ = prepared_splits(objective, study.spec.seed, None if study.spec.refit is None else "all")
     changed = _changes(study, objective, splits, version)
     scored: float | None

@@ -14,8 +14,6 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from hpsearch.objectives.fit import model_objective
-from hpsearch.objectives.loading import load_objective
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective, config_of
 from hpsearch.objectives.own_loop.run import exported
 from hpsearch.objectives.training.checks.held_out import Restored, restore_best
@@ -36,17 +34,6 @@ from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 _SAME = 0.01  # of the value: another device may judge a sample otherwise; changed code or data is further off
-
-
-def judged_objective(study: StoredStudy) -> BaseObjective:
-    """Load the objective of a study, judged by the study's metric.
-
-    Raises:
-        ObjectiveError: it cannot be loaded here.
-    """
-    objective = load_objective(study.spec.objective)
-    objective.judge_by(study.spec.metric, study.spec.direction)
-    return objective
 
 
 @dataclass(frozen=True)
@@ -161,7 +148,7 @@ def _require_kept(study: StoredStudy, trial: FrozenTrial) -> None:
 
 def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:
     """What makes the module to export, of weights that score what the trial scored."""
-    objective = judged_objective(study)
+    objective = study.objective()
     if isinstance(objective, LoopObjective):  # nobody but its own loop knows what the value was measured on
         if not objective.defines("export"):
             raise SearchError(

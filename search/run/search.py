@@ -23,7 +23,7 @@ from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
 from hpsearch.search.study.enqueue import Configurations, read_rows, waits_in_vain
 from hpsearch.search.study.smoke import smoke_test
-from hpsearch.search.study.study import StoredStudy, judged_objective, report_path, require_measurable, with_tracking
+from hpsearch.search.study.study import StoredStudy, report_path, require_measurable, with_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.tracking.tracker import check_readers
@@ -111,7 +111,7 @@ def run_search(
     with steps(console) as tell:
         if workers:
             require_measurable(spec, options.device)
-        objective = judged_objective(spec)
+        objective = study.objective()
         services = with_tracking(services, study, required=options.tracking_required)
         start_clock(study)
         away = open_run(services, study, required=options.tracking_required)

@@ -30,7 +30,7 @@ from hpsearch.search.services import Services
 from hpsearch.search.spec.settings import metrics_given, resolve
 from hpsearch.search.spec.spec import StudySpec, parse_spec, searched_by
 from hpsearch.search.study.enqueue import default_params, enqueue, require_room, waiting_trial
-from hpsearch.search.study.study import StoredStudy, find_study, load_study, note_release
+from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study, note_release
 from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT, TRACKING_URI
 from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
 from hpsearch.storage.database.retry import retrying
@@ -330,8 +330,7 @@ def load_for_search(settings: dict[str, Any]) -> tuple[dict[str, Any], BaseObjec
     settings = {**settings, "objective": objective_reference(reference)}
     spec = StudySpec.model_construct(**metrics_given(settings, objective))  # the rest may be that of a stored study
     with _metric_named(objective, spec):
-        objective.judge_by(spec.metric, spec.direction)
-        objective.also_report(spec.also_reported)
+        judge_by_metrics(objective, spec)
     _check_ways(objective, spec)
     return settings, objective
 

@@ -100,6 +100,16 @@ class StoredStudy:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
 
+    def objective(self) -> BaseObjective:
+        """Load the study's objective, which reports all metrics that the study optimises or bounds.
+
+        Raises:
+            ObjectiveError: it cannot be loaded, or does not have such a metric.
+        """
+        objective = load_objective(self.spec.objective)
+        judge_by_metrics(objective, self.spec)
+        return objective
+
     def source_warning(self, objective: BaseObjective) -> str | None:
         """Return a warning when the objective's code is no longer what the study was created with."""
         if self.attrs.get(SOURCE, source_hash(objective)) == source_hash(objective):
@@ -280,16 +290,14 @@ def _series(release: str) -> list[str]:
     return parts[:2] if parts[0] == "0" else parts[:1]
 
 
-def judged_objective(spec: StudySpec) -> BaseObjective:
-    """Return the study's objective, which reports all that the study asks for.
+def judge_by_metrics(objective: BaseObjective, spec: StudySpec) -> None:
+    """Let the objective report all metrics that the study optimises or bounds.
 
     Raises:
-        ObjectiveError: it cannot be loaded, or does not have such a metric.
+        ObjectiveError: it does not have such a metric.
     """
-    objective = load_objective(spec.objective)
     objective.judge_by(spec.metric, spec.direction)
     objective.also_report(spec.also_reported)
-    return objective
 
 
 def require_measurable(spec: StudySpec, device: str | None) -> None:

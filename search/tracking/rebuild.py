@@ -14,7 +14,6 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.fit import result_of
-from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
@@ -83,8 +82,7 @@ def resend(
         tell(f"making the model of trial {trial.number} again from its checkpoint")
         try:
             if objective is None:
-                objective = load_objective(study.spec.objective)
-                objective.judge_by(study.spec.metric, study.spec.direction)
+                objective = study.objective()
             _resend(study, tracker, checkpoints, objective, trial)
         except (*USER_ERRORS, checkpoint.CheckpointError, StoredCheckpointError) as error:
             if trial not in pending_trials(study):  # its machine has sent it meanwhile, and removed the checkpoint

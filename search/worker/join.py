@@ -29,7 +29,6 @@ from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
 from hpsearch.search.study.study import (
     StoredStudy,
     check_release,
-    judged_objective,
     load_study,
     require_measurable,
     runs_folder,
@@ -161,7 +160,7 @@ def _join(name: str, options: WorkerOptions) -> _Joined:
     if away := services.tracking_away:
         log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
     require_measurable(study.spec, options.device)
-    objective = judged_objective(study.spec)
+    objective = study.objective()
     try:
         study.spec.sampler.get_ready()
     except ValueError as error:

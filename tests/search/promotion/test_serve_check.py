@@ -15,7 +15,9 @@ from torch import nn
 from hpsearch import Batch, Objective, ObjectiveError, Splits, Step, TrainConfig
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion import predict_alone
-from hpsearch.search.promotion.serve_check import _judge, find_version
+from hpsearch.search.promotion.serve_check import _judge, find_version, serve_check
+from hpsearch.search.spec.spec import parse_spec
+from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.mlflow.registry import Registry
 from tests.search.promotion.support import Tracked
 
@@ -56,6 +58,15 @@ def test_versions_are_found_by_alias_and_number(tracked: Tracked) -> None:
     for missing in ("@nobody", "/2"):
         with pytest.raises(SearchError, match=r"^models:/.*: MLflow has no "):
             find_version(registry, f"models:/{tracked.name}{missing}")
+
+
+def test_a_model_is_judged_with_all_metrics_of_the_study(tracked: Tracked) -> None:
+    """Not with the first alone: one that the objective does not have is reported."""
+    version = Registry(tracked.client).register(tracked.name, tracked.model_of(0), tracked.run_of(0), tags={})
+    spec = parse_spec({**tracked.stored.spec.model_dump(), "constraints": "sparsity<=1"})
+    tracked.stored.set_attr(SPEC, spec.model_dump())
+    with pytest.raises(ObjectiveError, match="metric 'sparsity' is none that comes with accuracy"):
+        serve_check(tracked.storage, tracked.tracking, f"{tracked.name}/{version.number}")
 
 
 class Twice(Objective):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.rebuild import resend
@@ -49,6 +51,18 @@ def test_a_checkpoint_that_is_gone_is_told_of_each_trial(tracked: Tracked, study
     assert [problem.partition(" is not under")[0] for problem in problems] == [
         "trial 0: gone/0000-1.pt",
         "trial 2: gone/0000-1.pt",
+    ]
+
+
+def test_a_model_is_made_again_with_all_metrics_of_the_study(
+    tracked: Tracked, study: StoredStudy, tmp_path: Path
+) -> None:
+    """Not with the first alone: one that the objective does not have is reported."""
+    bounded = replace(study, spec=parse_spec({**study.spec.model_dump(), "constraints": "sparsity<=1"}))
+    problems = send(tracked, bounded, tmp_path, lambda _: None)
+    assert [problem.partition(" is none that comes")[0] for problem in problems] == [
+        "trial 0: metric 'sparsity'",
+        "trial 2: metric 'sparsity'",
     ]
 
 
