@@ -1,6 +1,6 @@
 """Writes what the code says of itself into the pages: between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-Run it after a change of a setting, a verb, a docstring of the API, or the rooms:
+Run it after a change of a setting, a command, a docstring of the API, or the rooms:
 `.venv/bin/python -m docs.tools.generate`.
 tests/docs/test_generated.py fails where a page is behind.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 
 from docs.rooms import ROOMS, ROOT, room_arrows
-from docs.tools import api, rooms_table, settings, verbs
+from docs.tools import api, command_line, rooms_table, settings
 from docs.tools.picture import draw
 
 PAGES = ("reference/settings.md", "reference/cli.md", "reference/api.md", "architecture.md")
@@ -23,7 +23,7 @@ BLOCKS = {
     "pruners": lambda: settings.choices("pruner"),
     "training-settings": settings.training_settings,
     "environment": settings.environment,
-    "command-line": verbs.command_line,
+    "command-line": command_line.command_line,
     "api": api.api,
     "rooms": rooms_table.rooms,
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from docs.tools.command_line import command_of, commands
 from docs.tools.markdown import code, table, words_of
-from docs.tools.verbs import command_of, commands
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.reports import report
 from hpsearch.search.spec.multi_objective import USUAL
@@ -23,7 +24,7 @@ def study_settings() -> str:
     options = {option.name: option for option in command_of("run").params}
     rows = []
     for key, field in StudySpec.model_fields.items():
-        option = options.get({"n_trials": "trials"}.get(key, key))
+        option = options.get(key)
         words = field.description or (getattr(option, "help", "") or "").partition("  [default")[0]
         if not words:
             continue  # the version, and what `finalists` sets
@@ -63,7 +64,7 @@ def environment() -> str:
     for verb, command in commands():
         for option in command.params:
             if isinstance(name := getattr(option, "envvar", None), str):
-                words = (getattr(option, "help", "") or "").partition("  [default")[0]
+                words = re.sub(r"  \[(default: .*)\]$", r" (\1)", option.help)
                 found.setdefault(name, (option.opts[0], words, set()))[2].add(verb)
     return table(
         ("variable", "flag", "what it is"),

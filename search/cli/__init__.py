@@ -10,6 +10,7 @@ import typer
 
 from hpsearch.search.cli import confirm, look, objective, run, services, steer
 from hpsearch.search.cli.app import app
+from hpsearch.search.errors import nearest
 from hpsearch.search.process import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
@@ -41,8 +42,10 @@ def run_command(arguments: list[str]) -> int:
     try:
         return report_errors(work)
     except typer.TyperException as error:
-        if message := error.format_message():  # none when the help was shown for want of a command
-            typer.echo(f"hpsearch: {_with_value(error, message, arguments)}", err=True)
+        message = error.format_message()
+        # Without a command it is the help.
+        line = message if message.startswith("Usage: ") else f"hpsearch: {_with_value(error, message, arguments)}"
+        typer.echo(line, err=True)
         return EXIT_USER_ERROR
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("hpsearch: stopped", err=True)
@@ -56,6 +59,9 @@ def _with_value(error: typer.TyperException, message: str, given: list[str]) -> 
     for name in getattr(getattr(error, "param", None), "opts", []):
         if name in given[:-1]:
             message = message.replace(f"'{name}':", f"'{name}', {given[given.index(name) + 1]!r}:")
+    if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+        close = nearest(error.option_name, error.possibilities) if error.possibilities else ""
+        message = f"unknown option {error.option_name}{close}"
     message = re.sub(r"Input should be (.+?)(, unable to .+)?$", r"it must be \1", message)
     context = getattr(error, "ctx", None)
     return f"{message} (see '{context.command_path} --help')" if context else message

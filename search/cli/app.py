@@ -10,18 +10,60 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hpsearch.search.cli.options import with_flags
+from hpsearch.search.errors import nearest
 
-# The sections of --help, in their order.
+# The sections of --help.
 SEARCH = "Search"
 STEER = "Watch and steer"
 CONFIRM = "Confirm and promote"
 OBJECTIVES = "Objectives"
 SERVICES = "Services"
+SECTIONS = (SEARCH, STEER, CONFIRM, OBJECTIVES, SERVICES)
+
+
+class _Command(TyperCommand):
+    """A command whose --help has a section for each panel of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        rows = []
+        for param in self.get_params(ctx):
+            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            rows.append((getattr(param, "rich_help_panel", None) or default, param.get_help_record(ctx)))
+        _write_sections(formatter, rows)
+
+
+class _Group(TyperGroup):
+    """Commands that --help lists in sections, each with the first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 as the base class has it
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        rows = []
+        for name, command in self.commands.items():
+            section = getattr(command, "rich_help_panel", None) or "Commands"
+            rows.append((section, (name, command.get_short_help_str(limit))))
+        _write_sections(formatter, rows)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+def _write_sections(formatter: Any, rows: list[tuple[str, Any]]) -> None:
+    """Write the rows of each section together: the named sections first, others in the order of their first rows."""
+    named = {section for section, _ in rows}
+    for section in dict.fromkeys([*(name for name in SECTIONS if name in named), *(section for section, _ in rows)]):
+        with formatter.section(section):
+            formatter.write_dl([row for other, row in rows if other == section])
+
 
 app = typer.Typer(
     name="hpsearch",
+    cls=_Group,
+    rich_markup_mode=None,  # its tables leave a third of 80 columns for the words
     help="Hyperparameter search for PyTorch: Optuna workers share a Postgres study and log to MLflow.",
     epilog="The wrapper ./hpsearch has four more commands: 'add' (packages for objectives), 'test', 'lint' and 'docs'.",
     no_args_is_help=True,
@@ -50,7 +92,7 @@ def register(section: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Register a function as a command, in a section of --help; parameters that are models become flags."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        app.command(rich_help_panel=section)(with_flags(function))
+        app.command(cls=_Command, rich_help_panel=section)(with_flags(function))
         return function
 
     return add
@@ -58,7 +100,7 @@ def register(section: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def group(name: str, section: str, words: str) -> typer.Typer:
     """Return a group of commands, such as `serve`, in a section of --help."""
-    made = typer.Typer(help=words, no_args_is_help=True)
+    made = typer.Typer(cls=_Group, help=words, no_args_is_help=True)
     app.add_typer(made, name=name, rich_help_panel=section)
     return made
 

@@ -18,36 +18,36 @@ def finalists(
     top: Annotated[
         int | None,
         typer.Option(
-            "--top", min=1, help="How many of the best configurations  [default: 5; of several metrics the front]"
+            "--top", min=1, help="Number of best configurations  [default: 5; with several metrics the Pareto front]"
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="How many fresh seeds, the same for all  [default: 2]")
+        int | None, typer.Option("--seeds", min=1, help="Number of new seeds, common to all finalists  [default: 2]")
     ] = None,
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=0, max=512, help="Worker processes on this machine; 0 chooses and shows, and trains none."
+            "--workers", min=0, max=512, help="Worker processes on this machine; 0 only chooses and shows the finalists"
         ),
     ] = 2,
     new_set: Annotated[
         bool,
         typer.Option(
             "--new-set",
-            help="Choose anew, on other seeds; an earlier winner stands until these have one.",
+            help="Choose a new set on other seeds; an earlier winner stays until the new set has one",
         ),
     ] = False,
     infeasible: Annotated[
-        bool, typer.Option("--infeasible", help="Take trials too that break a constraint of the study.")
+        bool, typer.Option("--infeasible", help="Include trials that violate a constraint of the study")
     ] = False,
     how: o.Working,
     where: o.Addresses,
 ) -> int:
-    """Train the best trials of a finished search again, on fresh seeds and divisions that are the same for all.
+    """Retrain the best trials on common new seeds and splits.
 
-    The best of many over-states itself: the winner is chosen on the fresh runs alone, which also tell what to expect of
-    it on new data. The test split stays as it is. Called again it goes on where it stopped, and shows the table when
-    all is done. Other machines join with 'worker --study STUDY.finalists'.
+    The best score of many trials has a selection bias. Only the new runs select the winner, and they estimate its score
+    on new data. The test split is not used. Run the command again to resume, or to show the table. Other machines join
+    with 'worker --study STUDY.finalists'.
     """
     from hpsearch.search.fleet.fork import load_ahead
     from hpsearch.search.services import check_pair
@@ -79,25 +79,25 @@ def open_test(
         typer.Option(
             "--trial",
             min=0,
-            help="Number of the trial, with --unconfirmed or of several metrics  [default: the winner]",
+            help="Number of the trial, for --unconfirmed or several metrics  [default: the winner]",
         ),
     ] = None,
     prefer: Annotated[
         str | None,
-        typer.Option("--prefer", help="In place of --trial, of several metrics: see 'promote --help'."),
+        typer.Option("--prefer", help="Preference that selects the trial, for several metrics: see 'promote --help'"),
     ] = None,
     unconfirmed: Annotated[
         bool,
-        typer.Option("--unconfirmed", help="Open it for a trial that did not win among finalists; it is marked so."),
+        typer.Option("--unconfirmed", help="Use a trial that did not win among finalists; the result is marked"),
     ] = False,
     refit: Annotated[
         bool,
-        typer.Option("--refit", help="Open it for the winner's refit, which 'promote --refit' has trained."),
+        typer.Option("--refit", help="Use the winner's refit, trained by 'promote --refit'"),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
-    """Score the best weights of the finalists' winner on the test set, which opens once in the life of a study."""
+    """Evaluate the winner on the test set, once per study."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
     from hpsearch.search.errors import SearchError
@@ -125,32 +125,35 @@ def promote(
     *,
     trial: Annotated[
         int | None,
-        typer.Option("--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best]"),
+        typer.Option(
+            "--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best trial]"
+        ),
     ] = None,
     prefer: Annotated[
         str | None,
         typer.Option(
             "--prefer",
-            help="In place of --trial, of several metrics: conditions, then what is to be best among those that keep "
-            "to them, such as 'accuracy >= 0.98 then latency_ms'.",
+            help="Preference that selects the trial, for several metrics: conditions, then the metric to "
+            "optimize, such "
+            "as 'accuracy >= 0.98 then latency_ms'",
         ),
     ] = None,
     infeasible: Annotated[
-        bool, typer.Option("--infeasible", help="Promote the trial though it breaks a constraint of the study.")
+        bool, typer.Option("--infeasible", help="Promote a trial that violates a constraint of the study")
     ] = False,
     alias: Annotated[
         str,
-        typer.Option("--alias", help="Name for this version; the one that had it becomes 'previous' (previous-ALIAS)."),
+        typer.Option("--alias", help="Alias of this version; the version that had it gets 'previous' (previous-ALIAS)"),
     ] = "champion",
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of the registered model  [default: the study's]")
+        str | None, typer.Option("--model", help="Name of the registered model  [default: the study's name]")
     ] = None,
     refit: Annotated[
         bool,
         typer.Option(
             "--refit",
-            help="Train the finalists' winner on train and validation, for the epochs that its fresh runs chose, and "
-            "promote that.",
+            help="Retrain the finalists' winner on train and validation, for the epochs that its finalist runs chose, "
+            "and promote the result",
         ),
     ] = False,
     refit_seeds: Annotated[
@@ -158,8 +161,7 @@ def promote(
         typer.Option(
             "--refit-seeds",
             min=1,
-            help="With --refit: on how many seeds, an odd number; the run of the median training loss is promoted  "
-            "[default: 3]",
+            help="With --refit: odd number of seeds; the run with the median training loss is promoted  [default: 3]",
         ),
     ] = None,
     workers: Annotated[
@@ -168,15 +170,15 @@ def promote(
             "--workers",
             min=0,
             max=512,
-            help="With --refit: worker processes on this machine; 0 makes and shows, and trains none.  [default: 2]",
+            help="With --refit: worker processes on this machine; 0 only creates and shows the refit  [default: 2]",
         ),
     ] = None,
     where: o.Addresses,
 ) -> int:
-    """Register a trial's model in MLflow with its evidence, and let an alias name it.
+    """Register a trial's model in MLflow and set its alias.
 
-    With --refit it is the winner's configuration, trained anew on all data but the test split. Other machines join with
-    'worker --study STUDY.refit'.
+    The model version has the evidence for its score. With --refit, the winner's configuration is first retrained on all
+    data except the test split. Other machines join with 'worker --study STUDY.refit'.
     """
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
@@ -216,19 +218,20 @@ def promote(
 
 @register(CONFIRM)
 def serve_check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME@ALIAS (digits@champion) or NAME/VERSION")],
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="How far the score may be from the recorded one.")
+        float, typer.Option("--tolerance", min=0.0, help="Largest accepted difference from the recorded score")
     ] = 1e-6,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     home: o.Home = None,
 ) -> int:
-    """Load a registered model in a new process without this project's code, and score the validation split with it.
+    """Check that a registered model reproduces its score.
 
-    A model that cannot be exported is its checkpoint, and is loaded by the objective's code.
+    A new process loads the model without this project's code and evaluates it on the validation split. A model that
+    cannot be exported is loaded from its checkpoint by the objective's code.
 
-    Exit code 0 when it scores what its trial recorded, 1 when it does not.
+    Exit code 0 if the score equals the recorded one, 1 otherwise.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.serve_check import serve_check as check

@@ -24,7 +24,7 @@ _LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narr
 
 @register(STEER)
 def studies(where: o.Addresses) -> None:
-    """List the studies and where they stand."""
+    """List all studies with their state and best value."""
     from rich.table import Table
 
     from hpsearch.search.api.study import list_studies
@@ -70,14 +70,16 @@ def _cells(row: StudyRow) -> dict[str, str]:
 def show(
     name: o.StudyName,
     *,
-    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
     trial: Annotated[
         int | None,
-        typer.Option("--trial", min=0, help="Show this one: parameters, attempts, values, and why it ended as it did."),
+        typer.Option(
+            "--trial", min=0, help="Number of a trial to show: parameters, attempts, values, reason of its end"
+        ),
     ] = None,
     where: o.Addresses,
 ) -> None:
-    """Show a study: its spec, what it came to so far, and its trials; or one trial, with --trial."""
+    """Show a study: spec, counts and trials. --trial shows one trial."""
     from hpsearch.search.api.opening import notice_promotions
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
@@ -96,15 +98,15 @@ def show(
 def top(
     name: o.StudyName,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it once as JSON, for scripts.")] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print it once; so it is done where there is no terminal.")
-    ] = False,
-    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print once as JSON, for scripts")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once, as without a terminal")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between updates")] = 2.0,
     where: o.Addresses,
 ) -> None:
-    """Watch a study: its workers on all machines, their trials, epochs and leases, what ended and why, and when it
-    will be over. Ctrl-C ends it.
+    """Watch the workers and trials of a study until Ctrl-C.
+
+    Shows workers on all machines with their trials, epochs and leases, ended trials with their reasons, and the
+    expected end.
     """
     from rich.live import Live
 
@@ -134,11 +136,11 @@ def report(
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write  [default: reports/STUDY.html in the home]"),
+        typer.Option("--output", "-o", help="HTML file to write  [default: reports/STUDY.html in --home]"),
     ] = None,
     where: o.Addresses,
 ) -> None:
-    """Write a study's report as a self-contained HTML page and log it to the study's run in MLflow."""
+    """Write a study's report as one HTML page and log it to MLflow."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
 

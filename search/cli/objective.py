@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @register(OBJECTIVES)
 def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE.py", help="File to write; it must not exist.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE.py", help="New file to write")],
 ) -> None:
-    """Write a small objective that runs as it is, to be made one's own."""
+    """Write a small working objective as a start."""
     from hpsearch.objectives.template import write_template
 
     write_template(path)
@@ -37,19 +37,18 @@ def init(
 
 
 Objective_ = Annotated[
-    str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py.")
+    str, typer.Argument(metavar="OBJECTIVE", help="digits or another built-in, package.module:Class or my_file.py")
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A training setting, such as lr=1e-3 or model.width=64; may be given again. "
-        "'hpsearch objective show OBJECTIVE' lists them.",
+        help="Training setting, such as lr=1e-3 or model.width=64; repeatable; 'objective show' lists all",
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda where there is one]")]
-RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the order.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N  [default: cuda if available]")]
+RunSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the split, the weights and the data order")]
 
 
 def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
@@ -125,25 +124,30 @@ def train(
     objective: Objective_,
     *,
     settings: Set = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="  [default: the objective's]")] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Number of epochs  [default: the objective's]")
+    ] = None,
     seed: RunSeed = 0,
     device: Device = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option("--run-dir", help="Folder of the run; give it again to go on  [default: runs/NAME-TIME]"),
+        typer.Option("--run-dir", help="Folder of the run; an existing one is resumed  [default: runs/NAME-TIME]"),
     ] = None,
-    test: Annotated[bool, typer.Option("--test", help="Open the held-out test split at the end, once.")] = False,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="How many checkpoints to keep for resuming.")] = 2,
+    test: Annotated[bool, typer.Option("--test", help="Evaluate on the test split at the end")] = False,
+    keep: Annotated[int, typer.Option("--keep", min=1, help="Number of checkpoints kept for resuming")] = 2,
     save_every: Annotated[
-        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves every epoch.")
+        float, typer.Option("--save-every", min=0, help="Minutes between checkpoints; 0 saves every epoch")
     ] = 0.0,
     snapshot_every: Annotated[
-        int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that stay.")
+        int | None, typer.Option("--snapshot-every", min=1, help="Epochs between checkpoints that are never removed")
     ] = None,
-    profile: Annotated[int, typer.Option("--profile", min=0, help="Steps of the first epoch to profile.")] = 0,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard.")] = False,
+    profile: Annotated[int, typer.Option("--profile", min=0, help="Steps of the first epoch to profile")] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files for TensorBoard")] = False,
 ) -> int:
-    """Train one configuration to its end and write its report; killed or stopped, it goes on from --run-dir."""
+    """Train one configuration without a study and write a report.
+
+    An interrupted run resumes from --run-dir.
+    """
     from hpsearch.objectives.fit import Where, fit, model_objective
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
@@ -223,15 +227,16 @@ def smoke(
     objective: Objective_,
     *,
     settings: Set = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="In the batch.")] = 32,
-    steps: Annotated[int, typer.Option("--steps", min=25, help="To take at most, with each rate tried.")] = 1000,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples in the batch")] = 32,
+    steps: Annotated[int, typer.Option("--steps", min=25, help="Largest number of steps per learning rate")] = 1000,
     seed: RunSeed = 0,
     device: Device = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png  [default: none]")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for smoke.json and smoke.png")] = None,
 ) -> int:
-    """Overfit one batch: a model that cannot bring its loss near zero has a fault. Exit code 1 when it does not."""
+    """Check that the model can overfit one batch.
+
+    A model that cannot bring the loss near zero has a fault. Exit code 0 if it can, 1 otherwise.
+    """
     import dataclasses
 
     from hpsearch.objectives.fit import model_objective
@@ -260,14 +265,17 @@ def lr_range(
     objective: Objective_,
     *,
     settings: Set = None,
-    lowest: Annotated[float, typer.Option("--lowest", help="First rate.")] = 1e-6,
-    highest: Annotated[float, typer.Option("--highest", help="Last rate.")] = 10.0,
-    steps: Annotated[int, typer.Option("--steps", help="From the one to the other.")] = 200,
+    lowest: Annotated[float, typer.Option("--lowest", help="First learning rate")] = 1e-6,
+    highest: Annotated[float, typer.Option("--highest", help="Last learning rate")] = 10.0,
+    steps: Annotated[int, typer.Option("--steps", help="Steps from the first to the last learning rate")] = 200,
     seed: RunSeed = 0,
     device: Device = None,
-    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png.")] = Path(),
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder for lr-range.json and lr-range.png")] = Path(),
 ) -> None:
-    """Train with a climbing learning rate until the loss diverges; print a rate to start from and draw the loss."""
+    """Suggest a learning rate by a learning-rate range test.
+
+    Training with an increasing learning rate until the loss diverges gives the suggestion and a plot.
+    """
     from hpsearch.objectives.fit import model_objective
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.training.checks.lr_range import lr_range as climb
@@ -288,12 +296,12 @@ def lr_range(
     typer.echo(f"wrote {run_dir / 'lr-range.png'}")
 
 
-_objective = group("objective", OBJECTIVES, "Look at an objective.")
+_objective = group("objective", OBJECTIVES, "Show the settings and search space of an objective.")
 
 
 @_objective.command()
 def show(objective: Objective_, settings: Set = None) -> None:
-    """Show an objective's configuration, setting by setting, and its search space."""
+    """Show the settings and search space of an objective."""
     from hpsearch.objectives.loading import load_objective
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
     from hpsearch.objectives.training.reports import report

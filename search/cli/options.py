@@ -27,10 +27,11 @@ def worker_option(name: str) -> Any:
     """Return the flag of a field of `WorkerOptions`."""
     variable = None if name in SINGLE else variable_of(name)
     words = WorkerOptions.model_fields[name].description
-    return typer.Option(flag_of(name), envvar=variable, show_envvar=True, help=words)
+    panel = "Addresses" if name in Addresses.__annotations__ else "Workers"
+    return typer.Option(flag_of(name), envvar=variable, show_envvar=True, help=words, rich_help_panel=panel)
 
 
-StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="The study's name.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study")]
 StorageUrl = Annotated[str | None, worker_option("storage_url")]
 TrackingUri = Annotated[str | None, worker_option("tracking_uri")]
 Home = Annotated[str | None, worker_option("home")]
@@ -40,10 +41,14 @@ Enqueue = Annotated[
     typer.Option(
         "--enqueue",
         metavar="FILE",
-        help="A .csv or .jsonl file of configurations, which are run before others and count in the budget.",
+        help="CSV or JSONL file of configurations that run first and count in the budget",
     ),
 ]
-_Spec = Annotated[Path | None, typer.Option("--spec", help="Study spec as a .toml or .yaml file; flags win over it.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt")]
+_Spec = Annotated[
+    Path | None,
+    typer.Option("--spec", help="TOML or YAML file of study settings; flags override it", rich_help_panel="Study"),
+]
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,26 +96,34 @@ def _worker_flag(name: str) -> inspect.Parameter:
 
 
 def _study_flags(key: str, field: FieldInfo) -> list[inspect.Parameter]:
-    """Return the flag of a setting; of what has options of its own, another one for these."""
+    """Return the flag of a setting, and for a sampler or pruner a second one for its options."""
+    if key == "objective":
+        return [_parameter(key, Annotated[str | None, typer.Argument(metavar="OBJECTIVE", help=field.description)])]
     if isinstance(field.default, Kind):
-        names = ", ".join(sorted(field.default.kinds))
-        named = typer.Option(
-            f"--{key}", show_default=f"{field.default.name}; with --directions {USUAL[key]}", help=names
+        words = ", ".join(sorted(field.default.kinds))
+        default = f"{field.default.name}; with --directions {USUAL[key]}"
+        more = typer.Option(
+            f"--{key}-option",
+            metavar="KEY=VALUE",
+            help=f"Option of the {key}; repeatable",
+            rich_help_panel="Study",
         )
-        more = typer.Option(f"--{key}-option", metavar="KEY=VALUE", help=f"Option of the {key}; may be given again.")
         return [
-            _parameter(key, Annotated[str | None, named]),
+            _parameter(key, Annotated[str | None, _study_option(key, words, default)]),
             _parameter(f"{key}_option", Annotated[list[str] | None, more]),
         ]
-    if key == "objective":
-        return [_parameter(key, Annotated[str | None, typer.Argument(metavar="[OBJECTIVE]", help=field.description)])]
+    default = "the objective's" if field.is_required() else field.default
     if field.annotation is bool:
-        switch = f"{specs.typed(key)}/--no-{specs.typed(key).removeprefix('--')}"
-        words = typer.Option(switch, show_default=specs.typed(key).removeprefix("--"), help=field.description)
-        return [_parameter(key, Annotated[bool | None, words])]
-    default = "the objective's" if field.is_required() else "none" if field.default is None else field.default
-    option = typer.Option(specs.typed(key), show_default=str(default), help=field.description)
-    return [_parameter(key, Annotated[_type_of(field) | None, option])]
+        default = "on" if field.default else "off"
+    return [_parameter(key, Annotated[_type_of(field) | None, _study_option(key, str(field.description), default)])]
+
+
+def _study_option(key: str, words: str, default: Any) -> Any:
+    flag = specs.typed(key)
+    if default in {"on", "off"}:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    words = words if default is None else f"{words}  [default: {default}]"
+    return typer.Option(flag, help=words, rich_help_panel="Study")
 
 
 def _type_of(field: FieldInfo) -> Any:

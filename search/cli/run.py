@@ -19,12 +19,12 @@ def run(
     *,
     workers: Annotated[
         int,
-        typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study."),
+        typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study"),
     ] = 2,
     workers_per_gpu: Annotated[
         int | None,
         typer.Option(
-            "--workers-per-gpu", min=1, max=64, help="In place of --workers: so many on each GPU, for small models."
+            "--workers-per-gpu", min=1, max=64, help="Worker processes per GPU, for small models; replaces --workers"
         ),
     ] = None,
     enqueue: o.Enqueue = None,
@@ -32,7 +32,7 @@ def run(
     how: o.Working,
     where: o.Addresses,
 ) -> int:
-    """Run a search to the end of its budget; run it again to go on where it stopped."""
+    """Run a search until its budget is spent. Run it again to resume it."""
     from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.settings import check_settings
@@ -59,7 +59,7 @@ def run(
 
 @register(SEARCH)
 def worker(
-    study: Annotated[str, typer.Option("--study", help="The study's name.")],
+    study: Annotated[str, typer.Option("--study", help="Name of the study")],
     *,
     final_exit_code: Annotated[
         int | None,
@@ -67,17 +67,20 @@ def worker(
             "--final-exit-code",
             min=0,
             max=125,
-            help="Exit with this in place of 2 and 3, where every other code but 0 is started again: 0 for Docker.",
+            help="Exit code that replaces 2 and 3, for engines that restart on every code but 0, such as Docker",
         ),
     ] = None,
     options: o.WorkerOptions,
 ) -> int:
-    """Run trials of a study, here or on any machine that reaches its database; sampler, pruner, seed and budget
-    come from the study. SIGTERM or Ctrl-C ends the epoch, or saves within it where --grace is too short for that, and
-    leaves the trial for another worker; SIGTERM may come again, a second Ctrl-C ends it at once.
+    """Join a study and run its trials.
 
-    Exit code 0: nothing is left, or the study is stopped; 143: it was told to go and there is work left; 1: a service
-    does not answer, start it again; 2, a setting is wrong, and 3, the objective fails every trial, are final.
+    A worker runs on any machine that reaches the study's database. Sampler, pruner, seed and budget come from the
+    study. After SIGTERM or Ctrl-C the worker finishes the epoch, or writes a mid-epoch checkpoint if --grace is too
+    short, and releases the trial for another worker. More SIGTERMs change nothing; a second Ctrl-C ends the worker at
+    once.
+
+    Exit codes: 0, no work is left or the study is stopped; 143, stopped with work left; 1, a service does not answer,
+    start the worker again; 2, a setting is wrong (final); 3, the objective fails every trial (final).
     """
     with loading():
         from hpsearch.search.fleet.devices import join_on_devices
@@ -90,38 +93,42 @@ def worker(
     return final_exit_code if code in {EXIT_USER_ERROR, EXIT_GAVE_UP} else code
 
 
-_fleet = group("fleet", SEARCH, "Workers under Slurm, Kubernetes, Ray or systemd.")
+_fleet = group("fleet", SEARCH, "Run workers under Slurm, Kubernetes, Ray or systemd.")
 
 
 @_fleet.command("print")
 def print_(
-    engine: Annotated[str, typer.Argument(help="slurm, kubernetes, ray or systemd.")],
+    engine: Annotated[str, typer.Argument(help="slurm, kubernetes, ray or systemd")],
     study: o.StudyName,
     *,
-    workers: Annotated[int, typer.Option("--workers", help="How many.")],
+    workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
     gpus: Annotated[
         float,
-        typer.Option("--gpus-per-worker", help="0, a whole number, or below 1: 0.5 lets two workers share a GPU."),
+        typer.Option("--gpus-per-worker", help="GPUs of each worker; a fraction such as 0.5 shares a GPU"),
     ] = 0.0,
-    cpus: Annotated[int, typer.Option("--cpus-per-worker", help="Cores of each worker, and its threads.")] = 2,
-    memory: Annotated[str, typer.Option("--memory", help="Of each worker, with M, G or T.")] = "8G",
+    cpus: Annotated[int, typer.Option("--cpus-per-worker", help="Cores and threads of each worker")] = 2,
+    memory: Annotated[str, typer.Option("--memory", help="Memory of each worker, with M, G or T")] = "8G",
     time: Annotated[
         str | None,
-        typer.Option("--time", help="Slurm's time limit, [DAYS-]HOURS:MINUTES:SECONDS  [default: the partition's]"),
+        typer.Option("--time", help="Slurm time limit, [DAYS-]HOURS:MINUTES:SECONDS  [default: the partition's]"),
     ] = None,
-    grace: Annotated[int, typer.Option("--grace", help="Seconds that a worker has from its notice to the kill.")] = 60,
-    image: Annotated[str | None, typer.Option("--image", help="Kubernetes' image with hpsearch; it needs one.")] = None,
+    grace: Annotated[int, typer.Option("--grace", help="Seconds from the notice to the kill of a worker")] = 60,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Container image with hpsearch; required for Kubernetes")
+    ] = None,
     command: Annotated[
         str | None,
         typer.Option(
-            "--command", help="What starts hpsearch there, for Slurm and systemd  [default: this Python, with its path]"
+            "--command", help="Command that starts hpsearch on the node, for Slurm and systemd  [default: this Python]"
         ),
     ] = None,
     storage_url: o.StorageUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Print what an engine is given to run workers of a study: for sbatch, `kubectl apply -f -`, `python -`, or as a
-    unit of systemd. Nothing is started, and no password is printed: a URL that holds one is refused.
+    """Print the file that starts workers of a study under an engine.
+
+    It is for sbatch, `kubectl apply -f -`, `python -`, or a systemd unit. Nothing is started. A URL with a password is
+    rejected, so that none is printed.
     """
     from hpsearch.search.errors import SearchError
     from hpsearch.search.launch.launch import Launch, printed, why_unknown

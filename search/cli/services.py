@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 @register(SERVICES)
 def up(home: o.Home = None) -> None:
-    """Start the embedded Postgres, MLflow server and Optuna dashboard, or find them running."""
-
+    """Start the embedded Postgres, MLflow and Optuna dashboard."""
     from hpsearch.search.console import PlainConsole, steps
     from hpsearch.search.services import DASHBOARD
     from hpsearch.storage.embedded import stack
@@ -37,7 +36,7 @@ def up(home: o.Home = None) -> None:
 
 @register(SERVICES)
 def down(home: o.Home = None) -> None:
-    """Stop the embedded services; everything they hold stays for the next start."""
+    """Stop the embedded services. Their data stays."""
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import home_dir
 
@@ -47,7 +46,7 @@ def down(home: o.Home = None) -> None:
 
 @register(SERVICES)
 def status(home: o.Home = None) -> int:
-    """Show the embedded services; exit code 0 when all run, 3 when not."""
+    """Show the embedded services. Exit code 0 if all run, 3 otherwise."""
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import home_dir
 
@@ -61,14 +60,16 @@ def status(home: o.Home = None) -> int:
 @register(SERVICES)
 def doctor(
     name: Annotated[
-        str | None, typer.Argument(metavar="[STUDY]", help="A study that a worker here is to join.")
+        str | None, typer.Argument(metavar="STUDY", help="Name of a study to join from this machine")
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for scripts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, for scripts")] = False,
     where: o.Addresses,
 ) -> int:
-    """Check what a worker on this machine needs: the services, the rights in them, disk, devices, versions; with
-    STUDY, whether it can join that. Exit code 0 when nothing failed, 1 otherwise. Nothing is started.
+    """Check what a worker needs on this machine.
+
+    Checks services, rights, disk, devices and versions. With STUDY, also checks that a worker can join the study.
+    Nothing is started. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
     from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
@@ -93,35 +94,35 @@ OwnerUrl = Annotated[
         "--storage-url",
         envvar="HPSEARCH_OWNER_URL",
         show_envvar=True,
-        help="Postgres of the studies, as the owner of its database; MLflow's is then that of "
-        "MLFLOW_BACKEND_STORE_URI. Without it the embedded services are meant.",
+        help="Postgres of the studies, as the owner of its database; MLflow's is MLFLOW_BACKEND_STORE_URI  "
+        "[default: the embedded services]",
     ),
 ]
 Artifacts = Annotated[
     str | None,
     typer.Option(
         "--artifacts",
-        help="With services of your own: the folder of MLflow's artifacts, as 'serve mlflow' has it.",
+        help="Folder of MLflow's artifacts, for services that are not embedded",
     ),
 ]
 
 
 @register(SERVICES)
 def backup(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, such as backup.tar.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as backup.tar")],
     artifacts: Artifacts = None,
     no_artifacts: Annotated[
         bool,
-        typer.Option("--no-artifacts", help="Leave out the artifacts' files, where they stay: their index is kept."),
+        typer.Option("--no-artifacts", help="Exclude the files of artifacts; their index is included"),
     ] = False,
-    studies_only: Annotated[bool, typer.Option("--studies-only", help="Leave out all that MLflow has.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    studies_only: Annotated[bool, typer.Option("--studies-only", help="Exclude all data of MLflow")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file")] = False,
     storage_url: OwnerUrl = None,
     home: o.Home = None,
 ) -> None:
-    """Write all that searches need to go on elsewhere to one file; they may run meanwhile.
+    """Write studies, MLflow data and checkpoints to one file.
 
-    That is the studies, MLflow's runs, models and artifacts, and the checkpoints in the home folder.
+    Includes MLflow's runs, models and artifacts, and the checkpoints in the home folder. Searches may run meanwhile.
     """
     from rich.filesize import decimal
 
@@ -148,15 +149,16 @@ def backup(
 
 @register(SERVICES)
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What 'hpsearch backup' wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'backup' wrote")],
     artifacts: Artifacts = None,
     storage_url: OwnerUrl = None,
     tracking_uri: o.TrackingUri = None,
     home: o.Home = None,
 ) -> None:
-    """Put a backup back where there are no studies, runs and registered models yet; nothing is overwritten.
+    """Restore a backup into empty services.
 
-    Trials that were running wait for the next worker, which goes on with them.
+    Nothing is overwritten: services with studies, runs or registered models are rejected. The next worker resumes the
+    trials that were running.
     """
     from hpsearch.search.console import PlainConsole, command, steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
@@ -201,19 +203,22 @@ def migrate(
             "--storage-url",
             envvar="HPSEARCH_OWNER_URL",
             show_envvar=True,
-            help="Postgres of the studies, as the owner of its database.",
+            help="Postgres of the studies, as the owner of its database",
         ),
     ] = None,
     bootstrap: Annotated[
         bool,
         typer.Option(
             "--bootstrap",
-            help="First create the databases and roles, as the superuser of HPSEARCH_ADMIN_URL, with the passwords "
-            "of HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD.",
+            help="First create databases and roles, as the superuser of HPSEARCH_ADMIN_URL, with the passwords in "
+            "HPSEARCH_OWNER_PASSWORD, HPSEARCH_WORKER_PASSWORD and MLFLOW_DB_PASSWORD",
         ),
     ] = False,
 ) -> None:
-    """Create or upgrade the tables; the embedded stack does it by itself. Safe to repeat, and many at once."""
+    """Create or upgrade the database tables.
+
+    The embedded services do this at their start. Safe to repeat, also concurrently.
+    """
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.migrate import migrate as migrate_tables
     from hpsearch.storage.database.roles import create_databases
@@ -242,31 +247,31 @@ def _required(name: str) -> str:
     raise SearchError(f"{name} is not set: --bootstrap needs it")
 
 
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; neither service knows users.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; the services have no authentication")]
 
 
-_serve = group("serve", SERVICES, "Run one service in the foreground.")
+_serve = group("serve", SERVICES, "Run MLflow or the dashboard in the foreground.")
 
 
 @_serve.command()
 def mlflow(
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 5000,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on")] = 5000,
     artifacts: Annotated[
         str,
         typer.Option(
             "--artifacts",
             envvar="HPSEARCH_ARTIFACTS",
             show_envvar=True,
-            help="Folder or URL (s3://BUCKET/PREFIX) that holds the artifacts.",
+            help="Folder or URL (s3://BUCKET/PREFIX) of the artifacts",
         ),
     ] = "artifacts",
     allowed_hosts: Annotated[
         str | None,
-        typer.Option("--allowed-hosts", help="Host headers to answer, with ports, separated by commas."),
+        typer.Option("--allowed-hosts", help="Accepted Host headers with ports, separated by commas"),
     ] = None,
 ) -> None:
-    """Run the MLflow server on the database of MLFLOW_BACKEND_STORE_URI."""
+    """Run MLflow on the database in MLFLOW_BACKEND_STORE_URI."""
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.database.connect import connect
     from hpsearch.storage.embedded.services import mlflow_command, require_server_packages
@@ -299,7 +304,7 @@ def _check_free(host: str, port: int) -> None:
 @_serve.command()
 def dashboard(
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8080,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on")] = 8080,
     storage_url: o.StorageUrl = None,
     tracking_uri: o.TrackingUri = None,
     read_only: Annotated[
@@ -308,11 +313,14 @@ def dashboard(
             "--read-only",
             envvar="HPSEARCH_DASHBOARD_READ_ONLY",
             show_envvar=True,
-            help="Show only: what would delete, rename or note is refused.",
+            help="Reject requests that delete, rename or annotate",
         ),
     ] = False,
 ) -> None:
-    """Run the Optuna dashboard over a cached storage; with a tracking server, notice what is promoted there."""
+    """Run the Optuna dashboard on a cached storage.
+
+    With a tracking server, promotions in the MLflow UI are recorded in the study.
+    """
     from hpsearch.search.dashboard import serve
     from hpsearch.search.errors import SearchError
     from hpsearch.storage.embedded.services import require_server_packages
@@ -335,6 +343,6 @@ NAMES = (
 
 @register(SERVICES)
 def secrets() -> None:
-    """Print a .env file of fresh random passwords for docker-compose.yml."""
+    """Print a .env file of random passwords for Docker Compose."""
     for name in NAMES:
         typer.echo(f"{name}={random.token_urlsafe(24)}")

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 def stop(
     name: o.StudyName,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running any more.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when no trial is running")] = False,
     where: o.Addresses,
 ) -> None:
-    """Stop a study from anywhere: its workers end their epoch, save, give their trials back and leave."""
+    """Stop a study on all machines.
+
+    Its workers finish their epoch, save a checkpoint, release their trials and exit.
+    """
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
     from hpsearch.search.study.steering import running_trials
@@ -39,7 +42,7 @@ def stop(
 
 @register(STEER)
 def start(name: o.StudyName, where: o.Addresses) -> None:
-    """Let a study go on that was stopped, or stopped early by itself; start workers with 'run' or 'worker'."""
+    """Resume a stopped study. Start its workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
 
@@ -54,19 +57,22 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
 def extend(
     name: o.StudyName,
     trials: Annotated[
-        str | None, typer.Option("--trials", metavar="N", help="+N for N more trials, or the new budget as a number.")
+        str | None, typer.Option("--trials", metavar="N", help="Additional trials as +N, or the new budget as N")
     ] = None,
     budget_epochs: Annotated[
-        str | None, typer.Option("--budget-epochs", metavar="N", help="The same of a budget in epochs.")
+        str | None, typer.Option("--budget-epochs", metavar="N", help="Additional epochs as +N, or the new budget as N")
     ] = None,
     budget_seconds: Annotated[
-        str | None, typer.Option("--budget-seconds", metavar="N", help="The same of a budget in seconds of training.")
+        str | None,
+        typer.Option(
+            "--budget-seconds", metavar="N", help="Additional seconds of training as +N, or the new budget as N"
+        ),
     ] = None,
     *,
     enqueue: o.Enqueue = None,
     where: o.Addresses,
 ) -> None:
-    """Change a study's budget: workers that run take it up with their next trial, a finished study is reopened."""
+    """Change a study's budget, also while it runs. A finished study is reopened."""
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
@@ -87,14 +93,17 @@ def extend(
 @register(STEER)
 def retry(
     name: o.StudyName,
-    trial: Annotated[list[int], typer.Option("--trial", min=0, help="Number of the trial; may be given again.")],
+    trial: Annotated[list[int], typer.Option("--trial", min=0, help="Number of the trial; repeatable")],
     *,
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="Run it from its first epoch, not from its last checkpoint.")
+        bool, typer.Option("--from-start", help="Start from the first epoch, not from the last checkpoint")
     ] = False,
     where: o.Addresses,
 ) -> None:
-    """Run a failed or infeasible trial again: same number, same parameters, same MLflow run, retries counted anew."""
+    """Run failed or infeasible trials again.
+
+    A trial keeps its number, parameters and MLflow run; its retries are reset.
+    """
     from hpsearch.search.api.study import Study
 
     study = Study.open(name, **where)
@@ -110,12 +119,15 @@ def retry(
 @register(STEER)
 def sync(
     study: Annotated[
-        str | None, typer.Argument(metavar="[STUDY]", help="The study's name  [default: all that have something]")
+        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all with waiting data]")
     ] = None,
     *,
     where: o.Addresses,
 ) -> int:
-    """Send MLflow and others what was logged while they were away, and models of lost machines; safe to repeat."""
+    """Send logs and models that wait on this machine.
+
+    MLflow and other trackers get them, also models of lost machines. Safe to repeat.
+    """
     from hpsearch.search.api.study import Study
 
     studies = Study._unsent(study, **where)
@@ -129,10 +141,13 @@ def sync(
 def delete(
     name: o.StudyName,
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
-    """Delete a study with its trials, finalists, checkpoints and files on this machine; what is in MLflow stays."""
+    """Delete a study and its files; its runs in MLflow stay.
+
+    Deletes trials, finalists, checkpoints and the files on this machine.
+    """
     from hpsearch.search.api.actions import delete_study, what_goes
     from hpsearch.search.api.study import Study
 
@@ -145,17 +160,20 @@ def delete(
 
 @register(STEER)
 def gc(
-    name: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="The study  [default: all of them]")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="STUDY", help="Name of the study  [default: all studies]")
+    ] = None,
     *,
     keep_top: Annotated[
-        int, typer.Option("--keep-top", min=1, metavar="K", help="How many of the best trials keep their models.")
+        int, typer.Option("--keep-top", min=1, metavar="K", help="Number of best trials that keep their models")
     ] = 5,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: o.Yes = False,
     where: o.Addresses,
 ) -> None:
-    """Show what of a study can go, ask, and remove it: surplus models, leftover checkpoints, old run directories.
+    """Remove surplus models, old checkpoints and run directories.
 
-    What a running or waiting trial, a finalist or a registered version refers to stays. Safe while a search runs.
+    Lists them and asks first. Files of running and waiting trials, finalists and registered versions stay. Safe while a
+    search runs.
     """
     from rich.filesize import decimal
 

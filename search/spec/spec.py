@@ -131,82 +131,82 @@ class StudySpec(Options):
     version: Literal[1] = SPEC_VERSION
     name: str = Field(pattern=NAME_PATTERN, max_length=100, description="Name of the study")
     objective: Annotated[str, BeforeValidator(current_reference)] = Field(
-        min_length=1, description="digits or another built-in, package.module:Class or my_file.py."
+        min_length=1, description="digits or another built-in, package.module:Class or my_file.py"
     )
-    metric: str = Field(min_length=1, description="Validation metric to optimise")
+    metric: str = Field(min_length=1, description="Validation metric to optimize")
     direction: Direction = Field(description="maximize or minimize")
     directions: Annotated[dict[str, Direction] | None, BeforeValidator(directions_given)] = Field(
         default=None,
-        description="In place of one metric several, such as accuracy=maximize,latency_ms=minimize; by the first a "
-        "trial's best epoch is chosen",
+        description="Several metrics instead of one, such as accuracy=maximize,latency_ms=minimize; the "
+        "first one selects the best epoch of a trial",
     )
     constraints: Annotated[dict[str, str] | None, BeforeValidator(constraints_given)] = Field(
-        default=None, description="Bounds that a trial's metrics are to keep, such as model_mb<=10,accuracy>=0.9"
+        default=None, description="Bounds on a trial's metrics, such as model_mb<=10,accuracy>=0.9"
     )
-    n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: how many trials the study runs")
+    n_trials: int = Field(ge=1, le=MOST_TRIALS, description="Budget: number of trials")
     epochs: int = Field(ge=1, le=1_000_000, description="Epochs of a full trial")
     sampler: Annotated[SerializeAsAny[SamplerSpec], BeforeValidator(SamplerSpec.parse)] = TPE()
     warm_start: Annotated[list[str] | None, BeforeValidator(_study_names)] = Field(
         default=None,
-        description="Earlier studies of this database, with commas between, whose trials inform the sampler curves",
+        description="Earlier studies in this database, separated by commas, whose trials inform the sampler curves",
     )
     pruner: Annotated[SerializeAsAny[PrunerSpec], BeforeValidator(PrunerSpec.parse)] = Median()
     default_first: bool = Field(
-        default=True, description="Whether the first trial runs the objective's defaults, where it has some"
+        default=True, description="Run the objective's default configuration, if it has one, as the first trial"
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the data split and of every trial")
     retries: int = Field(
         default=2,
         ge=0,
         le=1000,
-        description="How many attempts at a trial may come to nothing, in a row, before it fails",
+        description="Consecutive attempts without progress before a trial fails",
     )
     # Not the non-finite loss: a resume is exact, and diverges again.
     retry_on: list[Literal["lost", "error", "memory"]] = Field(
         default=["lost"],
-        description="After which ends a trial is tried again, from its last checkpoint: its worker died (`lost`), the "
-        "objective raised (`error`), it ran out of memory (`memory`)",
+        description="Ends of an attempt after which the trial is resumed from its last checkpoint: the "
+        "worker died (`lost`), the objective raised (`error`), out of memory (`memory`)",
     )
     timeout: Number | None = Field(
         default=None,
         gt=0,
-        description="Seconds after which no new trial is started",
+        description="Seconds after which no new trial starts",
     )
     budget_epochs: int | None = Field(
         default=None,
         ge=1,
         le=1_000_000_000,
-        description="Budget: how many epochs all trials report together, each counted once",
+        description="Budget: epochs reported by all trials together, each counted once",
     )
     budget_seconds: Number | None = Field(
         default=None,
         gt=0,
         le=1_000_000_000,
-        description="Budget: seconds of training, summed over all trials, after which no epoch is begun",
+        description="Budget: seconds of training, summed over all trials, after which no epoch starts",
     )
     stop_when: Number | None = Field(
         default=None,
         gt=0,
-        description="Stop early once the rest of the budget is expected to gain less than this, in the metric's unit",
+        description="Expected gain of the remaining budget, in units of the metric, below which the study stops early",
     )
     models: Literal["top", "complete", "all", "none"] = Field(
         default="top",
-        description="Which trials leave a registrable model: `top`, `complete`, `all` or `none`; `promote` makes that "
-        "of another complete one from its best checkpoint",
+        description="Trials that keep a registrable model: `top`, `complete`, `all` or `none`; `promote` "
+        "can make one from the best checkpoint of any complete trial",
     )
     top_models: int = Field(
         default=5,
         ge=1,
         le=MOST_TRIALS,
-        description="With --models top: a trial leaves one if it is among so many of the best when it ends",
+        description="With --models top: number of best trials that keep one, judged when a trial ends",
     )
     tensorboard: Annotated[str | None, BeforeValidator(_folder)] = Field(
         default=None,
-        description="Folder for TensorBoard's event files, which all trials are written to as well as to MLflow",
+        description="Folder for TensorBoard event files of all trials, in addition to MLflow",
     )
     wandb: Annotated[str | None, BeforeValidator(_project)] = Field(
         default=None,
-        description="Project of Weights & Biases, or entity/project, which all trials are told as well as MLflow",
+        description="Project of Weights & Biases, or entity/project, for all trials, in addition to MLflow",
     )
     finalists_of: FinalistsOf | None = None  # set by `hpsearch finalists`, never by a user
 

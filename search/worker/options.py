@@ -46,77 +46,84 @@ class WorkerOptions(Options):
         SearchError: a value is out of range.
     """
 
-    device: str | None = Field(default=None, description="cpu, cuda or cuda:N  [default: cuda where there is one]")
+    device: str | None = Field(
+        default=None,
+        description="cpu, cuda or cuda:N  [default: cuda if available]",
+    )
     devices: int = Field(
         default=1,
         ge=1,
         le=MOST_DEVICES,
-        description="Devices of this machine that train each trial together, a process each.",
+        description="Devices of this machine that train each trial together, one process per device",
     )
     nodes: int = Field(
         default=1,
         ge=1,
         le=MOST_DEVICES,
-        description="Machines that train each trial together, --devices each: start this on all of them, by srun, or "
-        "with MASTER_ADDR and MASTER_PORT set.",
+        description="Machines that train each trial together, each with --devices; start this command on "
+        "all of them, by srun or with MASTER_ADDR and MASTER_PORT set",
     )
     collective_timeout: Number | None = Field(
         default=None,
         gt=0,
-        description="Seconds in which all devices of a trial have to come to a step  [default: half of --lease]",
+        description="Seconds in which all devices of a trial must reach each step  [default: half of --lease]",
     )
     grace: Number = Field(
         default=GRACE,
         ge=0,
-        description="Seconds from SIGTERM to the kill: an epoch that does not end in time is saved in its midst.",
+        description="Seconds from SIGTERM to the kill; if the epoch cannot finish in time, the worker "
+        "writes a mid-epoch checkpoint",
     )
     save_every: Number | None = Field(
         default=None,
         gt=0,
-        description="Minutes after which an epoch that takes longer is saved in its midst  [default: at its end alone]",
+        description="Minutes between mid-epoch checkpoints of long epochs  [default: none, only at the "
+        "end of each epoch]",
     )
     leave_when_idle: Number | None = Field(
         default=None,
         ge=0,
-        description="Leave after so many seconds without a trial to take, while others run theirs.",
+        description="Exit after N seconds without a trial to run while other workers run theirs",
     )
-    max_trials: int | None = Field(default=None, ge=1, description="Leave after so many trials.")
-    max_time: Number | None = Field(default=None, ge=0, description="Leave after so many seconds, as if told to go.")
+    max_trials: int | None = Field(default=None, ge=1, description="Exit after N trials")
+    max_time: Number | None = Field(default=None, ge=0, description="Exit after N seconds, as after SIGTERM")
     stall: Number | None = Field(
         default=None,
         gt=1,
-        description="Restart a worker, and give its trial back, when it takes no step for so many times its longest "
-        "pause.",
+        description="Restart a worker and release its trial when a step takes N times as long as its "
+        "longest step so far",
     )
-    heartbeat: str | None = Field(default=None, description="A file to touch while it gets on, for a probe to look at.")
+    heartbeat: str | None = Field(
+        default=None, description="File to touch while the worker makes progress, for a liveness probe"
+    )
     lease: Number = Field(
         default=LEASE,
         ge=1,
         le=86_400,
-        description="Seconds without a sign of life after which others take a worker's trial over.",
+        description="Seconds without a heartbeat after which other workers take a worker's trial over",
     )
     tracking_required: bool = Field(
         default=False,
-        description="Refuse to start while MLflow does not answer; without it what is logged waits on disk.",
+        description="Exit if MLflow does not answer at the start; without this flag, log entries wait on disk",
     )
     system_metrics: bool = Field(
-        default=False, description="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run."
+        default=False, description="Log the machine's load (CPU, memory, disk, network, GPU) to each trial's run"
     )
     storage_url: str | None = Field(
         default=None,
-        description="Postgres of the studies, postgresql://USER@HOST/DATABASE; without it the embedded one is used.",
+        description="Postgres of the studies, postgresql://USER@HOST/DATABASE  [default: the embedded one]",
     )
     tracking_uri: str | None = Field(
-        default=None, description="MLflow tracking server, http(s)://HOST:PORT; without it the embedded one is used."
+        default=None, description="MLflow server, http(s)://HOST:PORT  [default: the embedded one]"
     )
     checkpoint_url: str | None = Field(
         default=None,
-        description="Folder or fsspec URL (s3://BUCKET/PREFIX) where all machines find the checkpoints; the study "
-        "keeps it.",
+        description="Folder or fsspec URL (s3://BUCKET/PREFIX) of the checkpoints, reachable from all "
+        "machines; stored with the study  [default: in --home]",
     )
     home: str | None = Field(
         default=None,
-        description="Folder of the embedded services, checkpoints and logs; without it the user's data folder.",
+        description="Folder of the embedded services, checkpoints and logs  [default: the user's data folder]",
     )
 
     @model_validator(mode="wrap")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.search.cli import run_command
-from hpsearch.search.cli.app import confirm
+from hpsearch.search.cli.app import SECTIONS, confirm
 from hpsearch.search.cli.services import NAMES
 from hpsearch.search.errors import SearchError
 
@@ -68,6 +68,10 @@ BAD = [
     (["run", "digits", "--checkpoint-url", "/dev/null/x"], ["--checkpoint-url", "cannot be written"]),
     (["worker"], ["--study"]),
     (["rnu"], ["'rnu'", "'run'"]),
+    (["serve", "nothing"], ["'nothing'", "dashboard, mlflow"]),
+    (["run", "digits", "--trails", "3"], ["--trails", "did you mean '--trials'"]),
+    (["show", "s", "--xyz"], ["unknown option --xyz", "hpsearch show --help"]),
+    (["run", "digits", "--lease", "0.5"], ["--lease is 0.5: it must be at least 1"]),
     (["migrate"], ["--storage-url", "HPSEARCH_OWNER_URL"]),
     (["migrate", "--bootstrap"], ["HPSEARCH_ADMIN_URL"]),
     (["serve", "mlflow"], ["MLFLOW_BACKEND_STORE_URI"]),
@@ -171,6 +175,21 @@ def test_a_port_in_use_is_told(refuse, database_url: str, monkeypatch: pytest.Mo
         port = str(listener.getsockname()[1])
         assert f"--port {port}" in refuse("serve", "mlflow", "--port", port)
         assert f"--port {port}" in refuse("serve", "dashboard", "--port", port, "--storage-url", database_url)
+
+
+def test_help_has_the_sections_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sections = [line for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert sections == ["Options:", *(f"{name}:" for name in SECTIONS)]
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.endswith("...")] == ["Usage: hpsearch [OPTIONS] COMMAND [ARGS]..."], "cut"
+    assert run_command(["run", "--help"]) == 0
+    sections = re.findall(r"^[A-Z]\w+(?=:$)", capsys.readouterr().out, re.MULTILINE)
+    assert sections == ["Arguments", "Study", "Options", "Workers", "Addresses"]
 
 
 def test_init_writes_an_objective_once(refuse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

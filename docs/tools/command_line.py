@@ -1,4 +1,4 @@
-"""The command line: every verb with its arguments and options, as its `--help` has them."""
+"""The reference of the command line: every command with its arguments and options."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ADDRESSES = set(Addresses.__annotations__)
 
 
 def command_line() -> str:
-    """Every verb with its arguments and options, as its `--help` has them."""
+    """Return the page: every command with its arguments and options, as in `--help`."""
     parts = []
-    for verb, command in commands():
+    for name, command in commands():
         usage = " ".join(
-            [f"./hpsearch {verb}", *(_metavar(p) for p in command.params if p.param_type_name == "argument")]
+            [f"./hpsearch {name}", *(_metavar(p) for p in command.params if p.param_type_name == "argument")]
         )
-        parts.append(f"## {verb}\n\n{paragraphs(command.help or '')}\n\n```text\n{usage}\n```\n")
+        parts.append(f"## {name}\n\n{paragraphs(command.help or '')}\n\n```text\n{usage}\n```\n")
         named = {option.name for option in command.params}
         shared = _ADDRESSES if named >= _ADDRESSES else set()
         parts.append(_options(option for option in command.params if option.name not in shared))
@@ -54,18 +54,19 @@ def _option(option: Any) -> tuple[str, str, str, str] | None:
 
 
 def _metavar(argument: Any) -> str:
-    return str(argument.metavar or argument.name.upper())
+    name = str(argument.metavar or argument.name.upper())
+    return name if argument.required else f"[{name}]"
 
 
-def command_of(verb: str) -> Any:
-    """A verb's command, as click has it."""
-    return typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]  # it is a group
+def command_of(name: str) -> Any:
+    """Return a command by its name."""
+    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]  # it is a group
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every verb with its command, those of groups by both words."""
-    for verb, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]  # it is a group
-        for name, below in getattr(command, "commands", {}).items():
-            yield f"{verb} {name}", below
+    """Yield the name of each command with the command; those in groups have two words."""
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]  # it is a group
+        for word, below in getattr(command, "commands", {}).items():
+            yield f"{name} {word}", below
         if not hasattr(command, "commands"):
-            yield verb, command
+            yield name, command
