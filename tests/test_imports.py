@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs.rooms import PACKAGES, ROOMS, ROOT, arrows, imported, modules, room_of
+from hpsearch.kill_points import KILL_POINTS
 
 FORBIDDEN = {
     "objectives": {"search", "storage", "optuna", "optuna_dashboard", "mlflow", "sqlalchemy", "alembic", "psycopg2"},
@@ -69,6 +70,13 @@ def test_no_cycle_of_files() -> None:
     assert sorted(left) == []
 
 
+def test_every_kill_point_is_one_step_and_tested() -> None:
+    marked = [name for path in sources() for name in re.findall(r'@kill_point\("(.+)"\)', (ROOT / path).read_text())]
+    assert sorted(marked) == sorted(KILL_POINTS)
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "faults").rglob("*.py"))
+    assert [name for name in KILL_POINTS if f'"{name}"' not in tests] == []
+
+
 def test_no_test_module_imports_another() -> None:
     """What tests share is in `tests/factories.py` and in the module `support` of a folder."""
     found = [
@@ -117,7 +125,7 @@ def test_every_import_is_a_declared_dependency() -> None:
             declared |= extras["server"]
         for _, name in imported((ROOT / path).read_text(), path):
             top = name.split(".")[0]
-            if top in sys.stdlib_module_names or top in PACKAGES:
+            if top in sys.stdlib_module_names or top in {*PACKAGES, "kill_points"}:
                 continue
             if not declared & {_normal(distribution) for distribution in providers.get(top, [])}:
                 missing.add(f"{path} imports {top}")

@@ -19,6 +19,7 @@ from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import MetricError, users_code
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.measured import MEASURED
@@ -361,6 +362,7 @@ def _metric_named(objective: BaseObjective, spec: StudySpec) -> Iterator[None]:
         raise SearchError(f"{setting} {wrong!r} {error.why}") from None
 
 
+@kill_point("rehearse")
 def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     """Run every part of the objective's code once, on values that the sampler might suggest.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpsearch.kill_points import kill_point
 from hpsearch.search.console import counted
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.spec import StudySpec
@@ -210,6 +211,7 @@ class Tracker:
         journal.append(journal_records.End(Outcome.LOST, lost.reason, at, kept=False))
         self.sender.wake(at_once=True)
 
+    @kill_point("log retired trial")
     def retired(self, retired: Retired, *, at: int) -> None:
         """End the run of a trial that waited at a rung and will not go on."""
         name = f"{retired.number:04d}-{retired.attempt}-retired"

@@ -13,6 +13,7 @@ from typing import Any
 
 from optuna.trial import TrialState
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.measured import value_of
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.ranks import current
@@ -132,6 +133,7 @@ class TrialTracking:
             since = started.timestamp() if started else time.time()
             self._tracker.system_metrics.start(self._journal, since=since)
 
+    @kill_point("log params")
     def log_params(self) -> None:
         """Log the trial's parameters, once they are suggested."""
         self.journal.append(journal_records.Params(self._params()))
@@ -150,6 +152,7 @@ class TrialTracking:
         if self.journal.keep(path):
             self.journal.append(journal_records.Files())
 
+    @kill_point("publish run")
     def publish(self, result: RunResult, files: list[Path]) -> bool:
         """Write down what the trial made: its files, a complete one's best value, and its model where one is wanted.
 
@@ -236,6 +239,7 @@ class TrialTracking:
         self.journal.append(data)
         self.journal.append(journal_records.Tags({tag_names.DATA_SHA256: sha256}))
 
+    @kill_point("log model")
     def _log_model(self, result: RunResult) -> None:
         try:
             tags = write_model(
@@ -271,6 +275,7 @@ class TrialTracking:
             return f"refused: {refused}"
         return f"{PENDING}: on its way from {socket.gethostname()}"
 
+    @kill_point("finish run")
     def finish(self, outcome: Outcome, reason: str, *, kept: bool = False, at: int | None = None) -> None:
         """End the run as its trial ended. It ends there once all that was logged has arrived.
 

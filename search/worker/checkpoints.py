@@ -13,6 +13,7 @@ from typing import Any
 
 import tenacity
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.storage.checkpoints.pointers import Pointer, read_pointers
@@ -107,6 +108,7 @@ class TrialCheckpoints:
             *(self._claim.number, epoch + 1, error, where),
         )
 
+    @kill_point("remove superseded checkpoints")
     def committed(self) -> None:
         """Take note that the pending pointer is in the database, and remove the files that it supersedes."""
         if self.pending is None:
@@ -119,6 +121,7 @@ class TrialCheckpoints:
         self.pending = None
         self._remove([path for p in gone for path in (p.stored.path, *self._parts.pop(p.stored.path, ()))])
 
+    @kill_point("restore checkpoint")
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state that the database knows of and that can be trusted, or None to start anew.
 
@@ -159,6 +162,7 @@ class TrialCheckpoints:
         except OSError as error:
             self._warn(len(state["history"]) - 1, error)
 
+    @kill_point("fetch checkpoint")
     def _bring(self, pointer: Pointer) -> None:
         for path in (self._files.last_path, self._files.previous_path):
             if is_file(path, pointer.stored):
@@ -189,6 +193,7 @@ class TrialCheckpoints:
         self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
         self._sweep()
 
+    @kill_point("remove checkpoints")
     def forget(self, *, but_last: bool = False) -> None:
         """Remove all of it but the local `best.pt`: the trial is COMPLETE or PRUNED, and its best is published.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.fit import Where, fit
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
@@ -91,6 +92,7 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
     return job
 
 
+@kill_point("receive job")
 def _next(ranks: Ranks) -> Job | int:
     """What rank 0 says, on the others."""
     return _tell(ranks, 0)

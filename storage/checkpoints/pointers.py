@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import PENDING, TRACKING
 from hpsearch.storage.checkpoints.store import Stored
 
@@ -46,6 +47,7 @@ _ON_ITS_WAY = """
 _WORDS = {"tracking": TRACKING, "pending": PENDING}
 
 
+@kill_point("drop checkpoint pointers")
 def drop_pointers(engine: sa.Engine, study_id: int, *, number: int | None = None) -> None:
     """Forget the checkpoints of a study's COMPLETE and PRUNED trials, or of one of them: nobody goes on from them.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, one_line
 from hpsearch.storage.files import place
 from hpsearch.storage.files import sha256 as digest
@@ -87,6 +88,7 @@ class Checkpoints:
             self._fs.pipe_file(probe, b"hpsearch")
             self._fs.rm_file(probe)
 
+    @kill_point("upload checkpoint")
     def put(self, local: Path, *, name: str, sha256: str | None = None) -> Stored:
         """Keep a file under `name`; durable, and whole or not there, when this returns.
 

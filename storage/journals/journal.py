@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.files import sync_folder
 from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
 
@@ -118,6 +119,7 @@ class Journal:
         """Whether every reader has all of it."""
         return all(place.position.over for place in self.places.values())
 
+    @kill_point("append to journal")
     def append(self, record: Record) -> None:
         """Write a record. It is with the operating system when this returns: a killed process loses nothing.
 
@@ -266,6 +268,7 @@ class Place:
             self.ahead += len(entries) - len(ends)
             self.journal.drop_read()
 
+    @kill_point("record position")
     def moved(self, entries: Sequence[Entry]) -> None:
         """Note that these have arrived for good, and all that was taken; without any, note the position as it is."""
         self.taken(entries)

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import tenacity
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.health import is_away, is_duplicate
 from hpsearch.storage.mlflow.tag_names import REASON, STATE, STUDY, STUDY_ID, TRIAL
@@ -148,6 +149,7 @@ class Tracking:
         mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
         return self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
 
+    @kill_point("create run")
     def create_trial_run(
         self, study_name: str, number: int, *, parent: str, tags: Mapping[str, str], began: int | None = None
     ) -> str:
@@ -204,6 +206,7 @@ class Tracking:
         self.log(run_id, metrics=epoch_metrics(0, at, metrics), tags=tags)
 
     @_again
+    @kill_point("end run")
     def end_trial_run(self, run_id: str, outcome: Outcome, reason: str, *, at: int) -> None:
         """End a run as its trial ended, with the reason as a tag.
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
@@ -115,6 +116,7 @@ def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
 
 
+@kill_point("upload model")
 def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path) -> None:
     """Give a model its files, unless it has them; safe to repeat.
 
@@ -137,6 +139,7 @@ def upload_model(client: MlflowClient, model_id: str, run_id: str, folder: Path)
     client.finalize_logged_model(model_id, READY)
 
 
+@kill_point("create model")
 def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
     """Create the model of a run, without its files yet, and return its id; call it while nobody else does."""
     params = {key: str(value) for key, value in record.params.items()}

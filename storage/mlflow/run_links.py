@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import PENDING, TRACKING
 from hpsearch.storage.database.locks import run_lock
 from hpsearch.storage.journals.reader import TrialEnds
@@ -55,6 +56,7 @@ class RunLinks(TrialEnds):
         with self._engine.begin() as connection:
             connection.execute(_UNMARK, {"trials": list(trial_ids), "key": key})
 
+    @kill_point("record delivery")
     def delivered(self, trial_id: int, problem: str | None) -> None:
         """Note that all of a trial that can arrive has arrived, but for the `problem`."""
 
@@ -79,6 +81,7 @@ class TrialLinks:
         value = self._connection.execute(_READ, {"trial": self._trial_id, "key": key}).scalar()
         return None if value is None else str(json.loads(value))
 
+    @kill_point("record run")
     def note(self, attrs: Mapping[str, Any]) -> None:
         """Set attributes of the trial, whatever its state."""
         self._write(_NOTE, attrs)

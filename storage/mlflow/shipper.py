@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
@@ -111,6 +113,7 @@ class Shipper(Reader):
     def close(self) -> None:
         """Nothing: a request ends by itself."""
 
+    @kill_point("send records")
     def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
         """Send records, those that are logged in as few requests as possible."""
         batch = _Batch()
@@ -185,6 +188,7 @@ class Shipper(Reader):
         if batch.entries:
             place.moved(batch.entries)
 
+    @kill_point("log batch")
     def _log(self, place: Place, batch: _Batch) -> None:
         run = self._run(place)
         try:
@@ -285,9 +289,13 @@ class Shipper(Reader):
         if not place.journal.files.is_dir():
             return
         run = self._run(place)
-        self._tracking.client.log_artifacts(run, str(place.journal.files))
+        self._upload(run, place.journal.files)
         with self._links.locked(place.journal.head.trial) as noted:
             noted.note_system(artifact_attrs(run, sorted(path.name for path in place.journal.files.iterdir())))
+
+    @kill_point("upload files")
+    def _upload(self, run: str, folder: Path) -> None:
+        self._tracking.client.log_artifacts(run, str(folder))
 
     def _make_model(self, place: Place, record: journal_records.Model) -> None:
         client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(place)

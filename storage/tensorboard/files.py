@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.trials.settle import Outcome
 
@@ -74,6 +75,7 @@ class EventFiles:
         self._events.append(event)
         self._added.update(points)
 
+    @kill_point("write events")
     def flush(self) -> None:
         """Write what was added so that it survives a power cut.
 

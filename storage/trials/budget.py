@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from hpsearch.storage.database.locks import UNLESS_FROZEN
 from hpsearch.storage.database.statements import Database
@@ -219,6 +220,7 @@ _JUDGED_NOW = sa.text("""
 """)
 
 
+@kill_point("stop early")
 def give_up(
     engine: sa.Engine, study_id: int, *, gain: float, threshold: float, foreseen: Mapping[str, Any]
 ) -> GivenUp | None:

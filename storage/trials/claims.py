@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
+from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
 from hpsearch.storage.database.connect import each_committed
 from hpsearch.storage.database.retry import PATIENCE
@@ -150,6 +151,7 @@ class Claims:
         """Take note that the database was away until now: nobody could renew, and each gets its lease anew."""
         self._back_at = time.monotonic()
 
+    @kill_point("claim")
     def claim(self, *, open_new: bool = True) -> Claim | Lost | Retired | Nothing | Stopped:
         """Take a trial.
 
@@ -174,6 +176,7 @@ class Claims:
 
         return self._database.transaction(take)
 
+    @kill_point("write claim")
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
     ) -> Claim | Lost | Retired | Nothing | Stopped:
@@ -315,6 +318,7 @@ class Claims:
                 == 1
             )
 
+    @kill_point("report")
     def report(
         self,
         claim: Claim,
@@ -359,6 +363,7 @@ class Claims:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
         return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
 
+    @kill_point("record mid-epoch checkpoint")
     def keep(self, claim: Claim, epoch: int, checkpoint: Checkpoint) -> None:
         """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
 
@@ -383,6 +388,7 @@ class Claims:
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
 
+    @kill_point("reach rung")
     def reach(
         self, claim: Claim, rung: int, value: float | Sequence[float], *, system: Mapping[str, Any] | None = None
     ) -> Standing:
@@ -429,6 +435,7 @@ class Claims:
         with each_committed(self._engine) as connection:
             connection.execute(sql.EXPIRE, {"trial": claim.trial_id, "attempt": claim.attempt})
 
+    @kill_point("record outcome")
     def settle(
         self,
         claim: Claim,

@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hpsearch.kill_points import KILL_POINTS
+
+PLACES = {*KILL_POINTS, "training", "suggest", "loading"}  # the last three are in the objectives of the tests
 OUTSIDE = -1  # no trial: what a command does beside them
 
 
@@ -28,7 +31,7 @@ class Order:
     """What to do at a point.
 
     Attributes:
-        point: where, as in `tests.faults.puppet.POINTS`, or `training` for the objective's own code.
+        point: a name in `hpsearch.kill_points`, or a place in the objective's own code.
         action: a key of `ACTIONS`.
         trial, attempt: in which attempt at which trial, `OUTSIDE` all of them; attempt 0 is any.
         epoch: in which epoch; None is any.
@@ -45,6 +48,9 @@ class Order:
     when: str = "before"
     nth: int = 1
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.point in PLACES, self.point
 
 
 class _Sending(threading.local):

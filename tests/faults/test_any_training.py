@@ -49,7 +49,10 @@ def test_a_killed_worker_changes_no_bit(arena: Arena, title: str, monkeypatch: p
     path = arena.folder / "recipe.py"
     path.write_text(CASES[title])
     reference = f"{path}:{name_in(CASES[title])}"
-    write(arena.orders, [Order("report", "kill", trial=1, nth=2), Order("save", "kill", trial=4, nth=3, when="after")])
+    write(
+        arena.orders,
+        [Order("report", "kill", trial=1, nth=2), Order("save checkpoint", "kill", trial=4, nth=3, when="after")],
+    )
     few = ("--trials", str(TRIALS), "--epochs", str(EPOCHS), "--retries", "2", "--workers", "0")
     arena.run("run", reference, "--name", NAME, "--sampler", "random", "--pruner", "median",
               "--pruner-option", "n_startup_trials=2", "--pruner-option", "n_warmup_steps=1", *few)  # fmt: skip

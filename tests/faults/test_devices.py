@@ -71,9 +71,9 @@ def undisturbed(arena: Arena, together: dict[int, Values], n_trials: int, **more
 KILLS = [
     Order("training", "kill", trial=0, epoch=1, nth=2, rank=1),
     Order("training", "kill", trial=1, epoch=2, nth=2),
-    Order("epoch", "kill", trial=2, nth=1, rank=1),
-    Order("epoch", "kill", trial=3, nth=3, when="after", rank=1),
-    Order("save", "kill", trial=4, nth=2),
+    Order("train epoch", "kill", trial=2, nth=1, rank=1),
+    Order("train epoch", "kill", trial=3, nth=3, when="after", rank=1),
+    Order("save checkpoint", "kill", trial=4, nth=2),
     Order("report", "kill", trial=5, nth=2, when="after"),
 ]
 
@@ -89,9 +89,10 @@ def test_any_process_is_killed_at_any_point(arena: Arena, together: dict[int, Va
 
 IN_PARTS = {"STRATEGY": "fsdp"}
 KILLS_IN_PARTS = [
-    Order("shards", "kill", trial=0, nth=2, rank=1),
-    Order("shards", "kill", trial=1, nth=2, when="after"),
-    Order("put", "kill", trial=2, nth=7),  # two of the three parts of the second epoch are put, and not their file
+    Order("write shards", "kill", trial=0, nth=2, rank=1),
+    Order("write shards", "kill", trial=1, nth=2, when="after"),
+    # Two of the three parts of the second epoch are uploaded, and not their file.
+    Order("upload checkpoint", "kill", trial=2, nth=7),
 ]
 
 

@@ -23,12 +23,12 @@ def test_a_full_disk_costs_checkpoints_and_no_trial(
 ) -> None:
     """Trial 0 never has room again; trial 1 has in its third epoch, and is killed in its fourth."""
     orders = [
-        Order("save", "fill the disk", trial=0, epoch=1),
-        Order("publish", "free the disk", trial=0),
-        Order("save", "fill the disk", trial=1, epoch=0),
-        Order("save", "free the disk", trial=1, epoch=2),
+        Order("save checkpoint", "fill the disk", trial=0, epoch=1),
+        Order("publish run", "free the disk", trial=0),
+        Order("save checkpoint", "fill the disk", trial=1, epoch=0),
+        Order("save checkpoint", "free the disk", trial=1, epoch=2),
         Order("training", "kill", trial=1, epoch=3),
-        Order("save", "fill the disk", trial=2, epoch=1),
+        Order("save checkpoint", "fill the disk", trial=2, epoch=1),
         Order("training", "kill", trial=2, epoch=3),
     ]
     arena.create(3, orders)

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]
 # Where a worker freezes: what it does first when it wakes up is what must not get through.
 POINTS = [
     ("training", "before", 1),
-    ("write", "after", 1),
-    ("put", "before", 2),
-    ("put", "after", 2),
+    ("write checkpoint file", "after", 1),
+    ("upload checkpoint", "before", 2),
+    ("upload checkpoint", "after", 2),
     ("report", "before", 1),
-    ("publish", "before", None),
-    ("settle", "before", None),
+    ("publish run", "before", None),
+    ("record outcome", "before", None),
 ]
 
 
@@ -69,7 +69,7 @@ def test_a_worker_that_freezes_within_a_claim_holds_up_nobody(
     arena: Arena, undisturbed: Callable[[int], list[list[float]]]
 ) -> None:
     """It has the lock that every claim takes: the server ends its transaction, and it claims again when it wakes up."""
-    arena.create(3, [Order("in claim", "freeze", trial=1, when="after")])
+    arena.create(3, [Order("write claim", "freeze", trial=1, when="after")])
 
     def replace(running: list[Worker]) -> None:
         for worker in arena.frozen():

@@ -15,34 +15,39 @@ Point = tuple[str, str, int | None]  # point, before or after, epoch
 # Where the worker of each trial is killed, and who takes the trial up after it.
 LOST: list[list[Point]] = [
     [("claim", "after", None), ("suggest", "before", None), ("log params", "before", None)],
-    [("training", "before", 0), ("write", "after", 1), ("committed", "after", 2)],
-    [("report", "before", 0), ("put", "before", 1), ("training", "before", 2)],
-    [("put", "after", 1), ("report", "after", 1), ("report", "after", 3)],
-    [("publish", "before", None), ("model", "after", None), ("settle", "before", None)],
-    [("training", "before", 2), ("bring", "after", None), ("restore", "after", None), ("epoch", "before", None)],
+    [("training", "before", 0), ("write checkpoint file", "after", 1), ("remove superseded checkpoints", "after", 2)],
+    [("report", "before", 0), ("upload checkpoint", "before", 1), ("training", "before", 2)],
+    [("upload checkpoint", "after", 1), ("report", "after", 1), ("report", "after", 3)],
+    [("publish run", "before", None), ("log model", "after", None), ("record outcome", "before", None)],
+    [
+        ("training", "before", 2),
+        ("fetch checkpoint", "after", None),
+        ("restore checkpoint", "after", None),
+        ("train epoch", "before", None),
+    ],
 ]
 # Where that costs no attempt: in a transaction there is no trial yet, and what is settled stays so.
 FREE: list[Point] = [
-    ("in claim", "after", None),
-    ("settle", "after", None),
-    ("finish", "after", None),
-    ("forget", "after", None),
+    ("write claim", "after", None),
+    ("record outcome", "after", None),
+    ("finish run", "after", None),
+    ("remove checkpoints", "after", None),
 ]
 
 # Where the sender, a thread of the same process, is killed with it; the trial that is trained meanwhile is lost too.
 SENDING = [
-    ("ship", "after"),
+    ("send records", "after"),
     ("create run", "before"),
     ("create run", "after"),
-    ("note run", "after"),  # not committed yet
-    ("send", "before"),
-    ("send", "after"),
-    ("shipped", "before"),
-    ("upload", "before"),
-    ("upload", "after"),
+    ("record run", "after"),  # not committed yet
+    ("log batch", "before"),
+    ("log batch", "after"),
+    ("record position", "before"),
+    ("upload files", "before"),
+    ("upload files", "after"),
     ("end run", "before"),
     ("end run", "after"),
-    ("delivered", "after"),
+    ("record delivery", "after"),
 ]
 # The same of trials that have a model, which costs them most.
 SENDING_MODELS = [
@@ -50,8 +55,8 @@ SENDING_MODELS = [
     ("create model", "after"),
     ("upload model", "before"),
     ("upload model", "after"),
-    ("delivered", "before"),
-    ("drop pointers", "before"),
+    ("record delivery", "before"),
+    ("drop checkpoint pointers", "before"),
 ]
 
 pytestmark = [pytest.mark.faults, pytest.mark.xdist_group("faults")]

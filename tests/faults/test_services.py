@@ -22,7 +22,7 @@ def test_postgres_is_killed_and_away_for_longer_than_a_lease(
 ) -> None:
     """One worker is in mid-epoch, one about to settle; no attempt is lost over it."""
     arena = broken_arena
-    arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("settle", "hang", trial=1)])
+    arena.create(4, [Order("training", "hang", trial=0, epoch=1), Order("record outcome", "hang", trial=1)])
     workers = [arena.start() for _ in range(2)]
     wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to be in the middle")
     breakable.away_for_longer_than_a_lease(arena, workers)
@@ -55,7 +55,7 @@ def test_mlflow_goes_away_and_comes_back(arena: Arena, undisturbed: Callable[[in
     """In mid-trial; the trial goes on at once, and once it is back nothing is missing there."""
     with wire(arena.tracking_uri) as (line, uri):
         arena.tracking_uri, direct = uri, arena.tracking_uri
-        orders = [Order("training", "hang", trial=0, epoch=1), Order("publish", "hang until mended", trial=0)]
+        orders = [Order("training", "hang", trial=0, epoch=1), Order("publish run", "hang until mended", trial=0)]
         arena.create(2, orders)
         worker = arena.start()
         wait_for(lambda: arena.obeyed(0), "the worker to be in mid-epoch")

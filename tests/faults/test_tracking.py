@@ -100,7 +100,10 @@ def test_a_trial_killed_three_times_on_three_machines_has_one_run_and_one_model(
 def test_a_winner_whose_machine_is_gone_has_a_model(arena: Arena, undisturbed: Undisturbed, by: str) -> None:
     """Its worker dies with its trial settled and nothing sent; the machine and its outbox are never seen again."""
     arena.models = None
-    orders = [Order("finish", "kill", trial=0, when="after"), Order("send", "hang until mended", trial=0, attempt=0)]
+    orders = [
+        Order("finish run", "kill", trial=0, when="after"),
+        Order("log batch", "hang until mended", trial=0, attempt=0),
+    ]
     trials = 1 if by == "sync" else 2
     arena.create(trials, orders, settings=f"--checkpoint-url {arena.folder / 'shared'}")
     (gone := arena.folder / "gone").mkdir()
@@ -161,8 +164,8 @@ def test_the_outbox_has_no_room(arena: Arena, undisturbed: Undisturbed) -> None:
     """Its disk is full when two of the epochs are logged: they arrive all the same, by way of memory."""
     orders = []
     for nth in (3, 5):  # after the journal's head and the parameters come the epochs
-        orders.append(Order("append", "fill the outbox", trial=0, nth=nth))
-        orders.append(Order("append", "free the disk", trial=0, nth=nth, when="after"))
+        orders.append(Order("append to journal", "fill the outbox", trial=0, nth=nth))
+        orders.append(Order("append to journal", "free the disk", trial=0, nth=nth, when="after"))
     arena.create(1, orders)
     arena.work(1)
     assert all(arena.obeyed(index) for index in range(4))

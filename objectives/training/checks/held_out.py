@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
@@ -39,6 +40,7 @@ class Restored:
         """Loss and metrics on the validation split, which the run has seen."""
         return self._score(self.splits.val)
 
+    @kill_point("evaluate test set")
     def test(self) -> dict[str, float]:
         """Loss and metrics on the test split: what is seen once cannot be unseen."""
         return self._score(self.splits.test)

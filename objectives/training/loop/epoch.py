@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.batches import Pending
@@ -122,6 +123,7 @@ class EpochSums:
         self.seconds, self._lr = state["seconds"], state["lr"]
 
 
+@kill_point("train epoch")
 def train_epoch(
     run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = nothing
 ) -> Trained:

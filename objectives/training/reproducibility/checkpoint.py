@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hpsearch.kill_points import kill_point
+
 log = logging.getLogger("hpsearch.objectives.training")
 
 _LABEL = b"sha256:"
@@ -51,6 +53,7 @@ def write(path: Path, state: dict[str, Any], *, synced: bool = True) -> None:
         _sync_folder(path.parent)
 
 
+@kill_point("write checkpoint file")
 def _save(state: dict[str, Any], path: Path) -> None:
     try:
         with path.open("wb") as file:
@@ -194,6 +197,7 @@ class RunFiles:
             raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
         return state
 
+    @kill_point("save checkpoint")
     def save(self, state: dict[str, Any], *, best: bool, last: bool = True) -> None:
         """Write the state after an epoch: `best.pt` if it is the best, a snapshot if one is due, and `last.pt`.
 

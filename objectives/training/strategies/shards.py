@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility import checkpoint
 
@@ -32,6 +33,7 @@ def size(value: Any) -> int:
     return sum(map(size, value)) if isinstance(value, (list, tuple)) else 0
 
 
+@kill_point("write shards")
 def write(parts: dict[str, Any], place: Path, ranks: Ranks) -> dict[str, Any] | None:
     """Write each rank's sharded tensors to a new folder in `place`.
 

@@ -99,7 +99,13 @@ def test_a_long_epoch_is_saved_in_its_midst_each_so_often(arena: Arena, undistur
     assert steps_of(arena) == {(0, step): 1 for step in range(1, STEPS + 1)}, "a step that was killed was not taken"
 
 
-KILLED = [("keep", "before"), ("keep", "after"), ("write", "before"), ("write", "after"), ("put", "after")]
+KILLED = [
+    ("record mid-epoch checkpoint", "before"),
+    ("record mid-epoch checkpoint", "after"),
+    ("write checkpoint file", "before"),
+    ("write checkpoint file", "after"),
+    ("upload checkpoint", "after"),
+]
 
 
 def test_killed_at_each_step_of_saving_within_an_epoch(arena: Arena, undisturbed: Undisturbed) -> None:
@@ -115,7 +121,7 @@ def test_killed_at_each_step_of_saving_within_an_epoch(arena: Arena, undisturbed
 
 def test_who_froze_before_saving_within_an_epoch_changes_nothing(arena: Arena, undisturbed: Undisturbed) -> None:
     orders = [
-        Order("keep", "freeze", trial=0, epoch=1, nth=2),
+        Order("record mid-epoch checkpoint", "freeze", trial=0, epoch=1, nth=2),
         Order("training", "hang", trial=0, attempt=2, epoch=2),
     ]
     arena.create(1, orders)

@@ -61,7 +61,7 @@ def train(arena: Arena, *orders: Order) -> None:
 def test_a_killed_worker_changes_no_bit_of_the_table_and_the_test_set_opens_once(
     arena: Arena, study: StoredStudy
 ) -> None:
-    killed = Order("epoch", "kill", trial=2, epoch=1)
+    killed = Order("train epoch", "kill", trial=2, epoch=1)
     train(arena, killed)
     assert arena.obeyed(0)
     assert outcomes(study, HELD) == ["complete"] * 4 + ["lost"]
@@ -177,7 +177,7 @@ def test_weights_that_are_not_the_trials_open_nothing(arena: Arena, study: Store
 
 @pytest.mark.parametrize("study", [2], indirect=True)
 def test_a_death_between_opening_and_scores_is_gone_on_with(arena: Arena, study: StoredStudy) -> None:
-    write(arena.orders, [Order("score test", "kill", trial=OUTSIDE, attempt=0)])
+    write(arena.orders, [Order("evaluate test set", "kill", trial=OUTSIDE, attempt=0)])
     arena.run("open-test", NAME, "--yes", "--unconfirmed", code=-signal.SIGKILL)
     write(arena.orders, [])
     opening = read_opening(study.storage.engine, study.study_id)

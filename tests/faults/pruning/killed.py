@@ -9,8 +9,18 @@ from tests.faults.invariants import Trial
 from tests.faults.orders import Order
 
 # Where a worker is killed in the attempt that comes to the first rung, and in the one that was promoted from it.
-COMING = [("report", "before", 0), ("report", "after", 0), ("reach", "before", 0), ("put", "after", 0)]
-PROMOTED = [("claim", "after"), ("restore", "before"), ("restore", "after"), ("log params", "before")]
+COMING = [
+    ("report", "before", 0),
+    ("report", "after", 0),
+    ("reach rung", "before", 0),
+    ("upload checkpoint", "after", 0),
+]
+PROMOTED = [
+    ("claim", "after"),
+    ("restore checkpoint", "before"),
+    ("restore checkpoint", "after"),
+    ("log params", "before"),
+]
 
 
 def kills(quiet: Arena, expected: Sequence[Trial]) -> tuple[list[Order], list[list[str]]]:
@@ -27,13 +37,13 @@ def kills(quiet: Arena, expected: Sequence[Trial]) -> tuple[list[Order], list[li
         story = ["lost", *trial.outcomes]
         if trial.outcomes[0] == "paused":  # what is settled costs nothing
             orders.append(
-                Order("reach", "kill", trial=trial.number, attempt=2, when="after", nth=1 + first[trial.number])
+                Order("reach rung", "kill", trial=trial.number, attempt=2, when="after", nth=1 + first[trial.number])
             )
         if len(trial.outcomes) > 1:
             point, when = PROMOTED[trial.number % len(PROMOTED)]
             orders.append(Order(point, "kill", trial=trial.number, attempt=3, when=when))
             story.insert(2, "lost")
         elif trial.state == "PRUNED":
-            orders.append(Order("retired", "kill", trial=trial.number, attempt=2))
+            orders.append(Order("log retired trial", "kill", trial=trial.number, attempt=2))
         outcomes.append(story)
     return orders, outcomes

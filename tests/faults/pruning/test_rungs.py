@@ -43,7 +43,7 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
 
 def test_the_frozen_promote_nobody_when_they_wake_up(arena: Arena, undisturbed: Undisturbed) -> None:
     """Frozen before they come to a rung, and after; others have their trials, and go on, meanwhile."""
-    points = [("reach", "before"), ("reach", "after"), ("report", "after")]
+    points = [("reach rung", "before"), ("reach rung", "after"), ("report", "after")]
     orders = [Order(point, "freeze", trial=number, when=when) for number, (point, when) in enumerate(points)]
     arena.create(N_TRIALS, orders, settings=ASHA)
 
@@ -70,7 +70,7 @@ def test_postgres_is_killed_while_a_trial_comes_to_a_rung_and_one_is_promoted(
     broken_arena: Arena, breakable: Breakable, undisturbed: Undisturbed
 ) -> None:
     arena = broken_arena
-    orders = [Order("reach", "hang", trial=2), Order("reach", "hang", trial=3)]
+    orders = [Order("reach rung", "hang", trial=2), Order("reach rung", "hang", trial=3)]
     arena.create(N_TRIALS, orders, settings=ASHA)
     workers = [arena.start() for _ in range(2)]
     wait_for(lambda: arena.obeyed(0) and arena.obeyed(1), "the workers to come to a rung")

@@ -101,7 +101,10 @@ def test_killed_at_every_step_between_report_and_promotion(arena: Arena, undistu
 
 def test_one_of_three_workers_is_killed(arena: Arena, undisturbed: Undisturbed) -> None:
     n_trials = 9
-    orders = [Order("reach", "kill", trial=3, when="after"), Order("report", "kill", trial=5, when="after", epoch=0)]
+    orders = [
+        Order("reach rung", "kill", trial=3, when="after"),
+        Order("report", "kill", trial=5, when="after", epoch=0),
+    ]
     arena.create(n_trials, orders, settings=ASHA, objective=OBJECTIVE)
     arena.work(3)
     assert arena.obeyed(0)

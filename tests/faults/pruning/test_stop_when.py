@@ -53,7 +53,7 @@ def attrs_of(arena: Arena) -> dict[str, Any]:
 
 def killed(arena: Arena, when: str) -> None:
     """Let a worker come so far, and die there."""
-    write(arena.orders, [Order("give up", "kill", trial=OUTSIDE, attempt=0, when=when)])
+    write(arena.orders, [Order("stop early", "kill", trial=OUTSIDE, attempt=0, when=when)])
     worker = arena.start()
     wait_for(lambda: arena.reap() or worker.ended, "a worker to be killed")
     assert worker.exit_code == -signal.SIGKILL, arena.tell("nobody gave up")
