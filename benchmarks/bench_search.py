@@ -127,7 +127,7 @@ class Bench:
         flags += [f"--epochs={self.epochs}", f"--workers={self.workers}", "--no-default-first"]
         if self.configurations:
             settings, objective = load_for_search(settings)
-            study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
+            study, _ = prepare_study(find_services({"home": str(self.home)}), settings, objective)
             self._enqueue(study.open())
         return [[sys.executable, "-m", "hpsearch", "run", OBJECTIVE, *flags]], "hpsearch"
 

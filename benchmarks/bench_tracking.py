@@ -241,7 +241,7 @@ class Bench:
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
         settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
         settings, objective = load_for_search(settings | {"n_trials": workers * (trials + 1)})
-        study, _ = prepare_study(find_services(None, None, home=str(self.home)), settings, objective)
+        study, _ = prepare_study(find_services({"home": str(self.home)}), settings, objective)
         command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, study.spec.name, str(trials)]
         environment = {
             **own_environment(),

@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from hpsearch.search.errors import SearchError
+from hpsearch.search.errors import SearchError, nearest
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import home_dir
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.health import TrackingAwayError, check_server
-from hpsearch.storage.urls import normalise
+from hpsearch.storage.urls import Addresses, normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
 DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
@@ -32,8 +33,19 @@ class Services:
     storage_url: str
     tracking_uri: str | None
     dashboard_url: str | None
+    checkpoint_url: str | None = None  # that was given; without it the study's own is used
     embedded: bool = False
     tracking_away: str | None = None  # why the tracking server does not answer
+
+    @property
+    def addresses(self) -> Addresses:
+        """The addresses for a worker."""
+        return {
+            "storage_url": self.storage_url,
+            "tracking_uri": self.tracking_uri,
+            "checkpoint_url": self.checkpoint_url,
+            "home": str(self.home),
+        }
 
     def open_tracking(self, uri: str | None = None) -> Tracking:
         """Return the tracking server, by default the one that was given."""
@@ -42,47 +54,59 @@ class Services:
         return Tracking(address, ui_url=os.environ.get(MLFLOW_UI_URL))
 
 
+def with_environment(where: Addresses) -> Addresses:
+    """Return the given addresses; the environment has those that are missing (HPSEARCH_STORAGE_URL and so on).
+
+    Raises:
+        SearchError: a name is none of an address, for instance a misspelt one.
+    """
+    known = Addresses.__annotations__
+    if unknown := sorted(where.keys() - known.keys()):
+        raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+    found: Any = {name: where.get(name) or os.environ.get(f"HPSEARCH_{name.upper()}") or None for name in known}
+    return cast(Addresses, found)
+
+
 def find_services(
-    storage_url: str | None,
-    tracking_uri: str | None,
+    where: Addresses,
     *,
-    home: str | None = None,
     both: bool = False,
     tracking_required: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Services:
-    """Return the given services, checked, or the embedded stack's, started if need be.
+    """Return the services at these addresses, checked, or the embedded stack's, started if need be.
 
     Args:
-        storage_url: Postgres of the studies, or None.
-        tracking_uri: MLflow server, or None.
-        home: folder of the embedded stack, checkpoints and logs; by default the user's.
-        both: whether a given database without the address of a tracking server will not do.
+        where: addresses that were given.
+        both: whether a database without the address of a tracking server is rejected.
         tracking_required: whether that server has to answer now.
-        progress: is told what is being done.
+        progress: receives each step.
 
     Raises:
         SearchError: only one of the two URLs was given where both are needed.
         StorageError: a service cannot be used.
     """
-    check_pair(storage_url, tracking_uri, both=both)
-    directory = home_dir(home)
-    if storage_url is None:
+    check_pair(where, both=both)
+    directory, checkpoint_url = home_dir(where.get("home")), where.get("checkpoint_url")
+    if (storage_url := where.get("storage_url")) is None:
         info = stack.up(directory, dashboard=DASHBOARD, progress=progress)
-        return Services(directory, info.storage_url, info.tracking_uri, info.dashboard_url, embedded=True)
-    url = normalise(storage_url)
+        return Services(
+            directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, embedded=True
+        )
+    url, uri = normalise(storage_url), where.get("tracking_uri")
     check_database(url)
-    away = None if tracking_uri is None else why_away(tracking_uri, required=tracking_required)
-    return Services(directory, url, tracking_uri, os.environ.get(DASHBOARD_URL), tracking_away=away)
+    away = None if uri is None else why_away(uri, required=tracking_required)
+    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_away=away)
 
 
-def check_pair(storage_url: str | None, tracking_uri: str | None, *, both: bool = True) -> None:
-    """Refuse one of the two URLs without the other, and a database that is none of Postgres; no service is asked.
+def check_pair(where: Addresses, *, both: bool = True) -> None:
+    """Reject one of the two URLs without the other, and a database that is not a Postgres; no service is asked.
 
     Raises:
         SearchError: only one of the two URLs was given where `both` are needed.
         StorageError: the database's URL is no URL of a Postgres.
     """
+    storage_url, tracking_uri = where.get("storage_url"), where.get("tracking_uri")
     if storage_url is not None:
         normalise(storage_url)
     for given, missing, flags in (

@@ -1,8 +1,9 @@
-"""Database URLs: one spelling inside, no password outside."""
+"""Addresses of services; database URLs have one spelling inside and no password outside."""
 
 from __future__ import annotations
 
 import re
+from typing import TypedDict
 from urllib.parse import quote, unquote, urlsplit
 
 from hpsearch.storage.errors import StorageError
@@ -12,6 +13,22 @@ DRIVER = "postgresql+psycopg2"
 _POSTGRES = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
 _PASSWORD = re.compile(r"(://[^:/@?]*):.*@", re.DOTALL)
 _PASSWORD_IN_QUERY = re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE)
+
+
+class Addresses(TypedDict, total=False):
+    """Where studies, runs and checkpoints are kept; None is the study's own, or the embedded stack's.
+
+    Attributes:
+        storage_url: Postgres of the studies.
+        tracking_uri: MLflow server.
+        checkpoint_url: folder or fsspec URL of the checkpoints.
+        home: folder of the embedded stack, run directories and logs.
+    """
+
+    storage_url: str | None
+    tracking_uri: str | None
+    checkpoint_url: str | None
+    home: str | None
 
 
 def normalise(url: str, *, setting: str = "--storage-url") -> str:

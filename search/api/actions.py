@@ -206,7 +206,7 @@ def what_goes(study: StoredStudy) -> str:
     return what + (", and the record that its test set was opened" if opened else "")
 
 
-def delete_study(services: Services, study: StoredStudy, checkpoint_url: str | None) -> list[str]:
+def delete_study(services: Services, study: StoredStudy) -> list[str]:
     """Delete a study with its finalists, checkpoints and files here; return the names of what was deleted.
 
     Raises:
@@ -216,7 +216,7 @@ def delete_study(services: Services, study: StoredStudy, checkpoint_url: str | N
     gone = with_finalists(study)
     for each in gone:
         folders = runs_folder(services.home / "runs", each), outbox_folder(services.home, each)
-        checkpoints = open_checkpoints(each, services.home, checkpoint_url)
+        checkpoints = open_checkpoints(each, services.home, services.checkpoint_url)
         each.storage.delete_study(each.study_id)
         checkpoints.forget()
         for folder in folders:

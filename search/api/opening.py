@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import optuna
 
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.errors import SearchError, nearest
 from hpsearch.search.promotion.registry_watch import notice
-from hpsearch.search.services import Services, find_services
+from hpsearch.search.services import Services, find_services, with_environment
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
-from hpsearch.search.worker.options import Addresses
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking
@@ -25,6 +22,7 @@ from hpsearch.storage.mlflow.health import check_server, describe_error
 from hpsearch.storage.records.promotions import promotions_of
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.trials.history import read_progress
+from hpsearch.storage.urls import Addresses
 
 
 def tell_mlflow(services: Services, study: StoredStudy, tell: Callable[[Tracking], object]) -> None:
@@ -87,36 +85,6 @@ class Settings(Addresses, total=False):
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where studies, runs and checkpoints are kept; what is None is the study's own, or the embedded stack's."""
-
-    storage_url: str | None
-    tracking_uri: str | None
-    checkpoint_url: str | None
-    home: str | None
-
-    @classmethod
-    def given(cls, addresses: Addresses) -> Self:
-        """Return what was given, with the settings of the environment where nothing was.
-
-        Raises:
-            SearchError: something else was given, such as a setting whose name is misspelt.
-        """
-        if unknown := sorted(addresses.keys() - Addresses.__annotations__.keys()):
-            raise SearchError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], Addresses.__annotations__)}")
-
-        def one(name: str, value: str | None) -> str | None:
-            return value or os.environ.get(f"HPSEARCH_{name}") or None
-
-        return cls(
-            one("STORAGE_URL", addresses.get("storage_url")),
-            one("TRACKING_URI", addresses.get("tracking_uri")),
-            one("CHECKPOINT_URL", addresses.get("checkpoint_url")),
-            one("HOME", addresses.get("home")),
-        )
-
-
-@dataclass(frozen=True)
 class StudyRow:
     """One study in a list.
 
@@ -156,19 +124,23 @@ class StudyRow:
     ours: bool = True
 
 
-def open_services(where: Where, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
+def open_services(where: Addresses, progress: Callable[[str], None] | None = None) -> tuple[Services, PostgresStorage]:
     """Return the services and the study storage.
 
     Raises:
         StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    tracking_uri = where.tracking_uri if where.storage_url else None
-    services = find_services(where.storage_url, tracking_uri, home=where.home, progress=progress or (lambda _: None))
+    where = with_environment(where)
+    if not where.get("storage_url"):
+        where = {**where, "tracking_uri": None}
+    services = find_services(where, progress=progress or (lambda _: None))
     return services, open_storage(services.storage_url, application_name="hpsearch read")
 
 
-def open_study(name: str, where: Where, progress: Callable[[str], None] | None = None) -> tuple[StoredStudy, Services]:
+def open_study(
+    name: str, where: Addresses, progress: Callable[[str], None] | None = None
+) -> tuple[StoredStudy, Services]:
     """Return a stored study and where it is kept.
 
     Raises:
@@ -179,7 +151,7 @@ def open_study(name: str, where: Where, progress: Callable[[str], None] | None =
     return load_study(storage, name), services
 
 
-def list_studies(where: Where) -> list[StudyRow]:
+def list_studies(where: Addresses) -> list[StudyRow]:
     """Return a row for each study, by name; what was promoted in the MLflow UI is recorded first.
 
     Raises:

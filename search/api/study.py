@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hpsearch.search.errors import SearchError
+from hpsearch.storage.urls import Addresses
 
 if TYPE_CHECKING:
     import optuna
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpsearch.search.study.steering import Extended
     from hpsearch.search.study.study import StoredStudy
     from hpsearch.search.study.summary import Summary
-    from hpsearch.search.worker.options import Addresses, WorkerOptions, Working
+    from hpsearch.search.worker.options import WorkerOptions, Working
 
 
 class Study:
@@ -52,11 +52,10 @@ class Study:
         study.promote()
     """
 
-    def __init__(self, stored: StoredStudy, services: Services, *, checkpoint_url: str | None = None) -> None:
+    def __init__(self, stored: StoredStudy, services: Services) -> None:
         self.name = stored.spec.name
         self._services = services
         self._storage = stored.storage
-        self._checkpoint_url = checkpoint_url
         self._is_new = False
 
     # --- create and open ---
@@ -85,8 +84,7 @@ class Study:
         from hpsearch.search.spec.settings import check_settings, named, read_spec_file
 
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
-        addresses = ("storage_url", "tracking_uri", "checkpoint_url", "home")
-        where: Any = {key: given.pop(key) for key in addresses if key in given}
+        where: Any = {key: given.pop(key) for key in Addresses.__annotations__ if key in given}
         if spec is not None:
             given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
         if objective is not None:
@@ -98,15 +96,14 @@ class Study:
         given = named(given)
         check_settings(given)
 
-        from hpsearch.search.api.opening import Where
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import begin_search
+        from hpsearch.search.services import with_environment
         from hpsearch.search.worker.options import WorkerOptions
 
-        there = Where.given(where)
-        options = WorkerOptions(**asdict(there))
+        options = WorkerOptions(**with_environment(where))
         services, stored, created = begin_search(given, options, PlainConsole(), enqueue)
-        study = cls(stored, services, checkpoint_url=there.checkpoint_url)
+        study = cls(stored, services)
         study._is_new = created
         return study
 
@@ -117,22 +114,20 @@ class Study:
         Example:
             study = Study.open("example")
         """
-        from hpsearch.search.api.opening import Where, open_study
+        from hpsearch.search.api.opening import open_study
 
-        there = Where.given(where)
-        return cls(*open_study(name, there, progress), checkpoint_url=there.checkpoint_url)
+        return cls(*open_study(name, where, progress))
 
     @classmethod
     def _unsent(cls, name: str | None = None, **where: Unpack[Addresses]) -> list[Study]:
         """Return the studies with records on this machine that were not sent yet, or the study of that name."""
-        from hpsearch.search.api.opening import Where, open_services
+        from hpsearch.search.api.opening import open_services
         from hpsearch.search.run.sync import waiting_studies
         from hpsearch.search.study.study import load_study
 
-        there = Where.given(where)
-        services, storage = open_services(there)
+        services, storage = open_services(where)
         found = waiting_studies(storage, services.home) if name is None else [load_study(storage, name)]
-        return [cls(stored, services, checkpoint_url=there.checkpoint_url) for stored in found]
+        return [cls(stored, services) for stored in found]
 
     # --- run ---
 
@@ -170,7 +165,7 @@ class Study:
         load_ahead(workers)
         from hpsearch.search.worker.options import WorkerOptions
 
-        return WorkerOptions(checkpoint_url=self._checkpoint_url, **how)
+        return WorkerOptions(**self._services.addresses, **how)
 
     def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
@@ -195,10 +190,7 @@ class Study:
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
-        options = WorkerOptions(
-            storage_url=self._services.storage_url, tracking_uri=self._services.tracking_uri,
-            checkpoint_url=self._checkpoint_url, home=str(self._services.home), device=device, **how,
-        )  # fmt: skip
+        options = WorkerOptions(**self._services.addresses, device=device, **how)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
@@ -647,7 +639,7 @@ class Study:
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.sync import sync_study
 
-        return sync_study(self._services, self._stored, self._checkpoint_url, PlainConsole())
+        return sync_study(self._services, self._stored, PlainConsole())
 
     def gc(self, keep_top: int = 5, *, dry_run: bool = True) -> list[Garbage]:
         """Return the surplus models, leftover checkpoints and old run directories of the study.
@@ -688,7 +680,7 @@ def list_studies(**where: Unpack[Addresses]) -> list[StudyRow]:
     """
     from hpsearch.search.api import opening
 
-    return opening.list_studies(opening.Where.given(where))
+    return opening.list_studies(where)
 
 
 def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
@@ -701,9 +693,8 @@ def delete_study(name: str, **where: Unpack[Addresses]) -> list[str]:
     """
     from hpsearch.search.api import actions, opening
 
-    there = opening.Where.given(where)
-    stored, services = opening.open_study(name, there)
-    return actions.delete_study(services, stored, there.checkpoint_url)
+    stored, services = opening.open_study(name, where)
+    return actions.delete_study(services, stored)
 
 
 def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:

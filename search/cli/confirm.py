@@ -52,7 +52,7 @@ def finalists(
     from hpsearch.search.fleet.fork import load_ahead
     from hpsearch.search.services import check_pair
 
-    check_pair(where["storage_url"], where["tracking_uri"])  # before anything is loaded
+    check_pair(where)  # before anything is loaded
 
     load_ahead(workers)  # while this process loads what it needs itself
 
@@ -238,7 +238,7 @@ def serve_check(
     from hpsearch.search.services import find_services
     from hpsearch.storage.study_storage.storage import open_storage
 
-    services = find_services(storage_url, tracking_uri, home=home)
+    services = find_services({"storage_url": storage_url, "tracking_uri": tracking_uri, "home": home})
     if services.tracking_uri is None:
         raise SearchError("--tracking-uri is missing: give the MLflow server that has the model")
     storage = open_storage(services.storage_url, application_name="hpsearch serve-check")

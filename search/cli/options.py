@@ -16,7 +16,8 @@ from hpsearch.search.spec import spec as specs
 from hpsearch.search.spec.kinds import Kind
 from hpsearch.search.spec.multi_objective import USUAL
 from hpsearch.search.spec.settings import parse_options, read_spec_file
-from hpsearch.search.worker.options import SINGLE, Addresses, WorkerOptions, Working, flag_of, variable_of
+from hpsearch.search.worker.options import SINGLE, WorkerOptions, Working, flag_of, variable_of
+from hpsearch.storage.urls import Addresses
 
 __all__ = ["Addresses", "WorkerOptions", "Working"]
 

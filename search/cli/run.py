@@ -38,7 +38,7 @@ def run(
     from hpsearch.search.spec.settings import check_settings
 
     check_settings(settings)
-    check_pair(where["storage_url"], where["tracking_uri"])  # before anything is loaded
+    check_pair(where)  # before anything is loaded
 
     if workers_per_gpu is not None:
         workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])

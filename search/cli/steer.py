@@ -154,7 +154,7 @@ def delete(
     study = Study.open(name, **where)
     if not yes and not confirm(f"delete {what_goes(study._stored)}?"):
         raise typer.Abort
-    for gone in delete_study(study._services, study._stored, where.get("checkpoint_url")):
+    for gone in delete_study(study._services, study._stored):
         typer.echo(f"deleted {gone}; its runs in MLflow stay")
 
 

@@ -55,7 +55,7 @@ def examine(
         SearchError: there is no such study, or only the tracking server was given.
         StorageError: the home cannot be used, or the database's URL cannot be read.
     """
-    check_pair(storage_url, tracking_uri, both=False)
+    check_pair({"storage_url": storage_url, "tracking_uri": tracking_uri}, both=False)
     folder = home_dir(home)
     running = None if storage_url is not None else stack.info(folder)
     database = storage_url if running is None else running.storage_url

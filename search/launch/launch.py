@@ -255,7 +255,7 @@ def why_unknown(launch: Launch) -> str | None:
     if launch.engine == "kubernetes" and launch.storage_url is None:
         return "its database is in the Secret"
     try:
-        services = find_services(launch.storage_url, None, home=launch.home)
+        services = find_services({"storage_url": launch.storage_url, "home": launch.home})
         storage = open_storage(services.storage_url, application_name="hpsearch fleet print")
     except StorageError as error:
         return str(error)

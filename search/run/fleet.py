@@ -96,8 +96,7 @@ def drive(
     options: WorkerOptions,
 ) -> tuple[bool, Fleet]:
     """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
-    addresses = {"storage_url": services.storage_url, "tracking_uri": services.tracking_uri, "home": str(services.home)}
-    options = options.model_copy(update=addresses)
+    options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
     failed = len(study.trials(TrialState.FAIL))

@@ -73,9 +73,7 @@ def begin_search(
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []
         services = find_services(
-            options.storage_url,
-            options.tracking_uri,
-            home=options.home,
+            options.addresses,
             both=True,
             tracking_required=options.tracking_required,
             progress=tell,

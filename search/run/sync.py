@@ -46,7 +46,7 @@ def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
     return found
 
 
-def sync_study(services: Services, study: StoredStudy, checkpoint_url: str | None, console: Console) -> Synced:
+def sync_study(services: Services, study: StoredStudy, console: Console) -> Synced:
     """Send what waits of a study on this machine, and make again what a lost machine had; say so.
 
     Raises:
@@ -60,7 +60,7 @@ def sync_study(services: Services, study: StoredStudy, checkpoint_url: str | Non
         if not readers_of(study, services.home):
             raise
         tracking, away = services.open_tracking(tracking_uri_of(services, study)), error  # others are told all the same
-    checkpoints = open_checkpoints(study, services.home, checkpoint_url)
+    checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
     problems: list[str] = []
     with steps(console) as tell:

@@ -151,7 +151,7 @@ class _Joined:
 
 
 def _join(name: str, options: WorkerOptions) -> _Joined:
-    services = find_services(options.storage_url, options.tracking_uri, home=options.home)
+    services = find_services(options.addresses)
     storage = open_storage(services.storage_url, application_name=f"hpsearch {worker_name()}")
     study = load_study(storage, name)
     check_release(study)

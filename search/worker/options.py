@@ -10,21 +10,13 @@ from pydantic import Field, ValidationError, model_validator
 from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.kinds import Number, Options, refusal
 from hpsearch.storage.trials import LEASE
+from hpsearch.storage.urls import Addresses
 
 MOST_DEVICES = 1024
 GRACE = 30.0  # seconds: what Kubernetes gives, and Slurm after a time limit
 
 # Options of one worker, which a fleet does not pass on by the environment.
 SINGLE = {"device", "tracking_required", "leave_when_idle", "max_trials", "max_time", "heartbeat", "nodes"}
-
-
-class Addresses(TypedDict, total=False):
-    """Where studies, runs and checkpoints are kept: see `WorkerOptions`."""
-
-    storage_url: str | None
-    tracking_uri: str | None
-    checkpoint_url: str | None
-    home: str | None
 
 
 class Working(TypedDict, total=False):
@@ -139,6 +131,16 @@ class WorkerOptions(Options):
     def world(self) -> int:
         """How many processes train a trial together."""
         return self.devices * self.nodes
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where studies, runs and checkpoints are kept."""
+        return {
+            "storage_url": self.storage_url,
+            "tracking_uri": self.tracking_uri,
+            "checkpoint_url": self.checkpoint_url,
+            "home": self.home,
+        }
 
     def environment(self) -> dict[str, str]:
         """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""

@@ -6,7 +6,7 @@ import optuna
 import pytest
 
 from hpsearch import load_objective
-from hpsearch.search.api.opening import Where, list_studies
+from hpsearch.search.api.opening import list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report.top import read_standing, render
@@ -64,7 +64,7 @@ def test_what_is_spent_is_told_in_its_unit(
     assert render(standing, None)
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")
-    [row] = list_studies(Where(database_url, None, None, None))
+    [row] = list_studies({"storage_url": database_url})
     assert row.done == "1 trial, 2/2 epochs"
     assert storage.get_trial(retired.trial_id).user_attrs[CUT] is True
 
