@@ -255,11 +255,17 @@ def _let_go(error: BaseException) -> None:
 
     Gloo's are closed with the last reference alone, and the others wait for that.
     """
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+    gc.collect()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error and its causes."""
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
+        yield seen
         seen = seen.__cause__ or seen.__context__
-    gc.collect()
 
 
 def _key(number: int) -> str:
@@ -274,14 +280,10 @@ def _abort() -> None:
 
 def _follows(error: BaseException) -> bool:
     """Whether an error is only that another rank has left: also where somebody's code made one of its own of it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (_LedError, dist.DistError)):
-            return True
-        if isinstance(seen, RuntimeError) and "gloo" in str(seen):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    return any(
+        isinstance(each, (_LedError, dist.DistError)) or (isinstance(each, RuntimeError) and "gloo" in str(each))
+        for each in _chain(error)
+    )
 
 
 def _described(error: BaseException, rank: int) -> str:

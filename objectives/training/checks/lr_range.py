@@ -16,7 +16,6 @@ import torch
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.tree import moved
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
@@ -101,8 +100,7 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
     set_seed(run.seed, "range")
     run.model.train()
     train = run.splits.train
-    batch = train.batch(torch.randperm(len(train))[:_PROBE])
-    probe = Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
+    probe = train.batch(torch.randperm(len(train))[:_PROBE]).to(run.device)
     starts = [group["lr"] / lowest for group in run.optimizer.param_groups]
     rates: list[float] = []
     losses: list[float] = []
@@ -147,11 +145,7 @@ def _judged(rates: list[float], losses: list[float]) -> RateRange:
             f"{fall:.2g} in all; try a larger batch_size, or more steps"
         )
     half = max(len(losses) // 40, 2)
-    slopes = [_slope(losses[max(i - half, 0) : i + half + 1]) for i in range(bottom + 1)]
+    around = [losses[max(i - half, 0) : i + half + 1] for i in range(bottom + 1)]
+    slopes = [statistics.linear_regression(range(len(values)), values).slope for values in around]
     steepest = min(range(len(slopes)), key=slopes.__getitem__)
     return RateRange(rates, losses, rates[steepest], rates[bottom])
-
-
-def _slope(values: list[float]) -> float:
-    """Of the least-squares line through values one step apart."""
-    return statistics.linear_regression(range(len(values)), values).slope

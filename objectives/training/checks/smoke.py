@@ -15,8 +15,6 @@ import torch
 
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.batches import Pending
-from hpsearch.objectives.training.data.dataset import Batch
-from hpsearch.objectives.training.data.tree import moved
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
@@ -139,10 +137,11 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     set_seed(run.seed, "smoke")
     train = run.splits.train
     rows = torch.randperm(len(train))[:samples]
-    found = train.batch(rows)
-    batch = Batch(moved(found.x, run.device), moved(found.y, run.device), found.size)
+    batch = train.batch(rows).to(run.device)
     pending = Pending(batch.size, lambda: batch)
-    losses = [_loss(run, batch)]
+    run.model.train()  # batch norm takes its statistics from the batch, as in training
+    with torch.no_grad():
+        losses = [float(run.stepping(run.model, batch, nullcontext()).loss)]
     target = _target(losses[0], floor)
     reason, step, unread = "", 0, list[torch.Tensor]()
     for step in range(steps):
@@ -168,10 +167,3 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         if floor == 0 and losses[-1] < (1 - _SHARE) * losses[0]:
             reason += ", unless it cannot: then the objective says so by loss_floor"
     return SmokeResult(passed, losses, target, len(rows), run.config.lr, reason)
-
-
-@torch.no_grad()
-def _loss(run: Run, batch: Batch) -> float:
-    """Of the batch as training sees it: batch norm takes its statistics from the batch itself."""
-    run.model.train()
-    return float(run.stepping(run.model, batch, nullcontext()).loss)

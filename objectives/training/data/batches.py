@@ -76,10 +76,7 @@ class Feed:
         stream = self._loaded(shares, self._augment, seed, first=begun)
         counts = iter([len(mine) > 0 for mine in own[begun:]])
         for window in found[first:]:
-            yield tuple([Pending(len(rows), partial(self._move, next(stream)), next(counts)) for rows in window])
-
-    def _move(self, batch: Batch) -> Batch:
-        return Batch(moved(batch.x, self._device), moved(batch.y, self._device), batch.size)
+            yield tuple([Pending(len(rows), partial(next(stream).to, self._device), next(counts)) for rows in window])
 
     def _loaded(self, batches: list[Tensor], augment: Augment | None, seed: int, *, first: int = 0) -> Iterator[Batch]:
         workers, device = self._config.num_workers or 0, self._device

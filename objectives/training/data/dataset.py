@@ -24,14 +24,9 @@ from hpsearch.objectives.training.data.tree import Tree, map_tensors, moved, tak
 
 
 class Stream:
-    """The first samples of an iterable, such as a torch `IterableDataset`, by their numbers.
+    """The first samples of an iterable, such as a torch `IterableDataset`, by their numbers; `length` are an epoch.
 
-    A number beyond the last one is read up to, one before it starts the iterable anew: a pass in order reads each
-    sample once.
-
-    Args:
-        source: gives the samples anew each time that it is iterated over.
-        length: how many of them are an epoch.
+    A pass in order reads each sample once. A higher number skips samples, a lower one restarts the iterable.
     """
 
     def __init__(self, source: Iterable[Any], length: int) -> None:
@@ -90,11 +85,7 @@ def as_inputs(x: Any) -> Tree:
 
 
 def as_tree(values: Any, name: str) -> Tree:
-    """Arrays as tensors; a list is one array, a tuple or a dictionary is several.
-
-    Raises:
-        ObjectiveError: the values called `name` are ragged, or no numbers.
-    """
+    """Convert the arrays called `name` to tensors; a list is one array, a tuple or a dictionary is several."""
     if isinstance(values, Mapping):
         return {str(key): as_tree(value, f"{name}[{key!r}]") for key, value in values.items()}
     if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
@@ -130,12 +121,16 @@ class Batch(NamedTuple):
     Attributes:
         x: inputs, as the model takes them.
         y: targets, as the loss takes them.
-        size: how many samples.
+        size: number of samples.
     """
 
     x: Tree
     y: Tree
     size: int
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(moved(self.x, device), moved(self.y, device), self.size)
 
 
 @dataclass(frozen=True)
@@ -232,11 +227,7 @@ class Dataset:
         return replace(self, x=x, y=taken(self.y, rows), rows=numbers, samples=samples)
 
     def batch(self, rows: Tensor | slice) -> Batch:
-        """The samples at `rows`.
-
-        Raises:
-            ObjectiveError: one of them cannot be read, or they make no batch.
-        """
+        """Return the samples at `rows`."""
         if self.samples is not None:
             index = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
             numbers = index.tolist()

@@ -26,12 +26,7 @@ TARGETS = ("labels", "label", "target", "targets", "y")  # what a dictionary cal
 def collated(
     samples: Sequence[Any], rows: Sequence[int], collate: Collate | None, names: Sequence[int]
 ) -> tuple[Tree, Tree]:
-    """Inputs and targets of the samples at `rows`, which are called `names` in what is told.
-
-    Raises:
-        ObjectiveError: a sample cannot be read, samples make no batch, or the batch is no pair; with the number of the
-            sample and the user's line.
-    """
+    """Return inputs and targets of the samples at `rows`, which error messages call `names`."""
     try:
         read = getattr(samples, "__getitems__", None)  # all at once, as a DataLoader reads them
         found = read(rows) if read is not None else [samples[row] for row in rows]
@@ -101,12 +96,7 @@ def padded(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class Mapped:
-    """Rows of an array that lies in a file mapped to memory: read when they are used, and never all of them.
-
-    Attributes:
-        shape: [n, ...], of the rows.
-        dtype: of the tensors that are read.
-    """
+    """Rows [n, ...] of an array in a memory-mapped file, which are read on use."""
 
     def __init__(self, array: np.ndarray[Any, Any], rows: Tensor | None = None) -> None:
         self._array = array

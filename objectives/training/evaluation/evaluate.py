@@ -13,7 +13,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.loader import loaded
-from hpsearch.objectives.training.data.tree import moved, taken
+from hpsearch.objectives.training.data.tree import taken
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
 from hpsearch.objectives.training.ranks import ALONE, Ranks
@@ -150,12 +150,11 @@ def batches(
     if dataset.in_memory:
         for mine, share in zip(own, shares, strict=True):
             rows = slice(share.start, share.stop, share.step)
-            x, y = taken(dataset.x, rows), taken(dataset.y, rows)
-            yield Batch(moved(x, device), moved(y, device), len(share)), mine
+            yield Batch(taken(dataset.x, rows), taken(dataset.y, rows), len(share)).to(device), mine
         return
     found = loaded(dataset, [torch.tensor(share) for share in shares], device=device, num_workers=num_workers)
     for mine, batch in zip(own, found, strict=True):
-        yield Batch(moved(batch.x, device), moved(batch.y, device), batch.size), mine
+        yield batch.to(device), mine
 
 
 def as_floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,21 +23,11 @@ def whole(model: nn.Module, x: Tree) -> Any:
     return model(x)
 
 
-def by_name(model: nn.Module, x: Tree) -> Any:
-    """``model(**x)``."""
-    return model(**x)
-
-
-def in_order(model: nn.Module, x: Tree) -> Any:
-    """``model(*x)``."""
-    return model(*x)
-
-
 def call_of(model: nn.Module, x: Tree) -> Call:
-    """How `model` is called with a batch of inputs: by name where these are its arguments, else with all as one.
+    """Return how to call `model` with a batch: a mapping by name, a tuple in order, or else as one argument.
 
     Raises:
-        ObjectiveError: it takes neither.
+        ObjectiveError: the model takes the batch in no way.
     """
     if not isinstance(x, (Mapping, tuple)):
         return whole
@@ -46,10 +36,10 @@ def call_of(model: nn.Module, x: Tree) -> Call:
     except (TypeError, ValueError):  # written in C
         return whole
     if isinstance(x, Mapping) and _fits(signature, **x):
-        return by_name
+        return lambda model, x: model(**x)
     several = [p for p in signature.parameters.values() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
     if isinstance(x, tuple) and len(several) > 1 and _fits(signature, *x):
-        return in_order
+        return lambda model, x: model(*x)
     if _fits(signature, x):
         return whole
     given = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} parts"
@@ -86,12 +76,8 @@ class Step:
     weight: Tensor | float | None = None
 
 
-class Stepping(Protocol):
-    """The step of a run."""
-
-    def __call__(self, model: nn.Module, batch: Batch, autocast: AbstractContextManager[None]) -> Step:
-        """The step of a batch that is on the model's device; its loss is a scalar."""
-        ...
+# The step of a batch that is on the model's device; its loss is a scalar.
+Stepping = Callable[[nn.Module, Batch, AbstractContextManager[None]], Step]
 
 
 class LossStep:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.evaluation.step import Step
 from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.strategies.base import Strategy
@@ -93,18 +94,14 @@ class Sharded(Strategy):
 
     def whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict whose tensors are whole, on the CPU of rank 0, one gathered after the other; empty on others."""
-        return cast("dict[str, Any]", self._gathered(state))
+        return cast("dict[str, Any]", map_tensors(self._gathered, state))
 
-    def _gathered(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            part: Any = value.detach().to(self._device)
-            whole = part.full_tensor()
-            return whole.to("cpu", copy=True) if self._ranks.first else torch.empty(0)  # without its padding
-        if isinstance(value, Mapping):
-            return {key: self._gathered(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._gathered, value))
-        return value
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        part: Any = tensor.detach().to(self._device)
+        whole = part.full_tensor()
+        return whole.to("cpu", copy=True) if self._ranks.first else torch.empty(0)  # without its padding
 
     def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
         """What this rank has of rank 0's state dict with whole tensors, one dealt out after the other."""

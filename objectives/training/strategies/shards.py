@@ -20,17 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from hpsearch.kill_points import kill_point
+from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility import checkpoint
 
 
 def size(value: Any) -> int:
     """Return the bytes of all sharded tensors in a state, over all ranks."""
-    if isinstance(value, DTensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(map(size, value.values()))
-    return sum(map(size, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(value) if isinstance(tensor, DTensor))
 
 
 @kill_point("write shards")
