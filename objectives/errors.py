@@ -64,12 +64,7 @@ class ObjectiveError(Exception):
 
 
 class MetricError(ObjectiveError):
-    """A metric that is none of an objective, or does not fit its outputs.
-
-    Attributes:
-        metric: its name.
-        why: what stands after it, and which would do.
-    """
+    """A metric that the objective does not have, or that does not fit its outputs; `why` follows its name."""
 
     def __init__(self, metric: str, why: str) -> None:
         super().__init__(f"metric {metric!r} {why}")

@@ -33,7 +33,7 @@ class SearchSpace(Protocol):
 class Given:
     """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
 
-    `values` are those of all parameters that were asked for, as the search space has them.
+    A given value that is not in the space raises a NotInSpaceError. `values` has all parameters that were asked for.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -43,11 +43,7 @@ class Given:
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """Return the given number, or the middle of [low, high] or of its logarithm, on the grid of `step`.
-
-        Raises:
-            NotInSpaceError: the given number is not in [low, high], or not on the grid of `step`.
-        """
+        """Return the given number, or the middle of [low, high] or of its logarithm, on the grid of `step`."""
         if name in self.given:
             value = float(self._number(name, low, high, step))
         else:
@@ -67,11 +63,7 @@ class Given:
         return value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Return the given choice, or the first.
-
-        Raises:
-            NotInSpaceError: the given value is none of the choices.
-        """
+        """Return the given choice, or the first."""
         self.values[name] = self._choice(name, choices) if name in self.given else choices[0]
         return self.values[name]
 
@@ -140,10 +132,10 @@ class NotInSpaceError(ObjectiveError):
 
 
 def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[dict[str, Any]]:
-    """Every configuration of a search space, once: its parameters, as `configure` asks for them.
+    """Iterate over all configurations of a search space, as `configure` asks for their parameters.
 
     Raises:
-        NotInSpaceError: a parameter is a range without steps, which nobody comes to the end of.
+        NotInSpaceError: a parameter is a range without steps, which is infinite.
     """
     taken: list[int] = []  # of each parameter in turn, which of its values is next
     while True:

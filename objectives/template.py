@@ -46,11 +46,7 @@ class {name}(Objective):
 
 
 def write_template(path: Path) -> None:
-    """Writes an objective that runs as it is: the wine data of scikit-learn, a small network, four parameters.
-
-    Raises:
-        ObjectiveError: the file exists, its name does not end in .py, or it cannot be written.
-    """
+    """Write an objective that runs unchanged: the wine data of scikit-learn, a small network, four parameters."""
     if path.suffix != ".py":
         raise ObjectiveError(f"{shown(path)} must end in .py")
     words = "".join(word.capitalize() for word in path.stem.replace("-", "_").split("_"))

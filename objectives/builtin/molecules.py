@@ -70,11 +70,7 @@ class Molecules(Objective):
 
 
 def molecules() -> tuple[list[tuple[Tensor, Tensor]], list[float], list[str]]:
-    """Each molecule's graph, polar surface area and scaffold, of those that rdkit can read.
-
-    Raises:
-        ObjectiveError: rdkit is not installed.
-    """
+    """Return graph, polar surface area and scaffold of each molecule that rdkit can read."""
     with needing("rdkit", "molecules"):
         from rdkit import Chem, RDConfig, rdBase
         from rdkit.Chem.Scaffolds.MurckoScaffold import MurckoScaffoldSmiles

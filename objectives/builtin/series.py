@@ -75,11 +75,7 @@ class Series(Objective):
 
 
 def weekly() -> Tensor:
-    """The series [2284], in parts per million; a week without a measurement has that of the week before.
-
-    Raises:
-        ObjectiveError: statsmodels is not installed.
-    """
+    """Return the series [2284] in parts per million; a week without a measurement repeats the week before."""
     with needing("statsmodels", "series"):
         from statsmodels.datasets import co2
     table: Any = co2.load_pandas().data

@@ -65,114 +65,68 @@ class TrainConfig:
     base_optimizer: Annotated[str, one_of(BASES, "what lookahead and sam are wrapped around")] = "adamw"
     lr: Annotated[float, about("the peak learning rate", gt=0)] = 1e-3
     weight_decay: Annotated[
-        float, about("decoupled where the optimizer decouples it; never on biases and norm layers", ge=0)
+        float, about("decoupled if the optimizer decouples it; never on biases and norm layers", ge=0)
     ] = 0.01
-    layer_decay: Annotated[
-        float,
-        about(
-            "each layer below the last learns this much slower than the one above it; 1 is no difference", gt=0, le=1
-        ),
-    ] = 1.0
+    layer_decay: Annotated[float, about("rate of each layer as a share of the next layer's", gt=0, le=1)] = 1.0
     momentum: Annotated[float, about("of SGD, RMSprop, Muon and LARS", ge=0, lt=1)] = 0.9
     nesterov: Annotated[bool, about("Nesterov's momentum, of SGD and LARS")] = False
     beta1: Annotated[float, about("of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, about("of the Adam family, Lion and LAMB", ge=0, lt=1)] = 0.999
     lookahead_steps: Annotated[int, about('of "lookahead": steps between two moves of its slow weights', ge=1)] = 5
-    lookahead_alpha: Annotated[
-        float, about('of "lookahead": what share of the way to the fast weights they move', gt=0, le=1)
-    ] = 0.5
+    lookahead_alpha: Annotated[float, about('of "lookahead": share of the way to the fast weights', gt=0, le=1)] = 0.5
     sam_rho: Annotated[float, about("how far SAM looks for the worst loss around the weights", gt=0)] = 0.05
     batch_size: Annotated[int, about("samples in one micro-batch, over all devices together", ge=1)] = 64
-    accumulate: Annotated[
-        int, about("micro-batches in one optimizer step; the loss is averaged over all their samples", ge=1)
-    ] = 1
-    drop_last: Annotated[bool, about("leave out the short last micro-batch of an epoch, unless it is the only one")] = (
-        True
-    )
+    accumulate: Annotated[int, about("micro-batches per optimizer step; the loss is the mean of all samples", ge=1)] = 1
+    drop_last: Annotated[bool, about("omit the short last micro-batch of an epoch, unless it is the only one")] = True
     num_workers: Annotated[
-        int | None,
-        about("processes that load and augment batches; 0 loads in this one; None keeps the data on the device", ge=0),
+        int | None, about("loader processes; 0 loads in this one; None keeps the data on the device", ge=0)
     ] = None
     schedule: Annotated[str, one_of(SCHEDULES)] = "cosine"
     warmup: Annotated[str, one_of(WARMUPS, "the shape of the climb")] = "linear"
-    warmup_fraction: Annotated[float, about("share of all optimizer steps over which the rate climbs", ge=0, lt=1)] = (
-        0.05
-    )
-    warmup_steps: Annotated[int | None, about("their number, in place of the share; None goes by the share", ge=0)] = (
-        None
-    )
-    min_lr_fraction: Annotated[
-        float, about("the rate at the end of a decaying schedule, as a share of the peak", ge=0, le=1)
-    ] = 0.0
+    warmup_fraction: Annotated[float, about("share of the optimizer steps in which the rate climbs", ge=0, lt=1)] = 0.05
+    warmup_steps: Annotated[int | None, about("steps in which the rate climbs; None uses the fraction", ge=0)] = None
+    min_lr_fraction: Annotated[float, about("rate at the end of a decay as a share of the peak", ge=0, le=1)] = 0.0
     decay_factor: Annotated[float, about('what "step" and "plateau" multiply the rate by', gt=0, lt=1)] = 0.1
     decay_epochs: Annotated[
-        int | None, about('of "step": epochs between two falls; None is a third of the run', ge=1)
+        int | None, about('of "step": epochs between reductions; None is a third of the run', ge=1)
     ] = None
     plateau_patience: Annotated[int, about('of "plateau": epochs without improvement before the rate falls', ge=0)] = 3
     cycles: Annotated[int, about('of "cosine_restarts": how many', ge=1)] = 3
     power: Annotated[float, about('of "polynomial"', gt=0)] = 1.0
     clip_grad_norm: Annotated[
-        float | None, about("largest norm of the gradient of one step; None leaves it alone", gt=0)
+        float | None, about("largest norm of the gradient of one step; None does not clip", gt=0)
     ] = 1.0
-    clip_grad_value: Annotated[float | None, about("largest value in the gradient; None leaves it alone", gt=0)] = None
+    clip_grad_value: Annotated[float | None, about("largest value in the gradient; None does not clip", gt=0)] = None
     label_smoothing: Annotated[float, about("of the default loss", ge=0, lt=1)] = 0.0
     ema_decay: Annotated[
-        float | None,
-        about("average the weights over steps with this decay, and judge the average; None does not", ge=0, lt=1),
+        float | None, about("decay of the evaluated moving average of weights (EMA); None for none", ge=0, lt=1)
     ] = None
     swa_fraction: Annotated[
-        float | None,
-        about(
-            "average the weights at the ends of the last epochs, this share of the run, evenly, and judge that (SWA)",
-            gt=0,
-            le=1,
-        ),
+        float | None, about("last share of epochs whose mean weights are evaluated (SWA); None for none", gt=0, le=1)
     ] = None
     patience: Annotated[
-        int | None,
-        about("epochs without improvement after which the run ends; None leaves stopping to the pruner", ge=1),
+        int | None, about("epochs without improvement that end the run; None leaves it to the pruner", ge=1)
     ] = None
     precision: Annotated[str, one_of(PRECISIONS, "by autocast; fp16 with loss scaling")] = "fp32"
-    matmul_precision: Annotated[str, one_of(MATMUL_PRECISIONS, "of fp32 matrix products; not all devices gain")] = (
-        "high"
-    )
+    matmul_precision: Annotated[str, one_of(MATMUL_PRECISIONS, "of fp32 matrix products")] = "high"
     deterministic: Annotated[bool, about("only deterministic kernels; torch raises where an operation has none")] = True
-    compile: Annotated[
-        bool, about("compile the model by torch.compile; where that fails the run goes on without, and says so")
-    ] = False
-    channels_last: Annotated[
-        bool, about("keep images [n, c, h, w] channels last in memory, which convolutions on GPUs prefer")
-    ] = False
-    activation_checkpointing: Annotated[
-        bool, about("recompute the layers' activations in the backward pass: less memory, more time")
-    ] = False
+    compile: Annotated[bool, about("use torch.compile; if it fails, the run goes on without and says so")] = False
+    channels_last: Annotated[bool, about("store images [n, c, h, w] channels last, which is faster on GPUs")] = False
+    activation_checkpointing: Annotated[bool, about("recompute activations in the backward pass to save memory")] = (
+        False
+    )
     eval_batch_size: Annotated[
-        int | None, about("rows in one batch of an evaluation; None is four times `batch_size`", ge=1)
+        int | None, about("rows in a batch of an evaluation; None is four times `batch_size`", ge=1)
     ] = None
     log_every: Annotated[
-        int | None,
-        about(
-            "steps between two records of loss and gradient norms by layer, after the first 20; None keeps none", ge=1
-        ),
+        int | None, about("steps between records of loss and gradient norms after step 20; None keeps none", ge=1)
     ] = 50
-    validate_every: Annotated[
-        int | None,
-        about("optimizer steps between two validations within an epoch, for large data; None is each epoch", ge=1),
-    ] = None
+    validate_every: Annotated[int | None, about("optimizer steps between validations; None is each epoch", ge=1)] = None
     strategy: Annotated[str, one_of(STRATEGIES, "how several devices train one model; one device needs none")] = "ddp"
-    lr_scaling: Annotated[
-        str, one_of(LR_SCALINGS, "multiply `lr` by the number of devices, or its root; best with a warm-up")
-    ] = "none"
-    cpu_offload: Annotated[
-        bool, about('of "fsdp": keep weights, gradients and the optimizer\'s state in the memory of the CPU')
-    ] = False
+    lr_scaling: Annotated[str, one_of(LR_SCALINGS, "factor on `lr`: number of devices, or its root")] = "none"
+    cpu_offload: Annotated[bool, about('of "fsdp": keep weights, gradients and optimizer state in CPU memory')] = False
     shard_above: Annotated[
-        float,
-        about(
-            'of "fsdp": GiB of weights, averages and the optimizer\'s state above which each device writes its own '
-            "part of the checkpoint that a trial is resumed from; 0 is always",
-            ge=0,
-        ),
+        float, about('of "fsdp": GiB of state above which devices write checkpoints in parts', ge=0)
     ] = 4.0
     model: Annotated[
         dict[str, Any], about("hyperparameters of the model: JSON values, by names that the objective chooses")

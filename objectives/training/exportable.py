@@ -21,12 +21,7 @@ _LOOKED_AT = 64  # samples, to see which dimensions vary
 
 @dataclass(frozen=True)
 class Example:
-    """Inputs to export a model with.
-
-    Attributes:
-        x: a batch, raw, as the model takes it, on the CPU.
-        free: for each tensor of it the dimensions whose size is not always the same, the first among them.
-    """
+    """Inputs to export a model with: a raw batch on the CPU, and for each of its tensors the variable dimensions."""
 
     x: Tree
     free: Sequence[frozenset[int]]
@@ -63,11 +58,7 @@ class Positional(nn.Module):
 
 
 def exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[tuple[str, Tensor]]]:
-    """A module to export, and its inputs by name; a lone tensor has none.
-
-    Raises:
-        ObjectiveError: the inputs hold what is no tensor.
-    """
+    """Return a module to export, and its inputs by name; the name of a single tensor is empty."""
     parts = list(tensors(x))
     if isinstance(x, Tensor):
         return model, parts

@@ -100,11 +100,7 @@ class Ranks:
         """Gives every rank the mean over ranks, in place."""
 
     def together(self) -> AbstractContextManager[None]:
-        """A region that all ranks leave together, where one of them fails by its reason.
-
-        Raises:
-            RankLostError: a rank is gone or does not answer.
-        """
+        """Return a context that all ranks leave together: if one fails, all raise its error, or a RankLostError."""
         return nullcontext()
 
 

@@ -35,13 +35,13 @@ _NOISE = 6.0  # times what the loss moves at random from step to step: a fall be
 
 @dataclass(frozen=True)
 class RateRange:
-    """What the test came to.
+    """The result of a range test.
 
     Attributes:
-        rates: one a step, each a constant factor above the one before.
-        losses: after the step, of the same samples each time: batches differ by more than a step changes.
-        suggestion: the rate where the loss falls fastest: a peak rate to start from.
-        highest: the rate of the lowest loss: above it training gets worse.
+        rates: one for each step, in a geometric sequence.
+        losses: after each step, on the same samples, because batches differ more than a step changes.
+        suggestion: the rate at which the loss falls fastest, to start from as a peak rate.
+        highest: the rate of the lowest loss.
     """
 
     rates: list[float]

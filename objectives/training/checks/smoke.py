@@ -33,15 +33,14 @@ _CHECK = 25  # steps between two looks at the losses: on a GPU a look waits
 
 @dataclass(frozen=True)
 class SmokeResult:
-    """What overfitting one batch came to.
+    """The result of overfitting one batch.
 
     Attributes:
-        passed: the loss fell to `target`.
-        losses: of the batch, before each step.
-        target: what they have to fall to.
-        samples: in the batch.
-        lr: the learning rate of these losses, the last one tried.
-        reason: why it failed, in a sentence; empty when it passed.
+        passed: whether the loss fell to `target`.
+        losses: before each step, on the batch.
+        samples: number of samples in the batch.
+        lr: the learning rate of `losses`.
+        reason: of a failure, in a sentence; else empty.
     """
 
     passed: bool

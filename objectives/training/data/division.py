@@ -90,9 +90,9 @@ _WANTED: ContextVar[Wanted | None] = ContextVar("division", default=None)
 
 @contextmanager
 def divided_anew(division: Division) -> Iterator[Wanted]:
-    """A region in which `Splits.make` draws train and validation by `division`, and the test split as ever.
+    """Make `Splits.make` draw train and validation by `division`, with an unchanged test split.
 
-    With "all" the training samples are all but the test split, and the validation samples, the study's, among them.
+    With "all" the training split has all samples but the test split, including the validation samples of the study.
     """
     wish = Wanted(division)
     token = _WANTED.set(wish)

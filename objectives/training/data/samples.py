@@ -173,11 +173,7 @@ def digest(*parts: Any) -> str:
 
 
 def content_digest(samples: Sequence[Any]) -> str:
-    """SHA-256 over samples in memory: tensors, arrays, numbers and words, nested.
-
-    Raises:
-        ObjectiveError: a sample holds something else.
-    """
+    """Return the SHA-256 of samples in memory: nested tensors, arrays, numbers and strings."""
     found = hashlib.sha256()
     for number, sample in enumerate(samples):
         try:

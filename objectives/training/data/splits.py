@@ -173,13 +173,9 @@ class Splits:
         return _hash((part, dict(self.parts())[part]))
 
     def check(self, *, joined: bool = False) -> None:
-        """Refuses data that cannot be trained on, before training starts.
+        """Reject an empty split, different shapes, NaN or infinity, and shared rows.
 
-        Args:
-            joined: whether the validation samples are trained on as well, as in a refit.
-
-        Raises:
-            ObjectiveError: an empty split, shapes that differ, NaN or infinity, shared rows.
+        With `joined`, as in a refit, the training split may have the validation samples.
         """
         for name, part in self.parts():
             _check_part(name, part, self.train)
@@ -193,14 +189,7 @@ class Splits:
             seen |= rows
 
     def check_classes(self, ignored: int | None = None) -> None:
-        """Refuses targets that are not the classes of the train split.
-
-        Args:
-            ignored: a target that stands for none.
-
-        Raises:
-            ObjectiveError: a label below 0, or above all that are trained on.
-        """
+        """Reject labels below 0 or above those of the train split; `ignored` is no label."""
         labels = {name: part.y for name, part in self.parts() if isinstance(part.y, Tensor)}
         counted = {name: y if ignored is None else y[y != ignored] for name, y in labels.items()}
         classes = int(counted["train"].max()) + 1

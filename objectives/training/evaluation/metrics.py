@@ -184,11 +184,7 @@ class _Named:
 
 
 def as_metrics(found: Any, metric: str) -> Metrics:
-    """Check metrics, and name a single torchmetrics `Metric` by the metric that is optimised.
-
-    Raises:
-        ObjectiveError: there is no `update`, `compute` or `reset`.
-    """
+    """Check the methods of metrics, and name a single torchmetrics `Metric` by the metric that is optimised."""
     lacking = [name for name in ("update", "compute", "reset") if not callable(getattr(found, name, None))]
     if lacking:
         raise ObjectiveError(f"metrics() must return metrics with {', '.join(lacking)}, not {type(found).__name__}")

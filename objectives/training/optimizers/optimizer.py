@@ -283,20 +283,16 @@ class Precision:
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Steps the optimizer; False when loss scaling skipped the step."""
-        if not self.scaled:
-            optimizer.step()
-            return True
+        """Step the optimizer; return False if loss scaling skipped the step."""
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
         return bool(self.scaler.get_scale() >= before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty when it is off."""
+        """Return the scaler's state, which is empty without scaling."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
-        if state:
-            self.scaler.load_state_dict(state)
+        """Restore the state."""
+        self.scaler.load_state_dict(state)

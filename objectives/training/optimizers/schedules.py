@@ -177,11 +177,7 @@ def build_schedule(
 
 
 def check_length(config: TrainConfig, *, total_steps: int, epoch_steps: int) -> None:
-    """Refuses a schedule that does not fit the run.
-
-    Raises:
-        ObjectiveError: the warm-up, a decay or a cycle is longer than the run.
-    """
+    """Reject a schedule whose warm-up, decay or cycle is longer than the run."""
     epochs = total_steps // epoch_steps
     if config.warmup_steps is not None and config.warmup_steps >= total_steps:
         raise ObjectiveError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ class StepsFile:
     def read(self) -> list[dict[str, Any]]:
         """All whole records."""
         text = self.path.read_text() if self.path.exists() else ""
-        found = (_parsed(line) for line in text.splitlines())
-        return [record for record in found if record is not None and "step" in record]
+        found = []
+        for line in text.splitlines():
+            with suppress(ValueError):  # torn by a crash
+                found.append(json.loads(line))
+        return [record for record in found if isinstance(record, dict) and "step" in record]
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds records."""
@@ -92,14 +96,6 @@ class StepsFile:
 def _before(record: dict[str, Any], step: int) -> bool:
     """A validation within an epoch comes after the step that it is counted by."""
     return int(record["step"]) < step or ("val_loss" in record and int(record["step"]) == step > 0)
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _epoch(line: str) -> int | None:

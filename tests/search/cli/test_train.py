@@ -140,7 +140,7 @@ def test_an_objective_is_shown_with_every_setting_and_its_search_space(capsys, m
         row = next(line for line in out.splitlines() if re.match(rf"{name}[ .]", line))
         assert len(row.split()) > 3, f"{name} is not explained"
     assert re.search(r"^lr = 0\.123 +the peak learning rate$", out, re.MULTILINE)
-    assert re.search(r"^warmup_steps = null +their .* \(int or None\)$", out, re.MULTILINE)
+    assert re.search(r"^warmup_steps = null +steps in .* \(int or None\)$", out, re.MULTILINE)
     assert re.search(r"^model\.width = 32 +of the objective's model$", out, re.MULTILINE), "as --set takes it"
     assert re.search(r"^adamw_lr +0\.0001 to 0\.1 on a log scale$", out, re.MULTILINE)
     assert re.search(r"^optimizer +one of adamw, sgd$", out, re.MULTILINE)
