@@ -112,8 +112,6 @@ class Means:
 
     def compute(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """The mean `loss`, and each other by its name, over the batches of all ranks."""
-        if ranks.alone:
-            return {"loss": self._loss / self.weight, **{name: sum_ / self.weight for name, sum_ in self._sums.items()}}
         weight = torch.as_tensor(self.weight, dtype=torch.float64, device=self._device)
         loss, weight, *sums = ranks.total(torch.stack([self._loss, weight, *self._sums.values()])).unbind()
         return {"loss": loss / weight, **{name: sum_ / weight for name, sum_ in zip(self._sums, sums, strict=True)}}

@@ -39,11 +39,11 @@ def state_of(metrics: object) -> dict[str, Any]:
 def restore(metrics: object, state: Mapping[str, Any]) -> None:
     """Puts back what `state_of` gave, into an object that was made in the same way."""
     for name, value in state.items():
-        owner, attribute = _place(metrics, name)
+        attribute = name.removeprefix("buffer ").removeprefix("module ")
         if isinstance(value, Mapping) and value.get("kind") == "object":
-            restore(_get(owner, attribute), value["of"])
+            restore(getattr(metrics, attribute), value["of"])
         else:
-            _set(owner, attribute, _value(value))
+            _set(metrics, attribute, _value(value))
 
 
 def _object(thing: object, path: str, above: list[int]) -> dict[str, Any]:
@@ -107,26 +107,12 @@ def _value(kept: Any) -> Any:
     return _KINDS[kind](_value(value) for value in held)
 
 
-def _place(thing: Any, name: str) -> tuple[Any, str]:
-    """Where a part is held: the object or a table of it, and its name there."""
-    where, _, rest = name.partition(" ")
-    if rest and where in {"buffer", "module"}:
-        return (thing._buffers if where == "buffer" else thing._modules), rest
-    return thing, name
-
-
-def _get(owner: Any, name: str) -> Any:
-    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
-
-
 def _set(owner: Any, name: str, value: Any) -> None:
-    current = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+    current = getattr(owner, name, None)
     if isinstance(current, Tensor) and isinstance(value, Tensor):
         value = value.to(current.device)
     if isinstance(current, (dict, set)) and type(value) is not type(current) and isinstance(value, (dict, set)):
         current.clear()  # of a kind of its own, such as a Counter
         current.update(value)
-    elif isinstance(owner, dict):
-        owner[name] = value
     else:
         setattr(owner, name, value)

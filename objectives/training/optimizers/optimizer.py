@@ -98,20 +98,16 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> Groups:
     by_depth = config.layer_decay < 1
     groups: dict[str, dict[str, Any]] = {}
     for item in found:
-        kind = _kind(item, top, config)
+        hidden = item.depth < top and not isinstance(item.module, (nn.Embedding, nn.EmbeddingBag))
+        kind = "muon" if config.optimizer == "muon" and hidden else "decay"
+        if item.parameter.ndim < 2 or isinstance(item.module, NORMS):
+            kind = "no_decay"
         name = f"{kind}/{item.depth}" if by_depth else kind
         group = groups.setdefault(name, {"params": [], "name": name})
         group["params"].append(item.parameter)
         group["lr"] = config.lr * (config.layer_decay ** (top - item.depth) if by_depth else 1.0)
         group["weight_decay"] = 0.0 if kind == "no_decay" else config.weight_decay
     return [groups[name] for name in sorted(groups, key=_order)]
-
-
-def _kind(item: Placed, top: int, config: TrainConfig) -> str:
-    if item.parameter.ndim < 2 or isinstance(item.module, NORMS):
-        return "no_decay"
-    hidden = item.depth < top and not isinstance(item.module, (nn.Embedding, nn.EmbeddingBag))
-    return "muon" if config.optimizer == "muon" and hidden else "decay"
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -213,24 +213,20 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
         lines.append(f"| (largest class) | {share:.6g} | {largest_class(run.splits.val):.6g} | |")
     better = 1 if objective.direction == "maximize" else -1
     gap = better * (train[objective.metric] - val[f"val_{objective.metric}"])
-    last = result.history[-1].metrics
-    risen = last["val_loss"] - min(record.metrics["val_loss"] for record in result.history)
+    losses = [record.metrics["val_loss"] for record in result.history]
+    risen = losses[-1] - min(losses)
     wide = 0.05 if objective.direction == "maximize" else 0.2 * abs(train[objective.metric])
     verdict = "Overfit" if gap > wide else "No wide gap"
     lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
-    if risen > 0.1 * abs(last["val_loss"]):
+    if risen > 0.1 * abs(losses[-1]):
         lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
-    if risen == 0.0 and len(result.history) == run.epochs > 1 and _falling(result):
+    if risen == 0.0 and len(losses) == run.epochs > 1 and _falling(losses):
         lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
     return lines
 
 
-def _falling(result: FitResult) -> bool:
-    """Whether the last fifth of the run lowered the validation loss by at least a quarter of its even share.
-
-    A loss that has come to rest falls by less and less.
-    """
-    losses = [record.metrics["val_loss"] for record in result.history]
+def _falling(losses: list[float]) -> bool:
+    """Whether the last fifth of the run lowered the validation loss by at least a quarter of its even share."""
     tail = max(len(losses) // 5, 1)
     return losses[-1 - tail] - losses[-1] > 0.25 * tail / (len(losses) - 1) * (losses[0] - losses[-1])
 
@@ -275,10 +271,10 @@ def _annotated(cls: type) -> dict[str, str]:
     return {name: "; ".join(text for text in found if isinstance(text, str)) for name, found in texts.items()}
 
 
-def search_space(objective: BaseObjective, draws: int = 64) -> dict[str, str]:
+def search_space(objective: BaseObjective) -> dict[str, str]:
     """Return the parameters that `suggest` asks for in random trials, with their ranges."""
     recorder = _Recorder()
-    for _ in range(draws):
+    for _ in range(64):
         objective.configure(recorder)
     return recorder.seen
 

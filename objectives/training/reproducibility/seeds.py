@@ -85,7 +85,8 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
     """A region in which a run may seed everything: generators and switches are put back after it."""
     debugging: Any = torch.utils.deterministic
     python, numpy = random.getstate(), np.random.get_state()
-    cpu, cuda = torch.get_rng_state(), _cuda_state()
+    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if started else None
     matmul = torch.get_float32_matmul_precision()
     switches = (
         torch.are_deterministic_algorithms_enabled(),
@@ -116,8 +117,3 @@ def reproducible(*, deterministic: bool, matmul_precision: str = "highest") -> I
 def repeatable_cublas() -> None:
     """Lets cuBLAS repeat its sums; it reads this once, when CUDA starts: call it before."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _cuda_state() -> list[torch.Tensor] | None:
-    started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    return torch.cuda.get_rng_state_all() if started else None
