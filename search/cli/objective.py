@@ -19,8 +19,6 @@ from hpsearch.search.process import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import BaseObjective
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-    from hpsearch.objectives.training.config import TrainConfig
     from hpsearch.objectives.training.reports.report import Setting
     from hpsearch.objectives.training.result import RunResult
 
@@ -58,61 +56,44 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
         SearchError: a setting is not KEY=VALUE, or names one that the default does not have.
         ObjectiveError: a setting is unknown or its value is not valid.
     """
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
+    from hpsearch.objectives.errors import ObjectiveError
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective, config_of, plain_config
+    from hpsearch.objectives.training.config import TrainConfig
+    from hpsearch.search.errors import SearchError
     from hpsearch.search.spec.settings import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
     if isinstance(objective, LoopObjective):
-        return _own(objective, given)
-    return _trained(objective, given)
-
-
-def _own(objective: LoopObjective, given: dict[str, Any]) -> Any:
-    """The configuration of an own loop: of the settings that its search space has."""
-    from hpsearch.objectives.own_loop.loop_objective import config_of, plain_config
-    from hpsearch.search.errors import SearchError
-
-    values = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
-    for key, value in given.items():
-        _require(key in values, f"--set {key}: {objective.name} has no setting {key!r}", key, list(values))
-        if isinstance(values[key], float | int) and isinstance(value, str):
-            raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
-        values[key] = value
-    return config_of(objective, values)
-
-
-def _trained(objective: BaseObjective, given: dict[str, Any]) -> TrainConfig:
-    from hpsearch.objectives.errors import ObjectiveError
-    from hpsearch.objectives.training.config import TrainConfig
-    from hpsearch.search.errors import SearchError
-
+        own = dict(plain_config(objective.default_config(), f"{type(objective).__name__}.suggest"))
+        for key, value in given.items():
+            if isinstance(own.get(key), float | int) and isinstance(value, str):
+                raise SearchError(f"--set {key}: {key} must be a number, not {value!r}")
+            _replace(own, key, value, f"--set {key}: {objective.name}")
+        return config_of(objective, own)
     values = objective.default_config().to_dict()
     for key, value in given.items():
-        head, dot, name = key.partition(".")
-        if head != "model" or not dot:
+        if key.startswith("model."):
+            _replace(values["model"], key.removeprefix("model."), value, f"--set {key}: the model of {objective.name}")
+        else:
             values[key] = value
-            continue
-        known = values["model"]
-        _require(
-            name in known, f"--set {key}: the model of {objective.name} has no setting {name!r}", name, list(known)
-        )
-        known[name] = value
     try:
         return TrainConfig.from_dict(values)
     except ObjectiveError as error:
         raise SearchError(f"--set: {error}" if given else str(error)) from None
 
 
-def _require(there: bool, otherwise: str, name: str, known: list[str]) -> None:
-    from hpsearch.objectives.errors import nearest
-    from hpsearch.search.errors import SearchError
+def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:
+    """Set a value that has a default."""
+    from hpsearch.search.errors import SearchError, nearest
 
-    if not there:
-        raise SearchError(f"{otherwise}: {nearest(name, known) if known else 'the default configuration names none'}")
+    if name not in values:
+        hint = nearest(name, values) if values else "; the default configuration has no settings"
+        raise SearchError(f"{owner} has no setting {name!r}{hint}")
+    values[name] = value
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-3 as a word."""
+    """Return a word such as 1e-3, which YAML does not read as a number, as a number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
