@@ -52,6 +52,16 @@ def _copy(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy on a file system without links; raises FileNotFoundError."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

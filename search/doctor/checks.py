@@ -24,7 +24,7 @@ from hpsearch.search.fleet.fork import cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.storage.attributes import RELEASE, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.home import VARIABLE
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
@@ -118,7 +118,7 @@ class Checker:
         except USER_ERRORS as error:  # says itself what to do
             return failed(str(error), "")
         except Exception as error:  # whatever it is, the other checks go on
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            said = f"{type(error).__name__}: {one_line(error)}"
             for url in self._secrets:
                 said = without_secret(said, url)
             return failed(said, "")

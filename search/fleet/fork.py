@@ -155,14 +155,9 @@ class ForkedProcess:
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        return self._process.exitcode
-
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        return self.returncode
+        """Return the exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""

@@ -7,7 +7,6 @@ refuses a second one, and only after that is the test data scored.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
+from hpsearch.storage.files import sha256
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.records.test_openings import AlreadyOpenError, Opening, open_test_set, read_opening, write_scores
 
@@ -165,7 +165,7 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
             study.engine,
             study.study_id,
             trial_number=candidate.trial.number,
-            model_sha256=_sha256(path),
+            model_sha256=sha256(path),
             opened_by=whoami(),
             finalists=candidate.finalists,
             refit=None if candidate.refit is None else of.spec.name,
@@ -180,8 +180,3 @@ def _restore(study: StoredStudy, weights: BestWeights, path: Path) -> Restored |
     if not isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
         weights.require_value(restored)
     return restored
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

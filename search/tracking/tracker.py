@@ -204,23 +204,15 @@ class Tracker:
         self.sender.add(journal)
         return journal
 
-    def lost(self, lost: Lost, *, at: int) -> None:
-        """End the run of a trial whose workers died; nobody else will."""
-        name = f"{lost.number:04d}-{lost.attempt}-lost"
-        journal = self.begin(name, trial_id=lost.trial_id, number=lost.number, attempt=lost.attempt, resumed=True)
-        journal.append(journal_records.End(Outcome.LOST, lost.reason, at, kept=False))
-        self.sender.wake(at_once=True)
-
     @kill_point("log retired trial")
-    def retired(self, retired: Retired, *, at: int) -> None:
-        """End the run of a trial that waited at a rung and will not go on."""
-        name = f"{retired.number:04d}-{retired.attempt}-retired"
-        journal = self.begin(
-            name, trial_id=retired.trial_id, number=retired.number, attempt=retired.attempt, resumed=True
-        )
-        if retired.grounds:
-            journal.append(pruning_tags(retired.grounds))
-        journal.append(journal_records.End(Outcome.PRUNED, retired.reason, at, kept=False))
+    def settled(self, trial: Lost | Retired) -> None:
+        """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
+        name = f"{trial.number:04d}-{trial.attempt}-{type(trial).__name__.lower()}"
+        journal = self.begin(name, trial_id=trial.trial_id, number=trial.number, attempt=trial.attempt, resumed=True)
+        if isinstance(trial, Retired) and trial.grounds:
+            journal.append(pruning_tags(trial.grounds))
+        outcome = Outcome.PRUNED if isinstance(trial, Retired) else Outcome.LOST
+        journal.append(journal_records.End(outcome, trial.reason, int(time.time() * 1000), kept=False))
         self.sender.wake(at_once=True)
 
     def deliver(

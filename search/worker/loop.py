@@ -134,13 +134,13 @@ class Worker:
 
     def _lost(self, lost: Lost) -> Ended:
         log.error("trial %d: FAIL, %s", lost.number, lost.reason)
-        self._context.tracker.lost(lost, at=int(time.time() * 1000))
+        self._context.tracker.settled(lost)
         return Ended(Outcome.LOST, lost.reason)
 
     def _retired(self, retired: Retired) -> Ended:
         """Tell of a trial that waited in vain, and remove what it would have gone on from where it never will."""
         log.info("trial %d: PRUNED, %s", retired.number, retired.reason)
-        self._context.tracker.retired(retired, at=int(time.time() * 1000))
+        self._context.tracker.settled(retired)
         if not retired.cut:
             self._context.checkpoints.forget_trial(retired.number)
         return Ended(Outcome.PRUNED, retired.reason)

@@ -20,7 +20,7 @@ from hpsearch.storage.database.schema import VERSION_TABLE
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.state import FILE
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.files import sha256, sync_folder
+from hpsearch.storage.files import link_or_copy, sha256, sync_folder
 from hpsearch.storage.home import VARIABLE, home_dir
 from hpsearch.storage.urls import normalise
 
@@ -307,20 +307,11 @@ def _checkpoints(studies: Snapshot, where: Places) -> Iterator[list[tuple[str, P
             for each in (path, *path.parent.glob(f"{glob.escape(path.name)}.*")):
                 link = folder / str(len(found))
                 try:
-                    _link(each, link)
+                    link_or_copy(each, link)
                 except FileNotFoundError:
                     continue  # removed since, or in a place of the study's own
                 found.append((each.relative_to(where.checkpoints).as_posix(), link))
         yield found
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 def _check_artifacts(where: Places) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import CheckpointStoreError, StorageError, StoredCheckpointError, one_line
-from hpsearch.storage.files import place
+from hpsearch.storage.files import link_or_copy, place
 from hpsearch.storage.files import sha256 as digest
 from hpsearch.storage.urls import redact, without_secret
 
@@ -147,13 +146,8 @@ class Checkpoints:
         target.unlink(missing_ok=True)
         if self._local is None:
             self._fs.get_file(source, str(target))
-            return
-        try:
-            os.link(source, target)
-        except FileNotFoundError:
-            raise
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, target)
+        else:
+            link_or_copy(Path(source), target)
 
     def find(self, folder: str) -> list[str]:
         """Return the paths of all files in `folder` and below; none where there is no such folder.

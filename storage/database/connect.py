@@ -221,7 +221,7 @@ def _check_once(url: str, setting: str) -> None:
             _check_revision(cursor, head)
     except psycopg2.Error as error:
         passing = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        raise (AwayError if passing else StorageError)(f"{head}: {' '.join(str(error).split())}") from None
+        raise (AwayError if passing else StorageError)(f"{head}: {one_line(error)}") from None
     finally:
         connection.close()
 

@@ -68,9 +68,7 @@ def load(home: Path) -> State | None:
         for name in ("postgres", "mlflow", "dashboard"):
             document[name] = _record(document[name])
         return State(**document)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

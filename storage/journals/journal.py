@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.files import sync_folder
+from hpsearch.storage.files import link_or_copy, sync_folder
 from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
@@ -177,10 +177,7 @@ class Journal:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
-            try:
-                os.link(path, target)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(path, target)
+            link_or_copy(path, target)
         except OSError as error:
             log.warning("%s is not kept for MLflow: %s", path.name, error.strerror)
             return False

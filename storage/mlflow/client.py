@@ -20,7 +20,7 @@ import tenacity
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.health import is_away, is_duplicate
+from hpsearch.storage.mlflow.health import is_away, is_duplicate, unless_missing
 from hpsearch.storage.mlflow.tag_names import REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.settle import Outcome
 
@@ -256,14 +256,8 @@ class Tracking:
         Raises:
             RunDeletedError: it was deleted in the MLflow UI. That is a person's wish: no run is made in its place.
         """
-        from mlflow.exceptions import MlflowException
-
-        try:
-            run = self.client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
+        if (run := unless_missing(self.client.get_run, run_id)) is None:
+            return False
         if run.info.lifecycle_stage != "active":
             raise RunDeletedError(f"its run {run_id} was deleted in the MLflow UI; restore it there")
         return True

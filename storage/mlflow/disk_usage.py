@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error
+from hpsearch.storage.mlflow.health import describe_error, unless_missing
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -67,7 +67,7 @@ class RunStorage:
         outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
         model_id = run.data.tags.get(tag_names.MODEL_ID) or (outputs[-1] if outputs else None)
         with _telling(f"list the files of run {run_id}"):
-            if model_id is not None and self._model(model_id) is None:
+            if model_id is not None and unless_missing(self._client.get_logged_model, model_id) is None:
                 model_id = None
             return Kept(
                 run_id,
@@ -83,22 +83,12 @@ class RunStorage:
         """
         with _telling(f"remove the model of run {kept.run_id}"):
             run = self._client.get_run(kept.run_id)
-            if kept.model_id is not None and (model := self._model(kept.model_id)) is not None:
+            if kept.model_id and (model := unless_missing(self._client.get_logged_model, kept.model_id)):
                 self._remove_files(str(model.artifact_location), of=kept.model_id)
                 self._client.delete_logged_model(kept.model_id)
             if kept.checkpoint_bytes:
                 self._remove_files(str(run.info.artifact_uri), of=kept.run_id, path=CHECKPOINTS)
             self._client.set_tag(kept.run_id, tag_names.REMOVED, "model and checkpoint")
-
-    def _model(self, model_id: str) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return self._client.get_logged_model(model_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
 
     def _remove_files(self, place: str, *, of: str, path: str | None = None) -> None:
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository

@@ -8,11 +8,14 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.journals.reader import Failure
+
+T = TypeVar("T")
 
 _LONGEST = 200  # characters of an error in a line
 
@@ -98,6 +101,18 @@ def is_away(error: BaseException) -> bool:
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return error.response.status_code >= 500 or error.response.status_code in {401, 403, 408, 425, 429}
     return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
+
+
+def unless_missing(call: Callable[..., T], *arguments: Any, also: str = "") -> T | None:
+    """Return the answer of a client call; None where MLflow has no such thing, or answers `also`."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return call(*arguments)
+    except MlflowException as error:
+        if error.error_code in {"RESOURCE_DOES_NOT_EXIST", also}:
+            return None
+        raise
 
 
 def is_duplicate(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.health import describe_error
+from hpsearch.storage.mlflow.health import describe_error, unless_missing
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,7 +23,6 @@ TAG_LIMIT = 8000
 _LONGEST_ALIAS = 255
 _LONGEST_MODEL = 256
 _MODEL_ID = re.compile(r"\bm-[0-9a-f]{32}\b")
-_NOT_FOUND = "RESOURCE_DOES_NOT_EXIST"
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,14 @@ class Registry:
     def version(self, model: str, number: int) -> Version | None:
         """Return a version, or None where there is none of that number."""
         with _telling(f"look up version {number} of {model!r}"):
-            found = _unless_missing(self._client.get_model_version, model, str(number))
+            found = unless_missing(self._client.get_model_version, model, str(number))
         return None if found is None else _version(found)
 
     def version_by_alias(self, model: str, alias: str) -> Version | None:
         """Return the version that an alias names, or None."""
         with _telling(f"look up {model}@{alias}"):
             # Of an alias that is not there MLflow says that the request is invalid.
-            found = _unless_missing(
+            found = unless_missing(
                 self._client.get_model_version_by_alias, model, alias, also="INVALID_PARAMETER_VALUE"
             )
         return None if found is None else _version(found)
@@ -145,20 +144,20 @@ class Registry:
     def model_of(self, run_id: str) -> str | None:
         """Return the logged model of a run that can be registered, or None."""
         with _telling(f"look up run {run_id}"):
-            run = _unless_missing(self._client.get_run, run_id)
+            run = unless_missing(self._client.get_run, run_id)
         if run is None:
             return None
         outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
         for model_id in filter(None, [run.data.tags.get(tag_names.MODEL_ID), *reversed(outputs)]):
             with _telling(f"look up the model of run {run_id}"):
-                if (model := _unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
+                if (model := unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
                     return str(model_id)
         return None
 
     def knows_run(self, run_id: str) -> bool:
         """Whether this server has, or had, a run: a study may have been tracked by another one."""
         with _telling(f"look up run {run_id}"):
-            return _unless_missing(self._client.get_run, run_id) is not None
+            return unless_missing(self._client.get_run, run_id) is not None
 
     def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
         """Return the version of a registered model that a logged model is, made unless it is there.
@@ -212,17 +211,6 @@ def _version(found: Any) -> Version:
         tags=dict(found.tags),
         description=found.description or "",
     )
-
-
-def _unless_missing(call: Any, *arguments: Any, also: str = _NOT_FOUND) -> Any:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return call(*arguments)
-    except MlflowException as error:
-        if error.error_code in {_NOT_FOUND, also}:
-            return None
-        raise
 
 
 def _unless_there(call: Any, *arguments: Any) -> None:

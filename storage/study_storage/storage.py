@@ -43,14 +43,6 @@ class Owned:
     attempt: int
 
 
-class Deferred(Batch):
-    """Writes of a trial that wait for each other."""
-
-    def discard(self) -> None:
-        """Drop what is deferred so far: it is as if it had never been set."""
-        self.clear()
-
-
 def overlaid(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
     """Return a copy of the trial with what the batch would write."""
     copied = copy_trial(trial)
@@ -120,7 +112,7 @@ class PostgresStorage(BaseStorage):
         self._directions: dict[int, list[StudyDirection]] = {}
         self._study_of: dict[int, int] = {}  # of a trial's id
         self._owned: dict[int, Owned] = {}
-        self._deferred: dict[int, Deferred] = {}
+        self._deferred: dict[int, Batch] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         url = self.engine.url.render_as_string(hide_password=False)
@@ -320,7 +312,7 @@ class PostgresStorage(BaseStorage):
             self.disown(trial_id)
 
     @contextmanager
-    def together(self, trial_id: int) -> Iterator[Deferred]:
+    def together(self, trial_id: int) -> Iterator[Batch]:
         """Defer what is set of a trial's parameters and attributes, and write it in one statement at the exit.
 
         Reads of the trial through this storage show what is deferred. When the block raises, nothing of it is written;
@@ -329,7 +321,7 @@ class PostgresStorage(BaseStorage):
         with self._lock:
             if trial_id in self._deferred:
                 raise RuntimeError(f"the writes of trial id {trial_id} are deferred already")
-            deferred = self._deferred[trial_id] = Deferred()
+            deferred = self._deferred[trial_id] = Batch()
         try:
             yield deferred
         finally:

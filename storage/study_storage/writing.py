@@ -87,8 +87,8 @@ class Batch:
     def __bool__(self) -> bool:
         return bool(self.params or self.user_attrs or self.system_attrs)
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def discard(self) -> None:
+        """Drop everything: it is as if it had never been set."""
         self.params, self.user_attrs, self.system_attrs = {}, {}, {}
 
 

@@ -180,7 +180,7 @@ class Claims:
     def _take(
         self, connection: sa.Connection, claim_id: uuid.UUID, *, open_new: bool
     ) -> Claim | Lost | Retired | Nothing | Stopped:
-        study = connection.execute(sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}).one_or_none()
+        study = self._study(connection)
         if study is None:
             raise StorageError("the study was deleted")
         if study.stopped is not None:
@@ -224,6 +224,11 @@ class Claims:
             new = connection.execute(sql.CREATE, arguments).one()
             return Claim(new.trial_id, new.number, 1)
         return Nothing(row.running)
+
+    def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
+        """Lock the study and return its budget, retries and stop; None where it was deleted."""
+        words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
+        return connection.execute(sql.STUDY, words).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
         """The trial that goes on from a rung, and which; when all were begun, the best for want of complete ones."""
@@ -279,8 +284,7 @@ class Claims:
             open_new: as of `claim`.
         """
         with self._engine.begin() as connection:
-            arguments = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-            study = connection.execute(sql.STUDY, arguments).one_or_none()
+            study = self._study(connection)
             if study is None or study.stopped is not None:
                 return False
             row = connection.execute(self._choice, {"study": self._study_id}).one()
@@ -302,21 +306,15 @@ class Claims:
         A trial that is out of retries stays for a claim, which says so and ends its run.
         """
         with self._engine.begin() as connection:
-            study = connection.execute(
-                sql.STUDY, {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-            ).one_or_none()
+            study = self._study(connection)
             if study is not None:
                 self._recover(connection, retries=study.retries, fail=False)
 
     def renew(self, claim: Claim) -> bool:
         """Extend the lease; return whether the attempt is still live."""
+        arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
         with each_committed(self._engine) as connection:
-            return (
-                connection.execute(
-                    sql.RENEW, {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
-                ).rowcount
-                == 1
-            )
+            return connection.execute(sql.RENEW, arguments).rowcount == 1
 
     @kill_point("report")
     def report(
@@ -407,8 +405,7 @@ class Claims:
         assert rungs is not None
 
         def reached(connection: sa.Connection, repeated: bool) -> Standing | None:
-            words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-            study = connection.execute(sql.STUDY, words).one_or_none()
+            study = self._study(connection)
             place = (connection, claim.trial_id, claim.attempt)
             mine = {"trial_id": claim.trial_id, "attempt": claim.attempt}
             if study is None or connection.execute(sql.MAY, mine).one_or_none() is None:
