@@ -173,10 +173,6 @@ BUT_PAUSED = """
 """
 
 
-def _occupancy(connection: sa.Connection, study_id: int) -> list[Occupancy]:
-    return [Occupancy(**row._mapping) for row in connection.execute(_OCCUPANCY, {"study": study_id})]
-
-
 def read_rungs(engine: sa.Engine, study_id: int) -> list[Occupancy]:
     """Return the rungs of a study that a trial has reached, the lowest first."""
     return [Occupancy(**row._mapping) for row in Database(engine).rows(_OCCUPANCY, {"study": study_id})]
@@ -207,12 +203,10 @@ def note(
         fronts.note(connection, study_id, trial_id, rungs.several, rung=rung, values=value)
         count_places(connection, study_id, rungs, n_trials=n_trials)
         return
-    loss = rungs.loss(value)
-    open_rung(connection, study_id, rung)
-    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": loss}
+    connection.execute(_OPEN, {"study": study_id, "rung": rung})
+    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
     if connection.execute(_NOTE, arguments).rowcount == 1:
-        places = rungs.places(n_trials)
-        move(connection, study_id, rung, trial_id=trial_id, loss=loss, factor=rungs.factor, places=places)
+        connection.execute(_MOVE, {**arguments, "factor": rungs.factor, "places": rungs.places(n_trials)})
 
 
 def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> None:
@@ -224,8 +218,10 @@ def count_places(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tr
         rungs: of the study.
         n_trials: its budget.
     """
-    # By several metrics nobody has waited in vain before the end: who comes may push back those before it.
-    count_anew(connection, study_id, factor=rungs.factor, places=rungs.places(n_trials), hopeless=not rungs.several)
+    connection.execute(_FORGET, {"study": study_id})
+    arguments = {"study": study_id, "factor": rungs.factor, "places": rungs.places(n_trials)}
+    # With several metrics no trial waits in vain before the end: a later trial may push back those before it.
+    connection.execute(_COUNT, {**arguments, "hopeless": not rungs.several})
 
 
 def standing(connection: sa.Connection, trial_id: int, rung: int) -> Standing:
@@ -288,7 +284,8 @@ def next_retired(
         on = f"where the best {row.places} went on" if row.places else "where none went on"
     by_fronts = " by fronts" if rungs.several else ""
     if rungs.several and row.places:  # the order may have been another when they went on
-        went = sum(at.promoted for at in _occupancy(connection, study_id) if at.rung == row.rung)
+        occupied = connection.execute(_OCCUPANCY, {"study": study_id})
+        went = sum(at.promoted for at in occupied if at.rung == row.rung)
         on = f"where {went} went on by the order of their time" if went else "where none went on"
     reason = (
         f"{rungs.pruner} pruner at epoch {epochs} of {rungs.total}: rank {row.better + 1} of {row.reached}{by_fronts} "
@@ -354,41 +351,3 @@ _COUNT = sa.text("""
         SELECT loss, trial_id FROM hpsearch_rungs o WHERE o.study_id = :study AND o.rung = at.rung
          ORDER BY loss, trial_id OFFSET greatest(least(reached, :places) - 1, 0) LIMIT 1) AS l ON :places > 0
 """)
-
-
-def open_rung(connection: sa.Connection, study_id: int, rung: int) -> None:
-    """Make a rung's row, once."""
-    connection.execute(_OPEN, {"study": study_id, "rung": rung})
-
-
-def move(
-    connection: sa.Connection, study_id: int, rung: int, *, trial_id: int, loss: float, factor: int, places: int
-) -> None:
-    """Take a trial into account that has just come to a rung.
-
-    Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        rung: from 0; its row is there, and the trial's at it.
-        trial_id: the trial.
-        loss: its, at the rung.
-        factor: of those that reach a rung, one in so many goes on.
-        places: how many may go on from a rung, in the study's budget.
-    """
-    places_are = {"factor": factor, "places": places}
-    connection.execute(_MOVE, {"study": study_id, "rung": rung, "trial": trial_id, "loss": loss, **places_are})
-
-
-def count_anew(connection: sa.Connection, study_id: int, *, factor: int, places: int, hopeless: bool = True) -> None:
-    """Find the cuts by counting: the budget is another, or a trial has left its rungs.
-
-    Args:
-        connection: in a transaction that holds the study's row.
-        study_id: the study.
-        factor: of those that reach a rung, one in so many goes on.
-        places: how many may go on from a rung, in the study's budget.
-        hopeless: whether those beyond the places will never go on; else any may yet.
-    """
-    connection.execute(_FORGET, {"study": study_id})
-    arguments = {"study": study_id, "factor": factor, "places": places, "hopeless": hopeless}
-    connection.execute(_COUNT, arguments)

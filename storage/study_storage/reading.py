@@ -276,7 +276,7 @@ _OF_FINISHED = """
    ORDER BY x.{order}
 """
 _TRIALS = """
-    SELECT s.study_id AS study, t.trial_id, t.number, CAST(t.state AS text), t.datetime_start, t.datetime_complete
+    SELECT s.study_id AS study, t.trial_id, t.number, t.state, t.datetime_start, t.datetime_complete
       FROM studies s LEFT JOIN trials t ON t.study_id = s.study_id WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 _PARAMS = "SELECT x.trial_id, x.param_name, x.param_value, x.distribution_json" + _OF_FINISHED.format(
@@ -304,27 +304,12 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
     Raises:
         KeyError: There is no such study.
     """
-    rows = database.rows(_TRIALS, {"study_id": study_id})
-    if not rows:
-        raise KeyError(f"there is no study with id {study_id}")
+    rows = _of_study(database.rows(_TRIALS, {"study_id": study_id}), study_id)
     with _no_collection():
-        trials = [
-            FrozenTrial(
-                number=number,
-                state=STATES[state],
-                value=None,
-                datetime_start=to_local(start),
-                datetime_complete=to_local(complete),
-                params={},
-                distributions={},
-                user_attrs={},
-                system_attrs={},
-                intermediate_values={},
-                trial_id=trial_id,
-            )
-            for _, trial_id, number, state, start, complete in rows
-            if trial_id is not None
-        ]
+        trials = [skeleton(row) for row in rows]
+        for trial, row in zip(trials, rows, strict=True):
+            trial.datetime_start = to_local(row.datetime_start)
+            trial.datetime_complete = to_local(row.datetime_complete)
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
         if finished:
             _fill(database, finished, {"study_id": study_id, "last": max(finished)})

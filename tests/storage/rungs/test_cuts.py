@@ -16,7 +16,7 @@ from optuna.trial import TrialState, create_trial
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.database import migrations
 from hpsearch.storage.database.migrate import migrate
-from hpsearch.storage.rungs.rungs import Rungs, count_anew, note
+from hpsearch.storage.rungs.rungs import Rungs, count_places, note
 from hpsearch.storage.trials.claims import Claim, Claims
 from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import budget, rows, take
@@ -41,10 +41,12 @@ def test_the_cuts_that_move_are_those_that_are_counted(
             note(connection, study_id, trial, rungs, rung=rung, value=value, n_trials=n_trials)
         moved = rows(engine, CUTS, study=study_id)
         with engine.begin() as connection:
-            count_anew(connection, study_id, factor=factor, places=rungs.places(n_trials))
+            count_places(connection, study_id, rungs, n_trials=n_trials)
         assert moved == rows(engine, CUTS, study=study_id)
     assert [row.reached for row in rows(engine, CUTS, study=study_id)] == [60, 60]
 
+
+RUNGS = Rungs("asha", (1, 3, 9), 27, 3, maximize=False)
 
 # All trials of a study have reached the first rung; a third of them went on, but for a few that are to.
 _FILL = """
@@ -66,10 +68,10 @@ def _rows_of_a_promotion(storage: BaseStorage, engine: sa.Engine, owner: sa.Engi
     storage.import_trials(study_id, [create_trial(state=TrialState.WAITING)] * trials)  # type: ignore[attr-defined]
     with engine.begin() as connection:
         connection.execute(sa.text(_FILL), {"study": study_id, "trials": trials})
-        count_anew(connection, study_id, factor=3, places=2 * trials // 3)
+        count_places(connection, study_id, RUNGS, n_trials=2 * trials)
     with owner.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(sa.text("VACUUM ANALYZE trials, hpsearch_rungs, hpsearch_attempts, hpsearch_rung_cuts"))
-    claims = Claims(engine, study_id, worker="w", rungs=Rungs("asha", (1, 3, 9), 27, 3, maximize=False))
+    claims = Claims(engine, study_id, worker="w", rungs=RUNGS)
     take(claims)
     read: list[int] = []
 
