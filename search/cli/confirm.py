@@ -190,7 +190,7 @@ def promote(
         if value is not None and not refit:
             raise SearchError(f"{flag} {value}: it is for --refit: add that, or leave it out")
     check_alias(alias)  # before anything is trained
-    check_model_name(model or name, setting="--model")
+    check_model_name(model or name)
     if trial is not None and prefer is not None:
         raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, **where)

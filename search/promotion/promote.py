@@ -97,7 +97,8 @@ def promote(
         again = command("promote", of.study) if of.refit is None else study.go_on
         raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
     name = model or study.spec.name
-    check_names(alias, name)
+    check_alias(alias)
+    check_model_name(name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
@@ -108,16 +109,6 @@ def promote(
             "same with --infeasible"
         )
     return register(found, chosen, tracking, alias=alias, name=name)
-
-
-def check_names(alias: str, model: str) -> None:
-    """Refuse what MLflow takes for no alias, or for no name of a model.
-
-    Raises:
-        StorageError: it is none.
-    """
-    check_alias(alias)
-    check_model_name(model, setting="--model")
 
 
 def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, alias: str, name: str) -> Promoted:
@@ -283,7 +274,8 @@ def promote_refit(
         StorageError: MLflow refuses, or is away.
     """
     name = model or study.spec.name
-    check_names(alias, name)
+    check_alias(alias)
+    check_model_name(name)
     found = read_refit(study, trial)
     if found is None:
         raise SearchError(f"--refit: the winner of study {study.spec.name!r} was not trained on all data yet")

@@ -180,12 +180,11 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     return connection
 
 
-def check_database(url: str, *, setting: str = "--storage-url", patience: float | None = None) -> None:
+def check_database(url: str, *, patience: float | None = None) -> None:
     """Check that studies can be kept at `url`, without changing anything there.
 
     Args:
         url: of the database.
-        setting: where it was given, for messages.
         patience: seconds in which one that is away, or cuts connections, may come back; `OPENING` by default.
 
     Raises:
@@ -196,14 +195,14 @@ def check_database(url: str, *, setting: str = "--storage-url", patience: float 
     from hpsearch.storage.database.retry import retrying
 
     patience = OPENING if patience is None else patience
-    retrying(patience, also=AwayError)(_check_once, url, setting)
+    retrying(patience, also=AwayError)(_check_once, url)
 
 
-def _check_once(url: str, setting: str) -> None:
+def _check_once(url: str) -> None:
     import psycopg2
 
-    head = f"{setting} {redact(url)}"
-    connection = connect(url, application_name="hpsearch-check", setting=setting)
+    head = f"--storage-url {redact(url)}"
+    connection = connect(url, application_name="hpsearch-check")
     try:
         with connection, connection.cursor() as cursor:
             cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")

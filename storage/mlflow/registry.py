@@ -63,13 +63,13 @@ def is_previous(alias: str) -> bool:
     return alias == "previous" or alias.startswith("previous-")
 
 
-def check_alias(alias: str, *, setting: str = "--alias") -> None:
+def check_alias(alias: str) -> None:
     """Refuse, before anything is done, an alias that MLflow refuses.
 
     Raises:
         StorageError: it does.
     """
-    head = f"{setting} {alias!r}"
+    head = f"--alias {alias!r}"
     if not re.fullmatch(r"[\w-]+", alias) or len(alias) > _LONGEST_ALIAS:
         raise StorageError(f"{head}: an alias is made of letters, digits, - and _: choose another, such as champion")
     if is_previous(alias):
@@ -78,7 +78,7 @@ def check_alias(alias: str, *, setting: str = "--alias") -> None:
         raise StorageError(f"{head}: MLflow keeps 'latest' and names like 'v3' for itself: choose another")
 
 
-def check_model_name(name: str, *, setting: str = "--model") -> None:
+def check_model_name(name: str) -> None:
     """Refuse, before anything is done, a name of a registered model that MLflow refuses.
 
     Raises:
@@ -86,7 +86,7 @@ def check_model_name(name: str, *, setting: str = "--model") -> None:
     """
     if not name.strip() or len(name) > _LONGEST_MODEL or set(name) & set('/:"') or name in {".", ".."}:
         raise StorageError(
-            f"{setting} {name!r}: a registered model's name has up to {_LONGEST_MODEL} characters, none of / : \": "
+            f"--model {name!r}: a registered model's name has up to {_LONGEST_MODEL} characters, none of / : \": "
             "choose another"
         )
 
