@@ -179,6 +179,11 @@ def _take_first(cls: type[BaseObjective]) -> None:
     cls.metric, cls.direction = first, direction
 
 
+def overrides(objective: Objective, method: str) -> bool:
+    """Return whether the objective's class overrides a method of `Objective`."""
+    return getattr(type(objective), method) is not getattr(Objective, method)
+
+
 class Objective(BaseObjective):
     """One learning problem: subclass it, fill in `suggest`, `data` and `model`, and search.
 
@@ -262,11 +267,6 @@ class Objective(BaseObjective):
         """
         raise NotImplementedError
 
-    @property
-    def has_own_step(self) -> bool:
-        """Whether `step` is overridden."""
-        return type(self).step is not Objective.step
-
     def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[dict[str, Any]] | None:  # noqa: ARG002 for those who override it
         """The optimizer's parameter groups; None, unless overridden, for the usual ones.
 
@@ -289,11 +289,6 @@ class Objective(BaseObjective):
         A run that is resumed repeats the calls of the epochs before, on the initial weights.
         """
 
-    @property
-    def has_on_epoch(self) -> bool:
-        """Whether `on_epoch` is overridden."""
-        return type(self).on_epoch is not Objective.on_epoch
-
     def augment(self, config: TrainConfig) -> Augment | None:  # noqa: ARG002 - for those who override it
         """What changes a batch of training inputs [n, ...] at random; nothing unless overridden.
 
@@ -310,14 +305,9 @@ class Objective(BaseObjective):
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, NoMetrics, metrics_for
 
-        if self.has_own_step and (self.metric == "loss" or self.metric not in DIRECTIONS):
+        if overrides(self, "step") and (self.metric == "loss" or self.metric not in DIRECTIONS):
             return NoMetrics()
         return metrics_for(self.metric, train)
-
-    @property
-    def uses_builtin_metrics(self) -> bool:
-        """Whether `metrics` is not overridden."""
-        return type(self).metrics is Objective.metrics
 
     def measures(self, model: nn.Module, config: TrainConfig) -> Mapping[str, float]:  # noqa: ARG002 for those who override it
         """Numbers of your own about a model, by name, after each epoch: operations, sparsity, robustness.
@@ -336,11 +326,6 @@ class Objective(BaseObjective):
         """
         return {}
 
-    @property
-    def has_measures(self) -> bool:
-        """Whether `measures` is overridden."""
-        return type(self).measures is not Objective.measures
-
     def judge_by(self, metric: str, direction: Literal["maximize", "minimize"]) -> None:
         """Optimise another metric than the class names, as a study may say.
 
@@ -350,9 +335,9 @@ class Objective(BaseObjective):
         """
         from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS, chooses_none
 
-        if self.uses_builtin_metrics and not self.has_own_step and metric in MEASURED:
+        if not overrides(self, "metrics") and not overrides(self, "step") and metric in MEASURED:
             raise chooses_none(metric)
-        if self.uses_builtin_metrics and not (self.has_own_step and metric not in DIRECTIONS):
+        if not overrides(self, "metrics") and not (overrides(self, "step") and metric not in DIRECTIONS):
             if metric not in DIRECTIONS:
                 raise MetricError(metric, f"is not known: {nearest(metric, list(DIRECTIONS))}")
             if direction != DIRECTIONS[metric]:
@@ -369,7 +354,7 @@ class Objective(BaseObjective):
         from hpsearch.objectives.training.evaluation.metrics import brought_with
 
         super().also_report(names)
-        if not self.uses_builtin_metrics or self.has_own_step or self.has_measures:
+        if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
             return
         judged = brought_with(self.metric)
         for name in self.reported:

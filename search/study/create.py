@@ -23,7 +23,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import MetricError, users_code
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.measured import MEASURED
-from hpsearch.objectives.objective import BaseObjective, Objective
+from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -341,7 +341,7 @@ def _check_ways(objective: BaseObjective, spec: StudySpec) -> None:
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     known: dict[str, str] = {name: measured.direction for name, measured in MEASURED.items()}
-    if isinstance(objective, Objective) and objective.uses_builtin_metrics:
+    if isinstance(objective, Objective) and not overrides(objective, "metrics"):
         known |= DIRECTIONS
     for name, way in spec.ways.items():
         if known.get(name, way) != way:

@@ -6,13 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
 from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.batches import build_feed
 from hpsearch.objectives.training.data.dataset import Dataset
@@ -45,10 +45,6 @@ from hpsearch.objectives.training.reproducibility.environment import environment
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.strategies.base import Replicated, Strategy
 from hpsearch.objectives.training.strategies.fsdp import Sharded
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.objective import Objective
-
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
 
@@ -205,7 +201,7 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Grou
         own = objective.parameter_groups(model, config)
         if own is not None:
             return checked_groups(model, config, own)
-    if not objective.has_on_epoch:
+    if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     for parameter in frozen:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
 from hpsearch.objectives.measured import MEASURED
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, moved
@@ -28,10 +29,6 @@ from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.seeds import seeded_on
 from hpsearch.objectives.training.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.objective import Objective
-
 
 _WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
 _SHORTEST, _LONGEST = 0.2, 0.5  # seconds of timing, unless so few calls take longer
@@ -323,7 +320,7 @@ class Measuring:
 
     def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
         """The objective's own measures, rank 0's."""
-        if not self.objective.has_measures:
+        if not overrides(self.objective, "measures"):
             return {}
         who = f"{type(self.objective).__name__}.measures"
         with self._evaluation(model), self.strategy.explained(), users_code(who):

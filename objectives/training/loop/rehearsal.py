@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
@@ -26,9 +27,6 @@ from hpsearch.objectives.training.loop.run import Run
 from hpsearch.objectives.training.loop.stepping import call_in
 from hpsearch.objectives.training.optimizers.schedules import check_length
 from hpsearch.objectives.training.ranks import Ranks
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.objective import Objective
 
 _UNEVEN = 0.75  # share of one class from which accuracy tells little
 _TRIED = 32  # validation samples that a loss is tried on
@@ -66,7 +64,7 @@ def check_epoch(config: TrainConfig, samples: int, total_steps: int, epoch_steps
 def check_classes(objective: Objective, splits: Splits, stepping: Stepping) -> None:
     """Looks at labels where they are taken for numbers of classes."""
     loss, y = _entropy(stepping), splits.train.y
-    judged = objective.uses_builtin_metrics and objective.metric in (*CLASSIFICATION, *BINARY)
+    judged = not overrides(objective, "metrics") and objective.metric in (*CLASSIFICATION, *BINARY)
     if not isinstance(y, Tensor) or y.dtype.is_floating_point or not (loss or judged):
         return
     ignored = _ignored(loss)
@@ -126,7 +124,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
     batch, output = _tried(run, 2)
     y, metric = run.splits.train.y, objective.metric
     if not isinstance(output, Tensor):
-        if objective.uses_builtin_metrics and metric != "loss":
+        if not overrides(objective, "metrics") and metric != "loss":
             raise ObjectiveError(
                 f"the model returns a {type(output).__name__}, and {metric} takes one tensor: override metrics(), or "
                 "return a Step with outputs= from step()"
@@ -145,7 +143,7 @@ def _check_outputs(objective: Objective, run: Run, loss: nn.Module) -> None:
             f"the model gives {list(output.shape[1:])} outputs a sample, but labels go up to {int(labels.max())}: "
             "one that stands for none is the loss's ignore_index"
         )
-    if objective.uses_builtin_metrics and metric not in ("loss", *fitting(known, output)):
+    if not overrides(objective, "metrics") and metric not in ("loss", *fitting(known, output)):
         raise unfit(metric, known, output)
     _check_pairs(loss, known, output)
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.losses import adding_up
 from hpsearch.objectives.training.evaluation.step import Call, LossStep, Step, Stepping, call_of, whole
-
-if TYPE_CHECKING:
-    from hpsearch.objectives.objective import Objective
 
 
 class OwnStep:
@@ -49,7 +46,7 @@ def build_stepping(
     Raises:
         ObjectiveError: the objective's loss is none, or the model does not take its inputs.
     """
-    if objective.has_own_step:
+    if overrides(objective, "step"):
         return OwnStep(objective, config)
     with users_code(f"{type(objective).__name__}.loss"):
         loss = as_module(objective.loss(config, splits.train), "loss")
