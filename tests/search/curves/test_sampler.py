@@ -171,26 +171,24 @@ def test_a_note_fits_a_line_of_eighty_columns():
     assert len(chosen_line(note)) + len("   curves  ") <= 80
 
 
-SCRIPT = """
-import sys, optuna
-from hpsearch.search.curves.forecast import CHOSEN, band, chosen_line
-from hpsearch.search.curves.points import Seen
-from hpsearch.search.curves.sampler import CurvesSampler
-study = optuna.load_study(study_name="s", storage=sys.argv[1])
-study.sampler = CurvesSampler(seed=5, epochs=9, random_fraction=0.0)
-print(repr(study.ask().suggest_float("x", 0.0, 1.0)))
+PROGRAM = """
+import sys
+from tests.search.curves.test_sampler import two_suggestions
+print(two_suggestions(sys.argv[1]))
 """
 
 
+def two_suggestions(url: str) -> list[float]:
+    """The second finds in the study the process that the first fitted."""
+    studies = [optuna.load_study(study_name="s", storage=url) for _ in range(2)]
+    return [suggestion(study, 5) for study in studies]
+
+
 def test_the_same_study_and_seed_give_the_same_suggestion_in_any_process(tmp_path: Path):
-    found = []
-    for name in ("a.db", "b.db"):
-        url = f"sqlite:///{tmp_path / name}"
+    urls = [f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db")]
+    for url in urls:
         study = optuna.create_study(study_name="s", storage=url)
         study.add_trials([pruned({"x": x}, {"x": X}, curve(x, 3)) for x in np.linspace(0, 1, 14)])
-        for _ in range(2):  # the second finds the process that the first fitted
-            ran = subprocess.run(
-                [sys.executable, "-c", SCRIPT, url], capture_output=True, text=True, check=True, timeout=300
-            )
-            found.append(float(ran.stdout))
-    assert found[:2] == found[2:]
+    command = [sys.executable, "-c", PROGRAM, urls[1]]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert other.stdout == f"{two_suggestions(urls[0])}\n"

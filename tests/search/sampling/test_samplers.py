@@ -86,10 +86,14 @@ def goes_on(url: str, name: str, key: str, trials: int) -> list[dict[str, object
 
 PROGRAM = """
 import json, sys
-from tests.search.sampling.test_samplers import KEYS, goes_on
-print(json.dumps([goes_on(sys.argv[1], f"{key}-{sys.argv[2]}", key, 2) for key in KEYS]))
+from tests.search.sampling.test_samplers import two_of_each
+print(json.dumps(two_of_each(sys.argv[1], "b")))
 """
 KEYS = ("cmaes", "nsga2", "nsga3", "brute_force")
+
+
+def two_of_each(url: str, name: str) -> list[list[dict[str, object]]]:
+    return [goes_on(url, f"{key}-{name}", key, 2) for key in KEYS]
 
 
 @pytest.mark.slow
@@ -99,10 +103,10 @@ def test_processes_suggest_the_same(database_url: str) -> None:
         before = [goes_on(database_url, f"{key}-{name}", key, 6) for name in "ab"]
         assert before[0] == before[1]
     command = [sys.executable, "-c", PROGRAM, database_url]
-    processes = [subprocess.Popen([*command, name], stdout=subprocess.PIPE) for name in "ab"]
-    told = [json.loads(process.communicate()[0]) for process in processes]
-    assert told[0] == told[1]
-    assert [distinct(found) for found in told[0]] == [2] * len(KEYS)
+    other = subprocess.run(command, capture_output=True, check=True)
+    told = two_of_each(database_url, "a")
+    assert json.loads(other.stdout) == told
+    assert [distinct(found) for found in told] == [2] * len(KEYS)
 
 
 @pytest.mark.parametrize("key", ["cmaes", "nsga2", "nsga3"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from optuna.storages import BaseStorage
 
 from hpsearch.storage.attributes import SPEC
 from hpsearch.storage.trials.claims import Claim, Claims
+from hpsearch.storage.trials.process_identity import process_name
 
 
 def budget(storage: BaseStorage, study_id: int, **spec: Any) -> None:
@@ -41,15 +41,14 @@ def outcomes(engine: sa.Engine) -> list[tuple[int, str | None]]:
     return [tuple(row) for row in rows(engine, query)]
 
 
-_NAME = "from hpsearch.storage.trials.process_identity import current_process; print(current_process())"
-
-
 def kill(engine: sa.Engine, claim: Claim) -> None:
     """Make the claim look like that of a worker of this machine that has ended."""
-    child = subprocess.run([sys.executable, "-c", _NAME], capture_output=True, text=True, check=True)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        ended = process_name(child.pid)
+        child.kill()
     with engine.begin() as connection:
         statement = "UPDATE hpsearch_attempts SET process = :process WHERE trial_id = :trial AND ended_at IS NULL"
-        connection.execute(sa.text(statement), {"process": child.stdout.strip(), "trial": claim.trial_id})
+        connection.execute(sa.text(statement), {"process": ended, "trial": claim.trial_id})
 
 
 def begin_at_once(workers: Sequence[subprocess.Popen[str]]) -> None:
