@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_no_cycle_of_files() -> None:
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+def test_no_module_is_a_fragment_of_its_only_importer() -> None:
+    """A few lines that one module uses belong in that module."""
+    importers = Counter(target for targets in arrows().values() for target in targets)
+    small = {name for name, path in modules().items() if len(path.read_text().splitlines()) < 40}
+    fragments = {name for name in small if importers[name] == 1 and modules()[name].name != "__init__.py"}
+    assert sorted(fragments) == []
 
 
 def test_every_kill_point_is_one_step_and_tested() -> None:
