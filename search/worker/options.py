@@ -32,7 +32,7 @@ class Working(TypedDict, total=False):
 
 
 class WorkerOptions(Options):
-    """What a worker is told beside the study's name: where things are, and how it runs on its machine.
+    """Options of a worker process: addresses, devices and limits. The study's name is given separately.
 
     Raises:
         SearchError: a value is out of range.
@@ -129,7 +129,7 @@ class WorkerOptions(Options):
 
     @property
     def world(self) -> int:
-        """How many processes train a trial together."""
+        """Number of processes that train a trial together."""
         return self.devices * self.nodes
 
     @property
@@ -143,7 +143,7 @@ class WorkerOptions(Options):
         }
 
     def environment(self) -> dict[str, str]:
-        """Return the same for a worker that is a command: a URL may hold a password, and arguments are seen by all."""
+        """Return environment variables for a worker command: unlike in arguments, a password is not visible in them."""
         given = self.model_dump(exclude=SINGLE, exclude_none=True)
         said = {name: value for name, value in given.items() if value is not False and (name, value) != ("devices", 1)}
         return {variable_of(name): "1" if value is True else str(value) for name, value in said.items()}

@@ -98,8 +98,8 @@ def tags(stack: StackInfo, trial: FrozenTrial) -> dict[str, str]:
 
 def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_url: str) -> None:
     study = ran("good", "better", "small", "silent", "large", "costly", "nan", pruner="none", **SEVERAL, **BOUNDS)
-    good, better, small, silent, large, costly, nan = study.trials()
-    ends = [trial.state.name for trial in study.trials()]
+    good, better, small, silent, large, costly, nan = study.trials
+    ends = [trial.state.name for trial in study.trials]
     assert ends == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "PRUNED"]
     assert good.values == [0.55, 9.0], "those of the epoch that is best by the first metric"
     assert reason(good) == "best score 0.55 at epoch 2"
@@ -119,9 +119,9 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
     assert tags(stack, costly)["hpsearch.out_of_bounds"] == OUT
     assert "hpsearch.out_of_bounds" not in tags(stack, good)
     maximize = study.spec.maximized
-    assert [trial.number for trial in front_of(study.trials(), maximize)] == [1, 2]
-    assert {trial.number for trial in rank_trials(study.trials(), maximize)} == {0, 1, 2}
-    assert {trial.number for trial in rank_trials(study.trials(), maximize, infeasible=True)} == {0, 1, 2, 4, 5}
+    assert [trial.number for trial in front_of(study.trials, maximize)] == [1, 2]
+    assert {trial.number for trial in rank_trials(study.trials, maximize)} == {0, 1, 2}
+    assert {trial.number for trial in rank_trials(study.trials, maximize, infeasible=True)} == {0, 1, 2, 4, 5}
     summary = study.summary()
     assert ([trial.number for trial in summary.front], summary.out_of_bounds) == ([1, 2], 2)
     plain = optuna.load_study(study_name="s", storage=database_url)
@@ -141,7 +141,7 @@ def test_ends_of_trials_of_several_metrics(ran: Ran, stack: StackInfo, database_
 
 def test_what_no_training_changes_is_known_after_an_epoch(ran: Ran) -> None:
     study = ran("large", "costly", "good", pruner={"name": "asha", "min_resource": 2}, **SEVERAL, **BOUNDS)
-    large, costly, good = study.trials()
+    large, costly, good = study.trials
     assert large.state == TrialState.PRUNED
     assert reason(large) == (
         "asha pruner at epoch 1 of 3: out of bounds: parameters 200, not <= 100, which no more training changes"
@@ -156,12 +156,12 @@ def test_what_no_training_changes_is_known_after_an_epoch(ran: Ran) -> None:
 
 def test_one_metric_with_constraints(ran: Ran) -> None:
     study = ran("costly", "small", "large", pruner="none", **BOUNDS)
-    costly, small, large = study.trials()
-    assert [trial.values for trial in study.trials()] == [[0.55], [pytest.approx(0.35)], [0.55]]
+    costly, small, large = study.trials
+    assert [trial.values for trial in study.trials] == [[0.55], [pytest.approx(0.35)], [0.55]]
     assert reason(costly).endswith(f"; out of bounds: {OUT}")
     assert costly.constraints == {"parameters": -90.0, "cost": 10.0}
     assert large.user_attrs[BROKEN] == ["parameters 200, not <= 100"]
-    assert [trial.number for trial in rank_trials(study.trials(), (True,))] == [small.number]
+    assert [trial.number for trial in rank_trials(study.trials, (True,))] == [small.number]
     stored, summary = study._stored, study.summary()
     assert (summary.best, summary.out_of_bounds) == (small, 2), "though others are better"
     assert read_progress(stored.engine, stored.study_id, "maximize").best_number == small.number
@@ -172,13 +172,13 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     """It waited in vain, and its checkpoint is gone: what it reported is known to the database alone."""
     asha = {"name": "asha", "min_resource": 1, "reduction_factor": 2, "min_complete": 1}
     study = ran("memory", "good", pruner=asha, **SEVERAL)
-    assert [trial.state.name for trial in study.trials()] == ["PRUNED", "COMPLETE"]
-    assert study.trials()[0].values == [0.2, 10.0]
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
+    assert study.trials[0].values == [0.2, 10.0]
     study.extend("+2")
     (tmp_path / "rows.jsonl").write_text('{"kind": "poor"}\n{"kind": "poorer"}\n')
     assert study.enqueue_trial(tmp_path / "rows.jsonl") == 2
     study.work()
-    memory, *others = study.trials()
+    memory, *others = study.trials
     assert (memory.state, memory.user_attrs[INFEASIBLE]) == (TrialState.PRUNED, True)
     assert reason(memory).startswith("out of memory on cpu")
     assert memory.intermediate_values == {0: 0.2}
