@@ -22,7 +22,6 @@ from hpsearch.storage.study_storage.reading import (
     read_study,
     skeleton,
     to_local,
-    whole,
 )
 
 
@@ -103,7 +102,7 @@ class StudyCache:
 
     def _read_finished(self, database: Database) -> None:
         finished, others = read_newly_finished(database, self.study_id, self._known)
-        arrived = {row.trial_id: whole(row) for row in finished} | {row.trial_id: skeleton(row) for row in others}
+        arrived = {row.trial_id: merged(row) for row in finished} | {row.trial_id: skeleton(row) for row in others}
         for trial_id in sorted(arrived):
             self._put(arrived[trial_id])
 

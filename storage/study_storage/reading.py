@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -83,11 +83,6 @@ def copy_trial(trial: FrozenTrial) -> FrozenTrial:
         intermediate_values=dict(trial.intermediate_values),
         trial_id=trial._trial_id,
     )
-
-
-def copy_trials(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return copies of all."""
-    return [copy_trial(trial) for trial in trials]
 
 
 def _copied(attrs: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +177,7 @@ class Known:
 def read_trial(database: Database, trial_id: int) -> tuple[FrozenTrial, int] | None:
     """Return a trial and the id of its study, or None if there is no such trial."""
     rows = read_rows(database, [trial_id])
-    return (whole(rows[0]), rows[0].study_id) if rows else None
+    return (merged(rows[0]), rows[0].study_id) if rows else None
 
 
 def read_rows(database: Database, trial_ids: Sequence[int]) -> Rows:
@@ -198,7 +193,7 @@ def read_in_states(database: Database, study_id: int, states: Sequence[str]) -> 
     """
     rows = database.rows(_IDS_IN_STATES, {"study_id": study_id, "states": list(states)})
     _of_study(rows, study_id)
-    return [whole(row) for row in read_rows(database, rows[0].found) if row.state in states]
+    return [merged(row) for row in read_rows(database, rows[0].found) if row.state in states]
 
 
 def read_newly_finished(database: Database, study_id: int, known: Known) -> tuple[Rows, Rows]:
@@ -235,13 +230,8 @@ def _of_study(rows: Rows, study_id: int) -> Rows:
     return [row for row in rows if getattr(row, "trial_id", None) is not None]
 
 
-def whole(row: sa.Row[Any]) -> FrozenTrial:
-    """Return the trial of a row that has all of it."""
-    return merged(row, None)
-
-
-def merged(row: sa.Row[Any], known: FrozenTrial | None) -> FrozenTrial:
-    """Return the trial of a row that has what changed since `known`, which is left as it is."""
+def merged(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
+    """Return the trial of a row that has all of it, or what changed since `known`, which is left as it is."""
     params = dict(known.params) if known else {}
     distributions = dict(known.distributions) if known else {}
     for name, value, text in zip(row.param_names or (), row.param_values or (), row.distributions or (), strict=True):

@@ -25,7 +25,6 @@ from hpsearch.storage.study_storage.cache import StudyCache
 from hpsearch.storage.study_storage.reading import (
     FINISHED,
     copy_trial,
-    copy_trials,
     distribution,
     read_in_states,
     read_trial,
@@ -395,7 +394,7 @@ class PostgresStorage(BaseStorage):
             raise
         if not wanted <= FINISHED:
             trials = [self._with_deferred(trial) for trial in trials] if self._deferred else trials
-        return copy_trials(trials) if deepcopy else trials
+        return [copy_trial(trial) for trial in trials] if deepcopy else trials
 
     def finished_trials(
         self, study_id: int, states: Container[TrialState], *, max_age: float = 0.0

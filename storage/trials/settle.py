@@ -112,10 +112,10 @@ def settle(  # noqa: PLR0913 all that is written of an end, by keyword
     return bool(connection.execute(_SETTLE, arguments).scalar())
 
 
-def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> bool:
-    """End a trial that waits as PRUNED, with its last value; return whether it waited."""
+def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
+    """End a trial that waits as PRUNED, with its last value."""
     arguments = {"trial_id": trial_id, "keys": list(attrs), "values": [json.dumps(attr) for attr in attrs.values()]}
-    return bool(connection.execute(_RETIRE, arguments).scalar())
+    connection.execute(_RETIRE, arguments)
 
 
 def end_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
