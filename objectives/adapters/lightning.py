@@ -67,7 +67,8 @@ def fit(trial: LoopTrial, module: LightningModule, data: Any, **trainer: Any) ->
         **_QUIET,
         **({} if trial.world == 1 else {"strategy": "ddp"}),
         **trainer,
-        **_device(trial.device),
+        "accelerator": trial.device.type,
+        "devices": [trial.device.index or 0] if trial.device.type == "cuda" else 1,
         "num_nodes": trial.world,  # to Lightning each rank is a machine with a device
         "max_epochs": trial.total_epochs,
         "default_root_dir": trial.folder,
@@ -217,13 +218,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    """The settings of a `Trainer` for one device."""
-    if device.type == "cuda":
-        return {"accelerator": "cuda", "devices": [device.index or 0]}
-    return {"accelerator": device.type, "devices": 1}
 
 
 def _loaders(data: Any) -> dict[str, Any]:

@@ -100,12 +100,9 @@ class _Reports(TrainerCallback):  # type: ignore[misc]  # transformers is not lo
         """Report the epoch, and end with the trial."""
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         metrics = {name: value for name, value in self._metrics.items() if not name.endswith(_SPEED)}
-        losses = [line["loss"] for line in state.log_history if "loss" in line]
-        if losses:
-            metrics["train_loss"] = losses[-1]
-        rates = [line["learning_rate"] for line in state.log_history if "learning_rate" in line]
-        if rates:
-            metrics["lr"] = rates[-1]
+        for logged, name in (("loss", "train_loss"), ("learning_rate", "lr")):
+            if values := [line[logged] for line in state.log_history if logged in line]:
+                metrics[name] = values[-1]
         for path in folder.glob("rng_state*"):  # each epoch is seeded
             path.unlink(missing_ok=True)
         self._metrics = {}

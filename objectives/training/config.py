@@ -180,14 +180,13 @@ class TrainConfig:
             raise ObjectiveError("clip_grad_value needs clip_grad_norm=None: a gradient is clipped one way")
         if self.ema_decay is not None and self.swa_fraction is not None:
             raise ObjectiveError("ema_decay and swa_fraction exclude each other: set one of them to None")
-        self._fitting_strategy()
+        if self.cpu_offload and self.strategy != "fsdp":
+            raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
+        if self.strategy == "fsdp":
+            self._check_fsdp()
         return self
 
-    def _fitting_strategy(self) -> None:
-        if self.strategy != "fsdp":
-            if self.cpu_offload:
-                raise ObjectiveError(f"cpu_offload=True needs strategy='fsdp', not {self.strategy!r}")
-            return
+    def _check_fsdp(self) -> None:
         if self.optimizer in _WHOLE:
             raise ObjectiveError(
                 f"optimizer={self.optimizer!r} needs whole weights, and strategy='fsdp' spreads them: use 'adamw', "

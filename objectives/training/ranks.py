@@ -56,7 +56,7 @@ class Ranks:
     told_to_go: Callable[[], bool] = staticmethod(lambda: False)
     on_told_to_go: Callable[[], None] = staticmethod(lambda: None)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # stands in the reference pages as a default
         return f"rank {self.rank} of {self.world}"
 
     @property

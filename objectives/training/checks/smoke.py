@@ -135,8 +135,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
             module.p = 0.0
     set_seed(run.seed, "smoke")
     train = run.splits.train
-    rows = torch.randperm(len(train))[:samples]
-    batch = train.batch(rows).to(run.device)
+    batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
     pending = Pending(batch.size, lambda: batch)
     run.model.train()  # batch norm takes its statistics from the batch, as in training
     with torch.no_grad():
@@ -165,4 +164,4 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
         )
         if floor == 0 and losses[-1] < (1 - _SHARE) * losses[0]:
             reason += ", unless it cannot: then the objective says so by loss_floor"
-    return SmokeResult(passed, losses, target, len(rows), run.config.lr, reason)
+    return SmokeResult(passed, losses, target, batch.size, run.config.lr, reason)

@@ -97,8 +97,6 @@ class _MemoryFeed(Feed):
             yield tuple([self.batch(rows) for rows in window])
 
     def batch(self, rows: Tensor) -> Pending:
-        if self._ranks.alone:
-            return Pending(len(rows), partial(self._get, rows))
         own = self._ranks.share(rows)
         return Pending(len(rows), partial(self._get, own if len(own) else rows[:1]), len(own) > 0)
 

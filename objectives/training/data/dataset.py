@@ -15,6 +15,8 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.samples import (
     Collate,
     Mapped,
+    as_input,
+    as_target,
     collated,
     content_digest,
     fingerprint_of,
@@ -81,7 +83,7 @@ def as_inputs(x: Any) -> Tree:
     """Inputs as tensors: floating point is float32, uint8 stays, other integers are int64; a mapped file stays one."""
     if isinstance(x, np.memmap):
         return Mapped(x)
-    return map_tensors(lambda tensor: tensor if tensor.dtype == torch.uint8 else to_plain(tensor), as_tree(x, "x"))
+    return map_tensors(as_input, as_tree(x, "x"))
 
 
 def as_tree(values: Any, name: str) -> Tree:
@@ -107,12 +109,7 @@ def as_tree(values: Any, name: str) -> Tree:
 
 def plain(values: Any) -> Tensor:
     """Targets as a tensor: integers are int64, floating point is float32."""
-    return to_plain(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
-
-
-def to_plain(tensor: Tensor) -> Tensor:
-    """Integers as int64, floating point as float32."""
-    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
+    return as_target(values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)))
 
 
 class Batch(NamedTuple):

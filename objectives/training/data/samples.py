@@ -95,6 +95,16 @@ def padded(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     return {"ids": ids, "lengths": lengths}, torch.as_tensor(np.asarray([target for _, target in samples]))
 
 
+def as_input(tensor: Tensor) -> Tensor:
+    """Convert floating point to float32 and integers other than uint8 to int64."""
+    return tensor if tensor.dtype == torch.uint8 else as_target(tensor)
+
+
+def as_target(tensor: Tensor) -> Tensor:
+    """Convert floating point to float32 and integers to int64."""
+    return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.int64)
+
+
 class Mapped:
     """Rows [n, ...] of an array in a memory-mapped file, which are read on use."""
 
@@ -110,12 +120,10 @@ class Mapped:
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         wanted = self._rows[rows].numpy()
         read = torch.from_numpy(np.array(self._array[wanted]))  # a copy: the file may be open for reading only
-        if read.dtype.is_floating_point:
-            return read.to(torch.float32)
-        return read if read.dtype == torch.uint8 else read.to(torch.int64)
+        return as_input(read)
 
     def take(self, rows: Tensor) -> Mapped:
-        """The rows at `rows`."""
+        """Return the rows at `rows`."""
         return Mapped(self._array, self._rows[rows])
 
     def batches(self, size: int = 4096) -> Iterable[Tensor]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets, to_plain
+from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets
 from hpsearch.objectives.training.data.division import Blocks, Rows, by_time, divide, moved_back, trained_on, wanted
-from hpsearch.objectives.training.data.samples import Collate, Mapped, digest
+from hpsearch.objectives.training.data.samples import Collate, Mapped, as_target, digest
 from hpsearch.objectives.training.data.tree import Tree, form, map_tensors, refilled, tensors
 
 
@@ -260,7 +260,7 @@ def _whole(
         return Dataset.of(pairs, collate=collate, fingerprint=fingerprint, targets=known_targets(y))
     if y is None:
         raise ObjectiveError("y is missing: give the targets [n, ...], or x again where step() needs none")
-    data = Dataset(as_inputs(x), map_tensors(to_plain, as_tree(y, "y")), load=load)
+    data = Dataset(as_inputs(x), map_tensors(as_target, as_tree(y, "y")), load=load)
     for what, tree in (("x", data.x), ("y", data.y)):
         lengths = {len(tensor) for _, tensor in tensors(tree)}
         if len(lengths) > 1:

@@ -20,8 +20,7 @@ from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed, seeded_on
 
 _MORE = 4
-_PURPOSE = ("evaluation",)
-EVALUATION_SEED = derive_seed(*_PURPOSE)  # of what is drawn in one
+EVALUATION_SEED = derive_seed("evaluation")  # of random draws in an evaluation
 
 
 class InParts(Protocol):
@@ -69,7 +68,7 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
         metrics.reset()
         sums = Means(device)
         # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
-        with seeded_on(device, *_PURPOSE):
+        with seeded_on(device, "evaluation"):
             for batch, rows in batches(
                 dataset, batch_size, device, num_workers, ranks, None if also is None else also.cut
             ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -285,8 +285,7 @@ def _library(part: str) -> Any:
 def _collection(**metrics: Any) -> Metrics:
     from torchmetrics import MetricCollection
 
-    collection: Metrics = MetricCollection(metrics)
-    return collection
+    return cast("Metrics", MetricCollection(metrics))
 
 
 def largest_class(data: Dataset) -> float | None:

@@ -12,7 +12,6 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import moved
 from hpsearch.objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from hpsearch.objectives.training.evaluation.metrics import (
     BINARY,
@@ -177,8 +176,7 @@ def _loss_adds_up(run: Run) -> bool:
 
 def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
     """Some validation samples, and what the model makes of them."""
-    batch = run.val.batch(slice(0, samples))
-    batch = Batch(moved(batch.x, run.device), moved(batch.y, run.device), batch.size)
+    batch = run.val.batch(slice(0, samples)).to(run.device)
     training = run.judged.training
     run.judged.eval()
     output = call_in(run.stepping)(run.judged, batch.x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -156,8 +156,7 @@ def _of_library(name: str, *args: Any, **settings: Any) -> Optimizer:
         library = importlib.import_module("pytorch_optimizer")
     except ModuleNotFoundError as error:
         raise ObjectiveError(f"optimizer {name} needs pytorch-optimizer: pip install pytorch-optimizer") from error
-    made: Optimizer = getattr(library, name)(*args, **settings)
-    return made
+    return cast("Optimizer", getattr(library, name)(*args, **settings))
 
 
 FACTORIES: dict[str, Factory] = {
@@ -221,12 +220,7 @@ class Sharpness:
 
     def __init__(self, sam: Any) -> None:
         self._sam = sam
-
-    @property
-    def base(self) -> Optimizer:
-        """The optimizer that takes the step."""
-        base: Optimizer = self._sam.base_optimizer
-        return base
+        self.base: Optimizer = sam.base_optimizer  # takes the step
 
     @contextmanager
     def displaced(self, model: nn.Module) -> Iterator[None]:
@@ -259,12 +253,8 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device.type
         self._dtype = _TYPES[name]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-
-    @property
-    def scaled(self) -> bool:
-        """Whether losses are scaled, and steps with an infinite gradient skipped."""
-        return self.scaler.is_enabled()
+        self.scaled = name == "fp16"  # then steps with an infinite gradient are skipped
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.scaled)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""

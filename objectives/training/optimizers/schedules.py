@@ -32,11 +32,6 @@ class Schedule:
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         self._steps = LambdaLR(optimizer, factor)
 
-    @property
-    def taken(self) -> int:
-        """Optimizer steps so far."""
-        return int(self._steps.last_epoch)
-
     def step(self) -> None:
         """After an optimizer step that ran."""
         self._steps.step()
@@ -75,10 +70,6 @@ class _Plateau(Schedule):
         self._seen += 1
         if self._seen <= self._warmup:
             super().step()
-
-    @property
-    def taken(self) -> int:
-        return self._seen
 
     def end_epoch(self, value: float) -> None:
         if self._seen >= self._warmup:

@@ -56,8 +56,7 @@ def _version(name: str) -> str | None:
 @lru_cache
 def _git(folder: Path) -> dict[str, Any]:
     """The commit that holds the source, and whether tracked files differ from it."""
-    sha = _run_git(folder, "rev-parse", "HEAD")
-    if not sha:
+    if not (sha := _run_git(folder, "rev-parse", "HEAD")):
         return {}
     return {"git_sha": sha, "git_dirty": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no"))}
 

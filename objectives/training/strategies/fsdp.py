@@ -213,8 +213,7 @@ def _outline(value: Any) -> Any:
 
 def _part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _apart(layer: nn.Module, model: nn.Module) -> bool:

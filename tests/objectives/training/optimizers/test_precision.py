@@ -35,7 +35,7 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     handle = run.model[1][2].weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
     before = (
         weights_of(run),
-        run.schedule.taken,
+        run.schedule.state_dict()["steps"]["last_epoch"],
         int(run.average.average.n_averaged),
         run.precision.scaler.get_scale(),
     )
@@ -43,13 +43,13 @@ def test_a_step_that_loss_scaling_skips_moves_nothing(wine):
     take_step(run, range(8))
     assert torch.equal(weights_of(run), before[0])
     assert all(torch.equal(v["exp_avg"], state[k]) for k, v in run.optimizer.state_dict()["state"].items())
-    assert (run.schedule.taken, int(run.average.average.n_averaged)) == before[1:3]
+    assert (run.schedule.state_dict()["steps"]["last_epoch"], int(run.average.average.n_averaged)) == before[1:3]
     assert run.precision.scaler.get_scale() == before[3] / 2
     assert run.guard.skipped == 1
     handle.remove()
     take_step(run, range(8))
     assert run.guard.skipped == 0
-    assert run.schedule.taken == before[1] + 1
+    assert run.schedule.state_dict()["steps"]["last_epoch"] == before[1] + 1
     assert not torch.equal(weights_of(run), before[0])
 
 
