@@ -35,20 +35,20 @@ class Front:
         return [trial.number for trial in front_of(self.trials, [place == 0 for place in range(metrics)])]
 
 
-def run(cli: Cli, what: str, name: str) -> Front:
+def run(cli: Cli, what: str, name: str, trials: int) -> Front:
     """Run a study without pruning: which trials end does not hang on which report first."""
-    arguments = ("--trials", str(TRIALS), "--workers", "2", "--sampler", "random", "--pruner", "none")
+    arguments = ("--trials", str(trials), "--workers", "2", "--sampler", "random", "--pruner", "none")
     return Front(name, cli("run", f"{TRADE}:{what}", "--name", name, *arguments), cli.study(name).trials)
 
 
 @pytest.fixture(scope="module")
 def two(cli: Cli) -> Front:
-    return run(cli, "Trade", "two-metrics")
+    return run(cli, "Trade", "two-metrics", TRIALS)
 
 
 @pytest.fixture(scope="module")
 def three(cli: Cli) -> Front:
-    return run(cli, "Third", "three-metrics")
+    return run(cli, "Third", "three-metrics", 12)
 
 
 def open_report(page: Page, cli: Cli, front: Front) -> None:

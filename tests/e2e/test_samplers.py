@@ -1,4 +1,4 @@
-"""Each sampler searches on the command line, with workers that are killed; what has an end comes to it."""
+"""Each kind of sampler searches on the command line, with workers that are killed; what has an end comes to it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ GRID = "search_space={lr: [1e-2, 0.1], width: [8, 16], kind: [a, b]}"
     [
         ("cmaes", ["popsize=4"], 12),
         ("nsga2", ["population_size=4"], 12),
-        ("nsga3", ["population_size=4"], 12),
         ("grid", [GRID], None),
         ("brute_force", [], None),
     ],
 )
-def test_a_search_by_each_sampler_though_workers_are_killed(
+def test_a_search_by_each_kind_of_sampler_though_workers_are_killed(
     cli: Cli, tmp_path: Path, sampler: str, options: list[str], trials: int | None
 ) -> None:
     given = [part for option in options for part in ("--sampler-option", option)]
