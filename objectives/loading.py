@@ -175,9 +175,10 @@ def _telling_import_errors(file: Path | None) -> Iterator[None]:
 
 
 def _search_also(folder: Path) -> None:
-    """Lets the user's code import its neighbours; last in the search path, so that they hide no installed package."""
+    """Let the user's code import its neighbours; after installed packages, and before the working folder's modules."""
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+        behind = sys.path[-1:] == [str(Path.cwd())]  # such as a clone, which has folders of common names
+        sys.path.insert(len(sys.path) - behind, str(folder))
 
 
 def _objectives_in(module: ModuleType) -> dict[str, type[BaseObjective]]:

@@ -83,6 +83,14 @@ def test_a_file_may_import_its_neighbour_and_hides_no_package(write):
     assert "nn" in vars(sys.modules["torch"])
 
 
+def test_a_file_finds_its_neighbours_before_those_of_the_working_folder(write, monkeypatch):
+    write("common_name/__init__.py", "raise RuntimeError('of the working folder, such as a clone')")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
+    write("project/common_name/__init__.py", "WIDTH = 7")
+    write("project/mine.py", "import common_name\nassert common_name.WIDTH == 7\n" + GOOD.format(name="Mine"))
+    assert type(load_objective("project/mine.py")).__name__ == "Mine"
+
+
 def test_an_imported_objective_is_not_one_of_the_file(write):
     write("mine.py", "from hpsearch.objectives.builtin.digits import Digits\n" + GOOD.format(name="Mine"))
     assert type(load_objective("mine.py")).__name__ == "Mine"
