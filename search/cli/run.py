@@ -98,7 +98,7 @@ _fleet = group("fleet", SEARCH, "Run workers under Slurm, Kubernetes, Ray or sys
 
 @_fleet.command("print")
 def print_(
-    engine: Annotated[str, typer.Argument(help="slurm, kubernetes, ray or systemd")],
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="slurm, kubernetes, ray or systemd")],
     study: o.StudyName,
     *,
     workers: Annotated[int, typer.Option("--workers", help="Number of workers")],
