@@ -106,7 +106,7 @@ class Ours:
         value = value_of(self.lr, epoch)
         self.claims.report(claim, epoch, value)
         frozen.intermediate_values[epoch] = value
-        self.pruner(frozen)
+        self.pruner(frozen, frozen.intermediate_values)
 
     def _claim(self) -> None:
         found = self.claims.claim()

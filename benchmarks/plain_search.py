@@ -28,7 +28,7 @@ from hpsearch.search.samplers.suggest import derive_seed
 class PlainSession:
     """Reports to Optuna and MLflow as the loop goes, and keeps the best weights in a file."""
 
-    run_dir = shards = None
+    run_dir = shards = curve = None
 
     def __init__(self, trial: optuna.Trial, best: Path) -> None:
         self.trial, self.best = trial, best

@@ -174,7 +174,7 @@ class Runner:
                     claims.report(claim, epoch, value_of(lr, epoch))
                 frozen.intermediate_values[epoch] = value_of(lr, epoch)
                 clock.lap("report")
-                judge(frozen)
+                judge(frozen, frozen.intermediate_values)
                 clock.lap("should_prune")
             with self.watched.timed():
                 claims.settle(claim, Outcome.COMPLETE, value=value_of(lr, EPOCHS))

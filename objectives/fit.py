@@ -15,7 +15,7 @@ from hpsearch.objectives.training.exportable import example_of
 from hpsearch.objectives.training.loop.instruments import Instruments
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import FitResult, RunResult
-from hpsearch.objectives.training.session import Session
+from hpsearch.objectives.training.session import Curve, Session
 from hpsearch.objectives.training.trainer import Trainer
 
 
@@ -74,15 +74,9 @@ def result_of(objective: BaseObjective, best: Mapping[str, Any], history: list[E
     Raises:
         ObjectiveError: today's code does not fit it.
     """
-    shared: dict[str, Any] = {
-        "status": "completed",
-        "best_epoch": best["epoch"],
-        "best_value": best["value"],
-        "best_metrics": dict(best["metrics"]),
-        "history": history,
-        "best_path": path,
-        "last_path": None,
-    }
+    curve = Curve(objective.metric, maximize=objective.direction == "maximize")
+    curve.history, curve.best = history, dict(best)
+    shared: dict[str, Any] = {"status": "completed", "curve": curve, "best_path": path, "last_path": None}
     if isinstance(objective, LoopObjective):
         config = config_of(objective, best["config"])
         return LoopResult(**shared, objective=objective, config=config, best=best["model"])

@@ -56,7 +56,7 @@ class Curve:
 class Kept:
     """A session that keeps the metric of each epoch and nothing else."""
 
-    run_dir = shards = None
+    run_dir = shards = curve = None
     metric: str
     values: list[float] = field(default_factory=list)
 

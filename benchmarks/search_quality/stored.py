@@ -100,9 +100,7 @@ class Stored:
             if epoch == self._epochs - 1:
                 self._claims.settle(claim, Outcome.COMPLETE, value=self._best(trial))
                 return False
-            frozen = self._storage.get_trial(claim.trial_id)
-            frozen.intermediate_values = dict(values)
-            if self._pruner(frozen).prune:
+            if self._pruner(self._storage.get_trial(claim.trial_id), values).prune:
                 self._claims.settle(claim, Outcome.PRUNED, value=value)
                 return False
             return self._goes_on(trial, epoch)

@@ -19,11 +19,10 @@ from hpsearch.objectives.own_loop.folder import listed, packed, remove
 from hpsearch.objectives.training.data.tree import Tree, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
 from hpsearch.objectives.training.loop.measuring import plain_measures
-from hpsearch.objectives.training.loop.run import Progress
 from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
-from hpsearch.objectives.training.session import Verdict
+from hpsearch.objectives.training.session import Curve, Verdict
 
 _GIVEN = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
 Report = Callable[[EpochRecord, dict[str, Any], bool], Verdict]
@@ -59,16 +58,16 @@ class LoopTrial:
         ranks: Ranks,
         metric: str,
         reported: Sequence[str],
-        progress: Progress,
+        curve: Curve,
         report: Report,
         log_artifact: Callable[[Path], None],
     ) -> None:
         self.config, self.seed, self.split_seed, self.device = config, seed, split_seed, device
         self.total_epochs, self.state, self.folder = total_epochs, state, folder
-        self.rank, self.world, self.resumed = ranks.rank, ranks.world, bool(progress.history)
+        self.rank, self.world, self.resumed = ranks.rank, ranks.world, bool(curve.history)
         self._checkpoint, self._ranks = checkpoint, ranks
         self._metric, self._reported = metric, tuple(reported)
-        self._progress, self._report, self._log = progress, report, log_artifact
+        self._curve, self._report, self._log = curve, report, log_artifact
         self._verdict = Verdict.CONTINUE
         self._epoch: int | None = None  # that runs, until it is reported
         self._started = 0.0
@@ -93,7 +92,7 @@ class LoopTrial:
     @property
     def ended(self) -> bool:
         """Whether no epoch is left: all are done, or the last report was answered by an end."""
-        return self._verdict is not Verdict.CONTINUE or self._progress.next_epoch >= self.total_epochs
+        return self._verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, 0-based, each with its generators seeded; it ends where the trial does.
@@ -102,7 +101,7 @@ class LoopTrial:
             ObjectiveError: an epoch was not reported.
         """
         while not self.ended:
-            epoch = self._progress.next_epoch
+            epoch = self._curve.next_epoch
             set_seed(self.seed, "epoch", epoch, *self._ranks.purpose())
             self._epoch, self._started, self._within = epoch, time.perf_counter(), True
             yield epoch
@@ -140,7 +139,7 @@ class LoopTrial:
             files = {} if saved is None else self._packed(saved)
             record = self._ranks.led(lambda: self._recorded(epoch, metrics, state, best))
             tested = state if best is None else best
-            kept = self._progress.add(record, lambda: _copied(None if self.rank else tested))
+            kept = self._curve.add(record, lambda: _copied(None if self.rank else tested))
         except BaseException as error:
             if self.world > 1:  # the other ranks do not go on either
                 self.failure = error
@@ -197,7 +196,7 @@ class LoopTrial:
         Raises:
             ObjectiveError: the model is spread over devices, or does not take the inputs.
         """
-        history = self._progress.history
+        history = self._curve.history
         before = history[-1].metrics if history else {}
         kept = {name: before[f"val_{name}"] for name in (*_GIVEN, "latency_load") if f"val_{name}" in before}
         if kept.keys() >= _GIVEN:
@@ -237,7 +236,7 @@ class LoopTrial:
         if self._epoch is not None:
             return self._epoch
         if self._within:
-            raise ObjectiveError(f"epoch {self._progress.next_epoch} is reported already: report each epoch once")
+            raise ObjectiveError(f"epoch {self._curve.next_epoch} is reported already: report each epoch once")
         raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
 
     def log_artifact(self, path: Path | str) -> None:

@@ -20,15 +20,14 @@ from hpsearch.objectives.training.evaluation.step import call_of
 from hpsearch.objectives.training.exportable import exportable
 from hpsearch.objectives.training.loop.epoch import require_same
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-from hpsearch.objectives.training.loop.run import Progress
 from hpsearch.objectives.training.ranks import current
 from hpsearch.objectives.training.reports.report import code, image, own_settings, write_sections
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.environment import differences, environment, uncommitted
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import reproducible, set_seed
-from hpsearch.objectives.training.result import Exported, RunResult
-from hpsearch.objectives.training.session import LocalSession, Session, Verdict, on_ranks
+from hpsearch.objectives.training.result import Exported, RunResult, status_of
+from hpsearch.objectives.training.session import Curve, LocalSession, Session, Verdict, on_ranks
 from hpsearch.objectives.training.trainer import device_named
 
 
@@ -180,7 +179,8 @@ class LoopRun:
         self._folder, self._checkpoint = self._ranks.told((run_dir and run_dir.resolve(), place(run_dir)))
         self._device = device_named(device)
         self._notes: list[str] = []
-        self._progress = Progress(f"val_{objective.metric}", maximize=objective.direction == "maximize")
+        curve = None if self._session is None else self._session.curve
+        self._curve = curve or Curve(objective.metric, maximize=objective.direction == "maximize")
         self._logged: list[Path] = []
 
     def fit(self) -> LoopResult:
@@ -201,13 +201,13 @@ class LoopRun:
             finally:
                 if self._ranks.first:
                     remove(self._checkpoint)
-            if not self._progress.history:
+            if not self._curve.history:
                 raise ObjectiveError(f"{who}.run ended without a report: call trial.report in each of trial.epochs()")
             return self._finish(verdict)
 
     def _train(self) -> Verdict:
         state, verdict = self._start()
-        if verdict is not Verdict.CONTINUE or self._progress.next_epoch >= self._epochs:
+        if verdict != Verdict.CONTINUE or self._curve.next_epoch >= self._epochs:
             return verdict
         trial = self._trial(state)
         set_seed(self._seed, "init")
@@ -218,7 +218,7 @@ class LoopRun:
         try:
             self._objective.run(trial)
             if trial.failure is None:
-                trial.meet(f"ends after epoch {self._progress.next_epoch}")
+                trial.meet(f"ends after epoch {self._curve.next_epoch}")
         except Exception as error:  # whatever the user's code raises
             if trial.failure is None:
                 self._raise(error)
@@ -254,15 +254,15 @@ class LoopRun:
         self._environment = environment(self._device, known, self._ranks.world)
         if restored is not None:
             require_same({key: restored.get(key) for key in self._identity}, self._identity)
-            self._progress.load_state_dict(restored)
+            self._curve.load_state_dict(restored)
             if changed := differences(restored["environment"], self._environment):
-                self._notes.append(f"not exact after epoch {self._progress.next_epoch}: {changed}")
-            self._files.log.info("%s", "; ".join([f"resumed after epoch {self._progress.next_epoch}", *self._notes]))
+                self._notes.append(f"not exact after epoch {self._curve.next_epoch}: {changed}")
+            self._files.log.info("%s", "; ".join([f"resumed after epoch {self._curve.next_epoch}", *self._notes]))
         changes = uncommitted(known.resolve().parent if known else Path.cwd()) if self._ranks.first else ""
         resolved = {**self._identity, "environment": self._environment}
         self._files.start(resolved, changes, resumed_at=0 if restored else None)
-        for record in self._progress.history:
-            if (verdict := self._tell(record)) is not Verdict.CONTINUE:
+        for record in self._curve.history:
+            if (verdict := self._tell(record)) != Verdict.CONTINUE:
                 return None, verdict
         return None if restored is None else restored["state"], Verdict.CONTINUE
 
@@ -295,7 +295,7 @@ class LoopRun:
             ranks=self._ranks,
             metric=self._objective.metric,
             reported=self._objective.reported,
-            progress=self._progress,
+            curve=self._curve,
             report=self._report,
             log_artifact=self._logged.append,
         )
@@ -308,7 +308,7 @@ class LoopRun:
                 "environment": self._environment,
                 "notes": self._notes,
                 **state,
-                **self._progress.state_dict(),
+                **self._curve.state_dict(),
             }
             self._session.save(whole, best=best)
         shown = " ".join(f"{name}={value:.5g}" for name, value in record.metrics.items())
@@ -322,23 +322,19 @@ class LoopRun:
         return verdict
 
     def _finish(self, verdict: Verdict) -> LoopResult:
-        best = self._progress.best
         # A loop that ends by itself before its last epoch has decided that it is done.
-        status = {Verdict.PRUNE: "pruned", Verdict.STOP: "stopped", Verdict.PAUSE: "stopped"}.get(verdict, "completed")
-        if status == "stopped" and self._progress.next_epoch >= self._epochs:
-            status = "completed"
+        finished = verdict == Verdict.CONTINUE or self._curve.next_epoch >= self._epochs
+        status = status_of(verdict, finished=finished)
         result = LoopResult(
-            status=status,  # type: ignore[arg-type]  # one of the three
-            best_epoch=best["epoch"],
-            best_value=best["value"],
-            best_metrics=dict(best["metrics"]),
-            history=list(self._progress.history),
+            status=status,
+            verdict=verdict,
+            curve=self._curve,
             best_path=self._files.existing("best.pt"),
             last_path=self._files.existing("last.pt"),
             resume_note="; ".join(self._notes) or None,
             objective=self._objective,
             config=self._config,
-            best=best["model"],
+            best=self._curve.best["model"],
         )
         if status != "stopped":
             names = drawn(result.history, self._objective.metric)

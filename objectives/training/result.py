@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,18 @@ from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.evaluation.step import Call
 from hpsearch.objectives.training.exportable import Example, exportable
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
+from hpsearch.objectives.training.session import Curve, Verdict
 
 Status = Literal["completed", "pruned", "stopped"]
+
+
+def status_of(verdict: Verdict, *, finished: bool) -> Status:
+    """Return the status of a run that ended with a verdict; `finished` is whether nothing was left to train."""
+    if verdict == Verdict.PRUNE:
+        return "pruned"
+    if verdict == Verdict.PAUSE:  # also where nothing is left to train: whether it counts is decided elsewhere
+        return "stopped"
+    return "completed" if finished else "stopped"
 
 
 class Exported(NamedTuple):
@@ -68,23 +79,39 @@ class RunResult(ABC):
 
     Attributes:
         status: "completed" (also by patience), "pruned", or "stopped" to be resumed later.
-        best_epoch: 0-based, by the validation metric; -1 of a run that was stopped in its first epoch.
-        best_value: the objective's metric at the best epoch; NaN of such a run.
-        best_metrics: all numbers of the best epoch.
-        history: one record an epoch, those before a resume included.
+        verdict: the session's last answer, with its reason.
+        curve: the epochs, those before a resume included.
         best_path, last_path: checkpoints in the run's directory, where there are any.
         resume_note: why resumes of this run were not exact (another machine, another torch), and which options it
             had to do without; None when there is nothing of the kind.
     """
 
     status: Status
-    best_epoch: int
-    best_value: float
-    best_metrics: dict[str, float]
-    history: list[EpochRecord]
+    verdict: Verdict = Verdict.CONTINUE
+    curve: Curve
     best_path: Path | None
     last_path: Path | None
     resume_note: str | None = None
+
+    @property
+    def best_epoch(self) -> int:
+        """0-based, by the validation metric; -1 of a run that was stopped in its first epoch."""
+        return int(self.curve.best.get("epoch", -1))
+
+    @property
+    def best_value(self) -> float:
+        """The objective's metric at the best epoch; NaN of a run that was stopped in its first epoch."""
+        return float(self.curve.best.get("value", math.nan))
+
+    @property
+    def best_metrics(self) -> dict[str, float]:
+        """All numbers of the best epoch."""
+        return dict(self.curve.best.get("metrics", {}))
+
+    @property
+    def history(self) -> list[EpochRecord]:
+        """One record per epoch, those before a resume included."""
+        return self.curve.history
 
     @property
     def fresh(self) -> FreshScore | None:

@@ -6,9 +6,10 @@ import enum
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.ranks import Ranks
@@ -16,13 +17,107 @@ from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 
 
-class Verdict(enum.Enum):
-    """The answer to a report."""
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to a report: `CONTINUE`, `PRUNE`, `STOP` or `PAUSE`.
 
-    CONTINUE = "continue"
-    PRUNE = "prune"
-    STOP = "stop"  # preempted or drained: the run goes on later, from its checkpoint
-    PAUSE = "pause"  # the same, for as long as others are better
+    `STOP` is for a preempted or drained run, which resumes later from its checkpoint; `PAUSE` likewise, once no better
+    trials are left or the budget has room. Verdicts are equal whatever their reasons.
+
+    Attributes:
+        name: of the verdict.
+        reason: what it was decided by, for the caller of `fit`.
+    """
+
+    name: str
+    reason: object = field(default=None, compare=False)
+
+    CONTINUE: ClassVar[Verdict]
+    PRUNE: ClassVar[Verdict]
+    STOP: ClassVar[Verdict]
+    PAUSE: ClassVar[Verdict]
+
+    def because(self, reason: object) -> Verdict:
+        """Return the same verdict with a reason."""
+        return Verdict(self.name, reason)
+
+
+Verdict.CONTINUE, Verdict.PRUNE = Verdict("continue"), Verdict("prune")
+Verdict.STOP, Verdict.PAUSE = Verdict("stop"), Verdict("pause")
+
+
+class Curve:
+    """The learning curve of an attempt: one record per epoch, and the best epoch by the validation metric.
+
+    Args:
+        metric: that decides.
+        maximize: whether higher is better.
+        keep_last: whether the last epoch counts as the best: a refit has nothing unbiased left to choose by.
+        known: the metric by epoch, where earlier attempts reported it; a value that is known stays.
+
+    Attributes:
+        history: the records.
+        best: `epoch`, `value`, `metrics` and `model` (weights) of the best epoch; empty before the first.
+        values: the metric by epoch, those of earlier attempts included.
+    """
+
+    def __init__(
+        self, metric: str, *, maximize: bool, keep_last: bool = False, known: Mapping[int, float] | None = None
+    ) -> None:
+        self.metric, self.maximize, self._keep_last = metric, maximize, keep_last
+        self.history: list[EpochRecord] = []
+        self.best: dict[str, Any] = {}
+        self.values = dict(known or {})
+
+    @property
+    def key(self) -> str:
+        """The name of the metric in a record."""
+        return f"val_{self.metric}"
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch to train next."""
+        return len(self.history)
+
+    @property
+    def stale(self) -> int:
+        """Epochs since the best one."""
+        return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
+
+    def add(self, record: EpochRecord, weights: Callable[[], Any]) -> bool:
+        """Add an epoch; return whether its weights are kept because it is the best so far, or the last is kept."""
+        self._append(record)
+        value = record.metrics[self.key]
+        if self.best and not self._keep_last and not self._is_better(value, self.best["value"]):
+            return False
+        self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
+        return True
+
+    def best_until(self, epoch: int) -> EpochRecord:
+        """Return the record of the best epoch up to `epoch`; of equal ones the earliest."""
+        best = self.history[0]
+        for record in self.history[1 : epoch + 1]:
+            if self._is_better(record.metrics[self.key], best.metrics[self.key]):
+                best = record
+        return best
+
+    def _append(self, record: EpochRecord) -> None:
+        self.history.append(record)
+        self.values.setdefault(record.epoch, record.metrics[self.key])
+
+    def _is_better(self, value: float, other: float) -> bool:
+        return value > other if self.maximize else value < other
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve as plain values and tensors."""
+        history = [{"epoch": r.epoch, "timestamp": r.timestamp, "metrics": dict(r.metrics)} for r in self.history]
+        return {"history": history, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the curve that `state_dict` returned."""
+        self.history, self.best = [], state["best"]
+        for record in state["history"]:
+            self._append(EpochRecord(**record))
 
 
 class Due(enum.Enum):
@@ -39,6 +134,11 @@ class Session(Protocol):
     @property
     def run_dir(self) -> Path | None:
         """Directory of the run's configuration, log, numbers and plots; None writes none."""
+        ...
+
+    @property
+    def curve(self) -> Curve | None:
+        """The learning curve that the run extends; None lets the run make its own."""
         ...
 
     @property
@@ -95,6 +195,8 @@ class LocalSession:
         save_every: seconds after which a state is kept in the midst of an epoch too; never unless given.
         synced: whether what is saved outlives a power cut, and not only the process.
     """
+
+    curve: Curve | None = None
 
     def __init__(
         self,
@@ -162,6 +264,7 @@ class RankedSession:
 
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
         self._session, self._ranks = session, ranks
+        self.curve = None if session is None else session.curve
         self.run_dir, self.shards = ranks.told((None, None) if session is None else (session.run_dir, session.shards))
         self._steps = 0  # until the ranks agree again
         self._asked = time.monotonic()

@@ -28,7 +28,7 @@ from hpsearch.objectives.training.reports.report import write_report
 from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
-from hpsearch.objectives.training.result import FitResult, Status
+from hpsearch.objectives.training.result import FitResult, status_of
 from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict, on_ranks
 
 if TYPE_CHECKING:
@@ -37,23 +37,20 @@ if TYPE_CHECKING:
 
 def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
     """The result of a run that has ended, with its best weights put back."""
-    best, val = run.progress.best, run.splits.val
+    best, val = run.curve.best, run.splits.val
     if best:  # none yet, where the run was left in its first epoch
         run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
-    status = _status(run, verdict)
+    status = status_of(verdict, finished=run.finished)
     reported = run.ranks.told(files.path is not None) and status != "stopped"
     train_scores = run.judge_train() if reported else None
     model = plain(run.strategy.plain(run.judged)).eval()
     fresh = None
     if run.fresh is not None and status == "completed" and run.ranks.first:
-        metric = run.progress.key.removeprefix("val_")
-        fresh = run.fresh.score(metric, best.get("value", math.nan), run.stepping, run.device)
+        fresh = run.fresh.score(run.curve.metric, best.get("value", math.nan), run.stepping, run.device)
     return FitResult(
         status=status,
-        best_epoch=best.get("epoch", -1),
-        best_value=best.get("value", math.nan),
-        best_metrics=dict(best.get("metrics", {})),
-        history=list(run.progress.history),
+        verdict=verdict,
+        curve=run.curve,
         model=model,
         example=example_of(val),
         call=call_in(run.stepping),
@@ -66,14 +63,6 @@ def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
         train_scores=train_scores,
         fresh_score=fresh,
     )
-
-
-def _status(run: Run, verdict: Verdict) -> Status:
-    if verdict is Verdict.PRUNE:
-        return "pruned"
-    if verdict is Verdict.PAUSE:  # also where nothing is left to train: whether it counts is decided elsewhere
-        return "stopped"
-    return "completed" if run.finished else "stopped"
 
 
 class _LeftError(Exception):
@@ -156,13 +145,13 @@ class Trainer:
         with switches, self.files.logging(), told_apart(self.config, self.device):
             run = self._build()
             verdict = self._start(run)
-            while verdict is Verdict.CONTINUE and not run.finished:
+            while verdict == Verdict.CONTINUE and not run.finished:
                 verdict = self._epoch(run)
             return self._finish(run, verdict)
 
     def _epoch(self, run: Run) -> Verdict:
         """Train, validate, keep, report: in this order, so that a death at any point loses no reported epoch."""
-        epoch, started = run.progress.next_epoch, time.perf_counter()
+        epoch, started = run.curve.next_epoch, time.perf_counter()
         sums = self._begin(run, epoch)
         started -= sums.seconds
         try:
@@ -194,7 +183,7 @@ class Trainer:
         record = EpochRecord(epoch, time.time(), metrics)
         if memory := peak_memory(run.device):
             metrics["peak_memory_bytes"] = float(memory)
-        best = run.progress.add(record, run.weights)
+        best = run.curve.add(record, run.weights)
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
         run.conclusion = time.perf_counter() - started - training
@@ -255,7 +244,7 @@ class Trainer:
         self.files.record_steps(run.steplog.drain())
         self.session.save_within(state)
         if due is Due.LEAVE:
-            self.files.log.info("left in epoch %d after %d of %d steps", run.progress.next_epoch + 1, sums.steps, steps)
+            self.files.log.info("left in epoch %d after %d of %d steps", run.curve.next_epoch + 1, sums.steps, steps)
             raise _LeftError
 
     def _build(self) -> Run:
@@ -270,6 +259,7 @@ class Trainer:
             division=self.division,
             refit=self.refit,
             ranks=self.ranks,
+            curve=None if self.session is None else self.session.curve,
         )
         run.measuring.require_device()
         run.shards = None if self.session is None else self.session.shards
@@ -290,12 +280,12 @@ class Trainer:
                 self._on_epoch(run, epoch)
             restore(run, state)
             within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
-            self.files.log.info("%s", "; ".join([f"resumed after epoch {run.progress.next_epoch}{within}", *run.notes]))
+            self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
         self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
-        for record in run.progress.history:
+        for record in run.curve.history:
             verdict = self._report(record)
-            if verdict is not Verdict.CONTINUE:
+            if verdict != Verdict.CONTINUE:
                 return verdict
         return Verdict.CONTINUE
 
@@ -313,8 +303,8 @@ class Trainer:
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
         """Hands over the run's files, unless it is to go on later, and the result."""
         result = conclude(run, verdict, self.files)
-        best = f"best epoch {result.best_epoch + 1}, {run.progress.key}={result.best_value:.6g}"
-        self.files.log.info("%s: %s", result.status, best if run.progress.best else "no epoch is done")
+        best = f"best epoch {result.best_epoch + 1}, {run.curve.key}={result.best_value:.6g}"
+        self.files.log.info("%s: %s", result.status, best if run.curve.best else "no epoch is done")
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))
             write = partial(write_report, run=run, result=result, objective=self.objective)

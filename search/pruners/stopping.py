@@ -70,8 +70,8 @@ def _compare(case: Case, options: _Stopping, peers: Peers, *, keep: float) -> De
     trials = peers.finished()
     if len(trials) < max(1, options.n_startup_trials):
         return case.on()
-    best = _best_value(case.values.values(), maximize=case.maximize)
-    if best is None:
+    best = _best_of(case.values.values(), case)
+    if math.isnan(best):
         return case.prune(f"no {case.metric} so far is a number", value=math.nan)
     at_step = [t.intermediate_values[step] for t in trials if step in t.intermediate_values]
     numbers = [value for value in at_step if not math.isnan(value)]
@@ -88,14 +88,6 @@ def _compare(case: Case, options: _Stopping, peers: Peers, *, keep: float) -> De
     among = f"{len(numbers)} finished trials at that epoch"
     what = f"the median of {among}" if isinstance(options, Median) else f"which the best {keep:g} % of {among} reach"
     return case.prune(f"{case.compared(best, cutoff, best=True)}, {what}", **grounds)
-
-
-def _best_value(values: Iterable[float], *, maximize: bool) -> float | None:
-    """Return the best value that is a number, or None."""
-    numbers = [value for value in values if not math.isnan(value)]
-    if not numbers:
-        return None
-    return max(numbers) if maximize else min(numbers)
 
 
 class Threshold(PrunerSpec):

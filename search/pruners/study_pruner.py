@@ -49,17 +49,23 @@ class StudyPruner:
         self._study_id = study_id
 
     def __call__(
-        self, trial: FrozenTrial, *, reported: Mapping[str, float] | None = None, vector: Sequence[float] = ()
+        self,
+        trial: FrozenTrial,
+        values: Mapping[int, float],
+        *,
+        reported: Mapping[str, float] | None = None,
+        vector: Sequence[float] = (),
     ) -> Decision:
         """Decide about a trial after its last reported epoch, as often as one likes.
 
         Args:
-            trial: with its values.
+            trial: with the rungs that it has noted; its values are not read.
+            values: its metric by epoch.
             reported: all metrics that the study asks for, of the last epoch.
             vector: what the trial comes to so far, of all metrics that are optimised.
         """
         spec = self._spec
-        if not trial.intermediate_values:
+        if not values:
             return Decision(prune=False, pruner=spec.pruner.name)
         case = Case(
             pruner=spec.pruner.name,
@@ -68,7 +74,7 @@ class StudyPruner:
             metric=spec.metric,
             maximize=spec.maximize,
             epochs=spec.epochs,
-            values=trial.intermediate_values,
+            values=values,
             reported=reported or {},
             vector=vector,
             maximized=spec.maximized if spec.several else (),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from hpsearch.objectives.loading import current_reference
+from hpsearch.objectives.measured import value_of
 from hpsearch.search.errors import SearchError, nearest
 from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.stopping import Median
@@ -244,6 +245,14 @@ class StudySpec(Options):
         """What a trial reports beside the metric: the others that are optimised, and those that have bounds."""
         named = dict.fromkeys([*self.ways, *(bound.metric for bound in self.bounds)])
         return tuple(name for name in named if name != self.metric)
+
+    def asked(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an epoch's record that the study optimises or bounds, by name.
+
+        Raises:
+            KeyError: one is missing; its argument is the name.
+        """
+        return {name: value_of(metrics, name) for name in (self.metric, *self.also_reported)}
 
     @property
     def refit(self) -> int | None:

@@ -14,7 +14,6 @@ from typing import Any
 from optuna.trial import TrialState
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.measured import value_of
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.ranks import current
 from hpsearch.objectives.training.reproducibility.environment import environment
@@ -200,7 +199,7 @@ class TrialTracking:
             return False
         # Of two that end together neither sees the other, and both may leave one; none of the best goes without.
         spec, complete = self._spec, self._study.trials(TrialState.COMPLETE)
-        best = {name: value_of(result.best_metrics, name) for name in (spec.metric, *spec.also_reported)}
+        best = spec.asked(result.best_metrics)
         if spec.out_of_bounds(best):
             return False
         if spec.several:

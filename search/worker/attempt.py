@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.objectives.errors import ObjectiveError, nearest
-from hpsearch.objectives.measured import value_of
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError, current
 from hpsearch.objectives.training.reproducibility.checkpoint import RunFiles
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import RunResult
-from hpsearch.objectives.training.session import Due, Verdict
+from hpsearch.objectives.training.session import Curve, Due, Verdict
 from hpsearch.search.console import counted
 from hpsearch.search.process import GracefulShutdown
 from hpsearch.search.pruners.study_pruner import Decision, StudyPruner
@@ -46,46 +44,6 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Reported
 from hpsearch.storage.trials.lease import LeaseKeeper
 from hpsearch.storage.trials.settle import Ended, Outcome
-
-
-class EpochValues:
-    """The metrics of a trial's epochs: those that are optimised, and those that have bounds."""
-
-    def __init__(self, spec: StudySpec) -> None:
-        self._spec = spec
-        self._reported: dict[int, dict[str, float]] = {}
-
-    def add(self, epoch: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take those that are asked for from an epoch's record, and return them by their names.
-
-        Raises:
-            ObjectiveError: one is not there; one line names it and what is.
-        """
-        names = (self._spec.metric, *self._spec.also_reported)
-        try:
-            self._reported[epoch] = {name: value_of(metrics, name) for name in names}
-        except KeyError as missing:
-            there = sorted({key.removeprefix("val_") for key in metrics if not key.startswith("train_")})
-            raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
-        return self._reported[epoch]
-
-    def __contains__(self, epoch: int) -> bool:
-        """Whether an epoch was added."""
-        return epoch in self._reported
-
-    def of(self, epoch: int) -> dict[str, float]:
-        """Return those of an epoch, by their names."""
-        return self._reported[epoch]
-
-    def vector(self, epoch: int) -> list[float]:
-        """Return the values of an epoch, of all metrics that are optimised, in their order."""
-        return [self._reported[epoch][name] for name in self._spec.ways]
-
-    def best(self, until: int) -> int:
-        """Return the best epoch up to one, by the first metric; of equal ones the earliest."""
-        sign = -1 if self._spec.maximize else 1
-        epochs = [epoch for epoch in sorted(self._reported) if epoch <= until]
-        return min(epochs, key=lambda epoch: sign * self._reported[epoch][self._spec.metric])
 
 
 def violations(spec: StudySpec, reported: Mapping[str, float]) -> dict[str, float]:
@@ -150,6 +108,9 @@ _ASKED = 0.05  # seconds between two looks at what is due: a step may take less 
 _MARGIN = 2.0  # seconds that are kept free before a kill
 
 
+NO_ROOM = "the budget has no room for its next epoch"
+
+
 def where(state: dict[str, Any]) -> str:
     """Return after which epoch, and step of the next, a state is."""
     within = state.get("within")
@@ -170,15 +131,13 @@ class TrialSession:
         self._claim = claim
         self._log_epoch = log_epoch
         self.kept = TrialCheckpoints(context.checkpoints, files, claim)
-        self.decision: Decision | None = None  # the last one
-        self.standing: Standing | None = None  # at the last rung
-        self.cut = False  # whether the study's budget in epochs or seconds has no room for the trial's next epoch
+        spec = context.spec
+        known = context.storage.get_trial(claim.trial_id).intermediate_values
+        self.curve = Curve(spec.metric, maximize=spec.maximize, keep_last=spec.refit is not None, known=known)
         self.saved = "at its beginning"  # after which epoch or step
         self.files: list[Path] = []  # what the run made, for whoever publishes it at the end
         self._ask_at = 0.0
         self._saving = 0.0  # seconds that the last epoch's took
-        self._values = dict(context.storage.get_trial(claim.trial_id).intermediate_values)
-        self.epochs = EpochValues(context.spec)
 
     def restore(self) -> dict[str, Any] | None:
         """Return the newest state whose epoch the study has, wherever it was trained; None to start anew."""
@@ -225,43 +184,54 @@ class TrialSession:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
         # Before a run or a file of it is touched: a worker that lost its trial leaves no mark.
-        metrics = self.epochs.add(record.epoch, record.metrics)
-        vector = self.epochs.vector(record.epoch) if self._context.spec.several else None
-        reported = self._report(record.epoch, metrics[self._context.spec.metric], vector)
+        spec = self._context.spec
+        metrics = self._asked(record)
+        vector = [metrics[name] for name in spec.ways] if spec.several else None
+        reported = self._report(record.epoch, metrics[spec.metric], vector)
         self._context.pulse.beat()
         if not reported.counted:
-            self.cut = True
-            return Verdict.PAUSE  # also after the last epoch: it is not written
+            return Verdict.PAUSE.because(NO_ROOM)  # also after the last epoch: it is not written
         # Again after a crash: it may have been on its way from another machine, and MLflow keeps one copy.
         self._log_epoch(record.epoch, record.timestamp, record.metrics)
         stopped = reported.stopped or self._context.stopping()
-        if record.epoch < max(self._values):
+        if record.epoch < max(self.curve.values):
             return Verdict.STOP if stopped else Verdict.CONTINUE  # the pruner decided before the restart
         # The last epoch is paid for: a full curve tells the sampler more than a pruned one.
-        if record.epoch < self._context.spec.epochs - 1:
-            self.decision = self._context.pruner(
-                self._frozen(), reported=metrics, vector=self.epochs.vector(self.epochs.best(record.epoch))
+        if record.epoch < spec.epochs - 1:
+            best = self._asked(self.curve.best_until(record.epoch))
+            trial = self._context.storage.get_trial(self._claim.trial_id)
+            decision = self._context.pruner(
+                trial, self.curve.values, reported=metrics, vector=[best[name] for name in spec.ways]
             )
-            if self.decision.prune:
-                return Verdict.PRUNE
-            if not self._goes_on(record.epoch):
-                return Verdict.PAUSE
+            if decision.prune:
+                return Verdict.PRUNE.because(decision)
+            standing = self._reach_rung(record.epoch, best)
+            if standing is not None and not standing.promoted:
+                return Verdict.PAUSE.because(standing)
             if not reported.room:
-                self.cut = True
-                return Verdict.PAUSE
+                return Verdict.PAUSE.because(NO_ROOM)
         return Verdict.STOP if stopped else Verdict.CONTINUE
 
-    def _goes_on(self, epoch: int) -> bool:
-        """Whether the trial goes on after an epoch, which may be that of a rung at which others are better."""
-        rungs = self._context.rungs
+    def _asked(self, record: EpochRecord) -> dict[str, float]:
+        """Return the metrics of a record that the study optimises or bounds, by name.
+
+        Raises:
+            ObjectiveError: one is missing; one line names it and the ones that were reported.
+        """
+        try:
+            return self._context.spec.asked(record.metrics)
+        except KeyError as missing:
+            there = sorted({key.removeprefix("val_") for key in record.metrics if not key.startswith("train_")})
+            raise ObjectiveError(f"metric {missing} is not reported{nearest(str(missing.args[0]), there)}") from None
+
+    def _reach_rung(self, epoch: int, best: Mapping[str, float]) -> Standing | None:
+        """Return where the trial stands if `epoch` is that of a rung; `best` are the metrics of its best epoch."""
+        rungs, spec = self._context.rungs, self._context.spec
         if rungs is None or epoch + 1 not in rungs.epochs:
-            return True
-        best, spec = self.epochs.best(epoch), self._context.spec
-        value = self.epochs.vector(best) if spec.several else self.epochs.of(best)[spec.metric]
-        self.standing = self._context.claims.reach(
-            self._claim, rungs.epochs.index(epoch + 1), value, system=violations(spec, self.epochs.of(best))
-        )
-        return self.standing.promoted
+            return None
+        value = [best[name] for name in spec.ways] if spec.several else best[spec.metric]
+        rung = rungs.epochs.index(epoch + 1)
+        return self._context.claims.reach(self._claim, rung, value, system=violations(spec, best))
 
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
         pending = self.kept.pending
@@ -269,13 +239,8 @@ class TrialSession:
         reported = self._context.claims.report(self._claim, epoch, value, stored, metrics=vector)
         if reported.counted:
             self.kept.committed()
-            self._values.setdefault(epoch, value)
+            self.curve.values.setdefault(epoch, value)
         return reported
-
-    def _frozen(self) -> FrozenTrial:
-        frozen = self._context.storage.get_trial(self._claim.trial_id)
-        frozen.intermediate_values = dict(self._values)
-        return frozen
 
     @property
     def last_value(self) -> float | list[float] | None:
@@ -283,12 +248,16 @@ class TrialSession:
 
         Of several metrics also where this attempt, which began anew, has not come so far again.
         """
-        if not self._values:
+        values, spec = self.curve.values, self._context.spec
+        if not values:
             return None
-        last = max(self._values)
-        if not self._context.spec.several:
-            return self._values[last]
-        return self.epochs.vector(last) if last in self.epochs and math.isfinite(self._values[last]) else None
+        last = max(values)
+        if not spec.several:
+            return values[last]
+        if last >= self.curve.next_epoch or not math.isfinite(values[last]):
+            return None
+        metrics = self._asked(self.curve.history[last])
+        return [metrics[name] for name in spec.ways]
 
     def log(self, path: Path) -> None:
         """Note a file that the run made; it is uploaded when the trial ends."""
@@ -369,26 +338,18 @@ class Attempt:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises ends its trial, not the worker
             return self._fail(error)
-        if result.status == "stopped" and self._paused():
+        if result.status != "stopped":
+            return self._settle(result)
+        if isinstance(standing := result.verdict.reason, Standing):  # this attempt has ended with that
+            self._tracked.leave()
+            place = (standing.rung, standing.rank, standing.reached)
+            log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
             return None
-        if result.status == "stopped":
-            self._give_back(Outcome.RELEASED)
-            assert self._session is not None
-            why = ": the budget has no room for its next epoch" if self._session.cut else ""
-            log.info("trial %d: given back %s%s", self._claim.number, self._session.saved, why)
-            return None
-        return self._settle(result)
-
-    def _paused(self) -> bool:
-        """Whether the trial waits at a rung, and this attempt has ended with that."""
+        self._give_back(Outcome.RELEASED)
         assert self._session is not None
-        standing = self._session.standing
-        if standing is None or standing.promoted:
-            return False
-        self._tracked.leave()
-        place = (standing.rung, standing.rank, standing.reached)
-        log.info("trial %d: paused at rung %d, rank %d of %d", self._claim.number, *place)
-        return True
+        why = "" if result.verdict.reason is None else f": {result.verdict.reason}"
+        log.info("trial %d: given back %s%s", self._claim.number, self._session.saved, why)
+        return None
 
     def _train(self) -> RunResult:
         context, spec = self._context, self._context.spec
@@ -419,26 +380,27 @@ class Attempt:
         session.keep_best()
         kept = self._tracked.publish(result, session.files)
         pace = pace_of([record.metrics for record in result.history])
-        if result.status == "pruned" and session.decision is not None:
-            grounds = session.decision.record()
+        spec = self._context.spec
+        if isinstance(decision := result.verdict.reason, Decision):
+            grounds = decision.record()
             self._tracked.tag_pruning(grounds)
-            last = session.epochs.of(result.history[-1].epoch)
+            last = spec.asked(result.history[-1].metrics)
             attrs = {PRUNING: grounds, **pace}
             ended = self._end(
-                Outcome.PRUNED, session.decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
+                Outcome.PRUNED, decision.reason, value=session.last_value, attrs=attrs, kept=kept, metrics=last
             )
         else:
             value, told = result.best_value, pace
-            reason = f"best {self._context.spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
+            reason = f"best {spec.metric} {value:.6g} at epoch {result.best_epoch + 1}"
             if result.fresh is not None:
-                value, reason = result.fresh.value, f"{result.fresh.told(self._context.spec.metric)}; {reason}"
+                value, reason = result.fresh.value, f"{result.fresh.told(spec.metric)}; {reason}"
                 told = {**pace, FRESH: result.fresh.record()}
-            if self._context.spec.refit is not None:
+            if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}
                 reason = f"train loss {loss:.6g} after {counted(len(result.history), 'epoch')} on train and validation"
-            best = {**session.epochs.of(result.best_epoch), self._context.spec.metric: value}
-            vector = [best[name] for name in self._context.spec.ways]
+            best = {**spec.asked(result.best_metrics), spec.metric: value}
+            vector = [best[name] for name in spec.ways]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
         session.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)

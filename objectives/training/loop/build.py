@@ -27,7 +27,7 @@ from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measuring import Measuring, compiled, layout
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.loop.rehearsal import check_classes, check_epoch, check_ranks, rehearse
-from hpsearch.objectives.training.loop.run import FORMAT, Progress, Run
+from hpsearch.objectives.training.loop.run import FORMAT, Run
 from hpsearch.objectives.training.loop.steplog import StepLog
 from hpsearch.objectives.training.loop.stepping import as_module, build_stepping, call_in
 from hpsearch.objectives.training.optimizers.averaging import build_average
@@ -43,6 +43,7 @@ from hpsearch.objectives.training.optimizers.schedules import build_schedule
 from hpsearch.objectives.training.ranks import ALONE, Ranks
 from hpsearch.objectives.training.reproducibility.environment import environment, uncommitted
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
+from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Replicated, Strategy
 from hpsearch.objectives.training.strategies.fsdp import Sharded
 
@@ -69,6 +70,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
     division: int | None = None,
     refit: int | None = None,
     ranks: Ranks = ALONE,
+    curve: Curve | None = None,
 ) -> tuple[Run, dict[str, float]]:
     """The run, and what its untrained model scores.
 
@@ -147,7 +149,7 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
         average=average,
         guard=FiniteGuard(device),
         steplog=steplog,
-        progress=Progress(f"val_{objective.metric}", maximize=maximize, keep_last=refit is not None),
+        curve=curve or Curve(objective.metric, maximize=maximize, keep_last=refit is not None),
         ranks=ranks,
         strategy=strategy,
         measuring=Measuring(objective, config, call_in(stepping), val, device, ranks, strategy),

@@ -280,7 +280,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         raise ObjectiveError(f"the checkpoint does not fit the objective's code of today: {detail}") from error
     changed = differences(state["environment"], run.environment)
     if changed:
-        run.notes.append(f"not exact after epoch {run.progress.next_epoch}: {changed}")
+        run.notes.append(f"not exact after epoch {run.curve.next_epoch}: {changed}")
 
 
 def resume_within(run: Run, within: dict[str, Any], sums: EpochSums, epoch: int) -> None:

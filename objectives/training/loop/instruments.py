@@ -49,7 +49,7 @@ class Instruments:
     @contextmanager
     def profiler(self, run: Run, folder: Path | None) -> Iterator[None]:
         """Profiles some steps of the first epoch, after two in which caches and kernels are warmed."""
-        if not self.profile_steps or folder is None or run.progress.next_epoch:
+        if not self.profile_steps or folder is None or run.curve.next_epoch:
             yield
             return
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -106,7 +106,7 @@ def oddities(run: Run) -> list[str]:
             "otherwise than one"
         )
     share = largest_class(run.splits.train)
-    if run.progress.key == "val_accuracy" and share is not None and share >= _UNEVEN:
+    if run.curve.key == "val_accuracy" and share is not None and share >= _UNEVEN:
         found.append(
             f"{share:.0%} of the training samples are of one class, and so much accuracy costs nothing: "
             "judge by macro_f1, or by auroc beside average_precision"

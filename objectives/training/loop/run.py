@@ -26,61 +26,9 @@ from hpsearch.objectives.training.optimizers.averaging import Average
 from hpsearch.objectives.training.optimizers.optimizer import Precision, Sharpness
 from hpsearch.objectives.training.optimizers.schedules import Schedule
 from hpsearch.objectives.training.ranks import ALONE, Ranks
-from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import generators
+from hpsearch.objectives.training.session import Curve
 from hpsearch.objectives.training.strategies.base import Strategy
-
-
-@dataclass
-class Progress:
-    """The record of a run, by the validation metric in its direction.
-
-    Attributes:
-        key: the record's metric that decides, such as `val_accuracy`.
-        maximize: whether higher is better.
-        keep_last: whether the last epoch is kept for the best: a refit has nothing unbiased left to choose by.
-        history: one record an epoch.
-        best: `epoch`, `value`, `metrics` and `model` (weights) of the best epoch; empty before the first.
-    """
-
-    key: str
-    maximize: bool
-    keep_last: bool = False
-    history: list[EpochRecord] = field(default_factory=list)
-    best: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch to train next."""
-        return len(self.history)
-
-    @property
-    def stale(self) -> int:
-        """Epochs since the best one."""
-        return len(self.history) - 1 - int(self.best["epoch"]) if self.best else 0
-
-    def add(self, record: EpochRecord, weights: Callable[[], dict[str, Tensor]]) -> bool:
-        """Adds an epoch; True when it is the best so far, or the last is kept, and its weights were kept."""
-        self.history.append(record)
-        value = record.metrics[self.key]
-        if self.best and not self.keep_last and not self._better(value):
-            return False
-        self.best = {"epoch": record.epoch, "value": value, "metrics": record.metrics, "model": weights()}
-        return True
-
-    def _better(self, value: float) -> bool:
-        return bool(value > self.best["value"] if self.maximize else value < self.best["value"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The record as plain values and tensors."""
-        history = [{"epoch": r.epoch, "timestamp": r.timestamp, "metrics": dict(r.metrics)} for r in self.history]
-        return {"history": history, "best": self.best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
-        self.history = [EpochRecord(**record) for record in state["history"]]
-        self.best = state["best"]
-
 
 FORMAT = 2  # of a checkpoint's state after an epoch
 WITHIN = 3  # and in the midst of one: to a release that knows no such state it is of another run
@@ -138,7 +86,7 @@ class Run:
     average: Average
     guard: FiniteGuard
     steplog: StepLog
-    progress: Progress
+    curve: Curve
     ranks: Ranks = ALONE
     strategy: Strategy = field(kw_only=True)
     measuring: Measuring = field(kw_only=True)
@@ -161,10 +109,10 @@ class Run:
     def finished(self) -> bool:
         """Whether the budget of epochs, or the patience, is spent."""
         if self.refit is not None:  # whatever its validation samples say, which are trained on
-            return self.progress.next_epoch >= self.refit
+            return self.curve.next_epoch >= self.refit
         patience = self.config.patience
-        out_of_patience = patience is not None and self.progress.stale >= patience
-        return out_of_patience or self.progress.next_epoch >= self.epochs
+        out_of_patience = patience is not None and self.curve.stale >= patience
+        return out_of_patience or self.curve.next_epoch >= self.epochs
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the judged weights and buffers."""
@@ -183,7 +131,7 @@ class Run:
             return self.validate()
         halves.begin()
         scores = self._judge(self.val, self.metrics, halves)
-        halves.end(self.progress.next_epoch)
+        halves.end(self.curve.next_epoch)
         return scores
 
     def judge_train(self) -> dict[str, float]:
@@ -224,7 +172,7 @@ class Run:
             "step": self.step,
             "skipped": self.guard.skipped,
             "skipped_in_all": self.guard.skipped_in_all,
-            **self.progress.state_dict(),
+            **self.curve.state_dict(),
             **({} if halves is None else {"halves": halves.state_dict()}),
             **({"measured": measured} if (measured := self.measuring.state_dict()) else {}),
         }
@@ -255,7 +203,7 @@ class Run:
         self.step = state["step"]
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
-        self.progress.load_state_dict(state)
+        self.curve.load_state_dict(state)
         if self.fresh is not None and self.fresh.cross_fit is not None:
             self.fresh.cross_fit.load_state_dict(state["halves"])
         self.measuring.load_state_dict(state.get("measured", {}))

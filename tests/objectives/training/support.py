@@ -93,7 +93,7 @@ def weights_of(run):
 class Memory:
     """A session that keeps everything in memory and answers as told."""
 
-    run_dir = shards = None
+    run_dir = shards = curve = None
 
     def __init__(self, answers=None):
         self.answers = answers or {}

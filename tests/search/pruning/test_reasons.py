@@ -22,7 +22,8 @@ def decide(spec: StudySpec, finished: list[list[float]], curve: list[float]) -> 
     trial = study.ask()
     for step, value in enumerate(curve):
         trial.report(value, step)
-    return StudyPruner(spec, study._storage, study._study_id)(study._storage.get_trial(trial._trial_id))
+    frozen = study._storage.get_trial(trial._trial_id)
+    return StudyPruner(spec, study._storage, study._study_id)(frozen, frozen.intermediate_values)
 
 
 FINISHED = [[0.5, 0.8], [0.6, 0.9], [0.7, 1.0], [0.6, math.nan], [0.6]]

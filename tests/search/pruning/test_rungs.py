@@ -39,7 +39,8 @@ class Search:
         return decision
 
     def again(self, pair: tuple[optuna.Trial, optuna.Trial]) -> Decision:
-        return self.judge(self.storage.get_trial(pair[0]._trial_id))
+        trial = self.storage.get_trial(pair[0]._trial_id)
+        return self.judge(trial, trial.intermediate_values)
 
 
 @pytest.mark.parametrize("pruner", [HALVING, HYPERBAND], ids=lambda pruner: pruner["name"])
@@ -121,7 +122,7 @@ def test_a_rung_costs_one_query_and_an_epoch_between_rungs_none(database_url: st
         trial.report(0.5, step)
         frozen = search.storage.get_trial(trial._trial_id)
         statements.clear()
-        assert not search.judge(frozen).prune
+        assert not search.judge(frozen, frozen.intermediate_values).prune
         rungs = sum("a.value_json" in statement for statement in statements)
         return rungs, len(statements) - rungs
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import optuna
 from hypothesis import given
@@ -112,7 +113,7 @@ def check_against_finished(pruner: dict[str, object], direction: str, history, c
     for step in sorted(curve):
         trial.report(curve[step], step)
         frozen = study._storage.get_trial(trial._trial_id)
-        decision = judge(frozen)
+        decision = judge(frozen, frozen.intermediate_values)
         assert decision.prune == optunas(study.pruner, study, frozen), decision
         assert bool(decision.reason) == decision.prune
 
@@ -146,9 +147,9 @@ def test_a_trial_without_a_value_goes_on() -> None:
 class JudgeInMemory(StudyPruner):
     """Reads the rungs of Optuna's storage in memory instead of Postgres, and writes none, so that Optuna's can."""
 
-    def __call__(self, trial: FrozenTrial) -> Decision:
+    def __call__(self, trial: FrozenTrial, values: Mapping[int, float], **named: Any) -> Decision:
         self.noted: dict[str, float] = {}
-        return super().__call__(trial)
+        return super().__call__(trial, values, **named)
 
     def _peers(self, trial: FrozenTrial) -> StoredPeers:
         return _InMemory(self._storage, self._study_id, trial, 0.0, self.noted)
@@ -192,7 +193,7 @@ def test_successive_halving_and_hyperband(pruner, direction, history, order, hee
         trial = trials[number]
         trial.report(history[number][step], step)
         before = study._storage.get_trial(trial._trial_id)
-        decision = judge(before)
+        decision = judge(before, before.intermediate_values)
         assert decision.prune == optunas(study.pruner, study, before), decision
         written = study._storage.get_trial(trial._trial_id).system_attrs
         assert judge.noted == {k: v for k, v in written.items() if k not in before.system_attrs}

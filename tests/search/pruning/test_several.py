@@ -33,7 +33,8 @@ class Search:
         trial_id = self.storage.get_trial_id_from_study_id_trial_number(self.study._study_id, number)
         self.storage.set_trial_intermediate_value(trial_id, step, vector[0])
         reported = {**dict(zip(self.spec.ways, vector, strict=True)), **measured}
-        return self.judge(self.storage.get_trial(trial_id), reported=reported, vector=vector)
+        trial = self.storage.get_trial(trial_id)
+        return self.judge(trial, trial.intermediate_values, reported=reported, vector=vector)
 
 
 def test_successive_halving_stops_who_is_behind_by_fronts(database_url: str) -> None:
@@ -62,7 +63,8 @@ def test_of_equal_ones_the_earlier_goes_on_and_a_verdict_is_the_same_when_it_is_
     late = search.ask()
     first = search.report(late, 1, [0.5, 5.0])
     assert first.prune
-    assert search.judge(search.storage.get_all_trials(1)[late], vector=[0.5, 5.0]) == first
+    trial = search.storage.get_all_trials(1)[late]
+    assert search.judge(trial, trial.intermediate_values, vector=[0.5, 5.0]) == first
 
 
 def test_a_rung_that_is_still_to_fill_promotes_nobody(database_url: str) -> None:

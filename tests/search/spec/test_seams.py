@@ -66,7 +66,7 @@ def test_a_pruner_from_outside_judges_with_a_reason() -> None:
     def verdict() -> Decision:
         trial = study.ask()
         trial.report(0.5, 1)
-        return judge(study._storage.get_trial(trial._trial_id))
+        return judge(study._storage.get_trial(trial._trial_id), {1: 0.5})
 
     assert not verdict().prune
     study.add_trial(create_trial(value=0.0))

@@ -11,10 +11,11 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch import ObjectiveError
+from hpsearch import EpochRecord
+from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.search.worker.attempt import EpochValues, violations
+from hpsearch.search.worker.attempt import violations
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
@@ -185,20 +186,20 @@ def test_one_that_no_longer_fits_when_it_is_trained_anew_is_infeasible(ran: Ran,
     assert [trial.state.name for trial in others] == ["COMPLETE", "PRUNED", "PRUNED"]
 
 
-def test_epoch_values_are_those_that_the_study_asks_for() -> None:
+def test_a_study_asks_for_what_it_optimises_or_bounds() -> None:
     asked = spec(directions={"accuracy": "maximize", "latency_ms": "minimize"}, constraints="model_mb<=10")
-    values = EpochValues(asked)
-    records = [
-        {"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1},
-        {"val_accuracy": 0.7, "latency_ms": 2.0, "model_mb": 12.0},
-        {"val_accuracy": 0.7, "latency_ms": 1.0, "model_mb": 12.0},
+    found = asked.asked({"val_accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0, "val_loss": 0.1, "lr": 0.1})
+    assert found == {"accuracy": 0.5, "latency_ms": 3.0, "model_mb": 12.0}
+    assert violations(asked, found) == {"constraints:model_mb": 2.0}
+    with pytest.raises(KeyError, match="latency_ms"):
+        asked.asked({"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
+
+
+def test_of_equal_epochs_the_earliest_is_the_best() -> None:
+    curve = Curve("accuracy", maximize=True, known={0: 0.4, 5: 0.9})
+    kept = [
+        curve.add(EpochRecord(epoch, 0.0, {"val_accuracy": value}), dict) for epoch, value in enumerate((0.5, 0.7, 0.7))
     ]
-    for epoch, record in enumerate(records):
-        assert values.add(epoch, record).keys() == {"accuracy", "latency_ms", "model_mb"}
-    assert [values.vector(epoch) for epoch in range(3)] == [[0.5, 3.0], [0.7, 2.0], [0.7, 1.0]]
-    assert [values.best(epoch) for epoch in range(3)] == [0, 1, 1], "of equal ones the earliest"
-    assert violations(asked, values.of(0)) == {"constraints:model_mb": 2.0}
-    with pytest.raises(ObjectiveError) as error:
-        values.add(3, {"val_accuracy": 0.5, "val_latency": 3.0, "train_loss": 1.0, "model_mb": 1.0})
-    assert str(error.value).startswith("metric 'latency_ms' is not reported")
-    assert "\n" not in str(error.value)
+    assert kept == [True, True, False]
+    assert [curve.best_until(epoch).epoch for epoch in range(3)] == [0, 1, 1]
+    assert curve.values == {0: 0.4, 1: 0.7, 2: 0.7, 5: 0.9}, "what was reported before stays"
