@@ -15,8 +15,8 @@ from hpsearch.objectives.training.trainer import Trainer
 from hpsearch.search.pruners.study_pruner import StudyPruner
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.tracking.trial_run import TrialTracking
-from hpsearch.search.worker.attempt import TrialSession
 from hpsearch.search.worker.checkpoints import TrialCheckpoints
+from hpsearch.search.worker.session import TrialSession
 from hpsearch.storage.journals.sender import Sender
 from hpsearch.storage.mlflow import model
 from hpsearch.storage.study_storage.storage import PostgresStorage

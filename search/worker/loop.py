@@ -5,29 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import optuna
 
-from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP, GracefulShutdown
-from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
-from hpsearch.search.samplers.known_trials import as_sampled
-from hpsearch.search.study.checkpoints import StudyCheckpoints
+from hpsearch.search.process import EXIT_DONE, EXIT_DRAINED, EXIT_GAVE_UP
 from hpsearch.search.study.stop_when import Rest
-from hpsearch.search.study.study import StoredStudy, runs_folder
-from hpsearch.search.tracking.tracker import Tracker
-from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt, WorkerContext
-from hpsearch.search.worker.identity import worker_name
-from hpsearch.search.worker.watchdog import Pulse
+from hpsearch.search.worker.attempt import SERVICE_ERRORS, Attempt
+from hpsearch.search.worker.context import WorkerContext
 from hpsearch.storage.attributes import RUNG
-from hpsearch.storage.trials import LEASE
-from hpsearch.storage.trials.claims import Claim, Claims, Lost, Nothing, Retired, Stopped
-from hpsearch.storage.trials.history import read_epoch_values
-from hpsearch.storage.trials.lease import LeaseKeeper
-from hpsearch.storage.trials.register import Register
+from hpsearch.storage.trials.claims import Claim, Lost, Nothing, Retired, Stopped
 from hpsearch.storage.trials.settle import Ended, Outcome
 
 log = logging.getLogger(__name__)
@@ -39,53 +25,13 @@ ENOUGH_FAILURES = 3  # of the whole fleet since it began
 class Worker:
     """Runs trials of one study in this process."""
 
-    def __init__(  # noqa: PLR0913 what one process is told, by keyword
-        self,
-        study: StoredStudy,
-        objective: BaseObjective,
-        *,
-        tracker: Tracker,
-        runs_dir: Path,
-        checkpoints: StudyCheckpoints,
-        shutdown: GracefulShutdown,
-        pulse: Pulse,
-        register: Register,
-        save_every: float | None = None,
-        leave_when_idle: float | None = None,
-        max_trials: int | None = None,
-        failed_before: int | None = None,
-        fleet_gone: Callable[[], bool] = lambda: False,
-        device: str | None = None,
-        lease: float = LEASE,
-    ) -> None:
-        rungs = study_rungs(study.spec)
-        metered = study.spec.epochs if study.spec.metered else None
-        claims = Claims(study.engine, study.study_id, worker=worker_name(), lease=lease, rungs=rungs, metered=metered)
-        self._context = WorkerContext(
-            study=study,
-            sampled=as_sampled(study.open(), partial(read_epoch_values, study.engine, study.study_id)),
-            objective=objective,
-            claims=claims,
-            lease=LeaseKeeper(claims),
-            pruner=StudyPruner(study.spec, study.storage, study.study_id, max_age=1.0),
-            rungs=rungs,
-            tracker=tracker,
-            checkpoints=checkpoints,
-            runs_dir=runs_folder(runs_dir, study),
-            stopping=self._stopping,
-            shutdown=shutdown,
-            pulse=pulse,
-            save_every=save_every,
-            device=device,
-        )
-        self._rest = None if study.spec.stop_when is None else Rest(study, self._context.sampled)
-        self._shutdown, self._pulse, self._register = shutdown, pulse, register
-        self._fleet_gone = fleet_gone
-        self._leave_when_idle = leave_when_idle
-        self._left = max_trials  # to run
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._rest = None if context.spec.stop_when is None else Rest(context.study, context.sampled)
+        self._left = context.options.max_trials  # to run
         self._idle = 0  # times that there was nothing to claim, in a row
         self._idle_since = math.inf
-        self._failed_before = failed_before  # trials, when this worker or its fleet began
+        self._failed_before = context.failed_before  # trials, when this worker or its fleet began
 
     def work(self) -> int:
         """Run trials until none is left, this process is told to stop, or the objective keeps failing.
@@ -96,9 +42,9 @@ class Worker:
         if self._failed_before is None:
             self._failed_before = len(self._failed())
         with self._context.lease:
-            while not self._stopping() and self._left != 0:
-                self._pulse.beat()
-                self._register.seen()
+            while not self._context.is_stopping() and self._left != 0:
+                self._context.pulse.beat()
+                self._context.register.seen()
                 ended: Ended | None
                 if self._rest is not None and (given_up := self._rest.given_up()):
                     log.info("no new trial is begun: %s", given_up.why)
@@ -163,7 +109,8 @@ class Worker:
     def _idle_too_long(self, running: int) -> bool:
         self._idle_since = min(self._idle_since, time.monotonic())
         idle = time.monotonic() - self._idle_since
-        if self._leave_when_idle is None or idle < self._leave_when_idle:
+        patience = self._context.options.leave_when_idle
+        if patience is None or idle < patience:
             return False
         log.info("nothing to take for %.0f s, while others run %d trials: leaving", idle, running)
         return True
@@ -171,12 +118,6 @@ class Worker:
     def _wait(self) -> None:
         """Wait a moment while others run trials: when one of them dies, its trial is there to take."""
         until = time.monotonic() + min(0.5 * 1.5**self._idle, 5.0)
-        while not self._shutdown.has_begun and time.monotonic() < until:
+        while not self._context.shutdown.has_begun and time.monotonic() < until:
             time.sleep(0.1)  # asked again, rather than woken: a signal's handler may take no lock
         self._idle += 1
-
-    def _stopping(self) -> bool:
-        if not self._shutdown.has_begun and self._fleet_gone():
-            log.warning("the fleet that started this worker is gone: stopping")
-            self._shutdown.begin()
-        return self._shutdown.has_begun

@@ -15,7 +15,7 @@ from hpsearch import EpochRecord
 from hpsearch.objectives.training.session import Curve
 from hpsearch.search.api.study import Study
 from hpsearch.search.study.ranking import front_of, rank_trials
-from hpsearch.search.worker.attempt import violations
+from hpsearch.search.worker.session import violations
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, PRUNING, REASON, RUN_ID
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.mlflow.client import Tracking
