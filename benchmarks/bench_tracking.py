@@ -84,7 +84,7 @@ class Ours:
     def start(self, claim: Claim) -> None:
         self.trial = TrialTracking(self.tracker, self.handle, claim)
         self.trial.open()
-        self.trial.log_params()
+        self.trial.log_params(self.handle.storage.get_trial(claim.trial_id).params)
 
     def epoch(self, record: EpochRecord) -> None:
         self.trial.log_epoch(record.epoch, record.timestamp, record.metrics)

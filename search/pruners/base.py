@@ -282,9 +282,11 @@ class PrunerSpec(Kind):
         """
         return self
 
-    @abstractmethod
     def build(self) -> BasePruner:
-        """Return Optuna's pruner: a sampler asks it for a trial's bracket; the verdicts are :meth:`judge`'s."""
+        """Return the pruner of Optuna's study: samplers ask Hyperband's for a trial's bracket; verdicts are our own."""
+        from optuna.pruners import NopPruner
+
+        return NopPruner()
 
     @abstractmethod
     def judge(self, case: Case, peers: Peers) -> Decision:

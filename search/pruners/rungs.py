@@ -28,11 +28,6 @@ class SuccessiveHalving(PrunerSpec):
         require_reachable(self.min_resource, epochs)
         return self
 
-    def build(self) -> BasePruner:
-        from optuna.pruners import SuccessiveHalvingPruner
-
-        return SuccessiveHalvingPruner(**self.options)
-
     def halving(self, study: str, number: int) -> Halving:
         return Halving(**self.options)
 
@@ -127,11 +122,6 @@ class ASHA(PrunerSpec):
                 "lower it"
             )
         return self
-
-    def build(self) -> BasePruner:
-        from optuna.pruners import NopPruner
-
-        return NopPruner()
 
     def judge(self, case: Case, peers: Peers) -> Decision:
         return case.on()  # a trial is judged at rungs alone, where it is paused

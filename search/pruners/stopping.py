@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
@@ -14,7 +13,7 @@ from hpsearch.search.pruners.base import Case, Decision, Grounds, Halving, Peers
 from hpsearch.search.spec.kinds import Number
 
 if TYPE_CHECKING:
-    from optuna.pruners import BasePruner
+    pass
 
 
 class _Stopping(PrunerSpec):
@@ -33,11 +32,6 @@ class Median(_Stopping):
 
     name: Literal["median"] = "median"
 
-    def build(self) -> BasePruner:
-        from optuna.pruners import MedianPruner
-
-        return MedianPruner(**self.options)
-
     def judge(self, case: Case, peers: Peers) -> Decision:
         return _compare(case, self, peers, keep=50.0)
 
@@ -47,11 +41,6 @@ class Percentile(_Stopping):
 
     name: Literal["percentile"] = "percentile"
     percentile: Number = Field(default=25.0, ge=0.0, le=100.0)
-
-    def build(self) -> BasePruner:
-        from optuna.pruners import PercentilePruner
-
-        return PercentilePruner(**self.options)
 
     def judge(self, case: Case, peers: Peers) -> Decision:
         return _compare(case, self, peers, keep=self.percentile)
@@ -114,11 +103,6 @@ class Threshold(PrunerSpec):
     def names_metric(self) -> str | None:
         return self.metric
 
-    def build(self) -> BasePruner:
-        from optuna.pruners import ThresholdPruner
-
-        return ThresholdPruner(**self.model_dump(exclude={"name", "metric"}))
-
     def judge(self, case: Case, peers: Peers) -> Decision:
         if case.step < self.n_warmup_steps or not first_of_interval(
             case.values, case.step, n_warmup_steps=self.n_warmup_steps, interval_steps=self.interval_steps
@@ -162,15 +146,6 @@ class Patient(PrunerSpec):
         wrapped = None if self.wrapped is None else self.wrapped.for_epochs(epochs)
         return self.model_copy(update={"wrapped": wrapped})
 
-    def build(self) -> BasePruner:
-        from optuna.exceptions import ExperimentalWarning
-        from optuna.pruners import PatientPruner
-
-        wrapped = None if self.wrapped is None else self.wrapped.build()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            return PatientPruner(wrapped, self.patience, self.min_delta)
-
     def halving(self, study: str, number: int) -> Halving | None:
         return None if self.wrapped is None else self.wrapped.halving(study, number)
 
@@ -204,11 +179,6 @@ class NoPruning(PrunerSpec):
     name: Literal["none"] = "none"
 
     prunes: ClassVar[bool] = False
-
-    def build(self) -> BasePruner:
-        from optuna.pruners import NopPruner
-
-        return NopPruner()
 
     def judge(self, case: Case, peers: Peers) -> Decision:
         return case.on()

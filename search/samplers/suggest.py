@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -67,8 +67,15 @@ UNTRIED_TRIES = 8
 _MANY = 1000  # choices of one parameter, from which on a random one is hardly ever a repetition
 
 
-def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: StudySpec) -> Any:
-    """Return the configuration of a claimed trial; its parameters are written when this returns.
+class Suggestion(NamedTuple):
+    """The configuration of a trial, as the objective makes it, and the parameters that it is made of."""
+
+    config: Any
+    params: dict[str, Any]
+
+
+def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: StudySpec) -> Suggestion:
+    """Return the configuration and parameters of a claimed trial; the parameters are written when this returns.
 
     A trial that has parameters from an earlier attempt, or from whoever enqueued it, keeps them. Otherwise the first
     suggestion, whose seed is made of the study's seed and the trial's number alone, is taken unless another trial has
@@ -104,14 +111,14 @@ def suggest(objective: BaseObjective, study: optuna.Study, claim: Claim, spec: S
             if spec.finalists_of is not None:
                 _require_same(made, spec.finalists_of.assignment(claim.number)[0])
             if given.params or spec.sampler.by_number or _is_free(made, spec.sampler):
-                return config
+                return Suggestion(config, made.params)
             take_turn()
             twin = _twin(storage, study._study_id, made)
             if twin is None:
-                return config
+                return Suggestion(config, made.params)
             if number == tries - 1:
                 log.info("trial %d runs the configuration of trial %d: no other was found", claim.number, twin)
-                return config
+                return Suggestion(config, made.params)
             held.discard()
     raise AssertionError("the last try returns")
 

@@ -101,7 +101,7 @@ def _resend(
         claim = Claim(trial._trial_id, trial.number, int(trial.user_attrs.get(ATTEMPT, 1)))
         tracked = TrialTracking(tracker, study, claim)
         tracked.open(resumed=True)
-        tracked.log_params()
+        tracked.log_params(trial.params)
         for record in result.history:
             tracked.log_epoch(record.epoch, record.timestamp, record.metrics)
         tracked.publish(result, [])

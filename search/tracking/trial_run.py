@@ -101,6 +101,7 @@ class TrialTracking:
         self._claim = claim
         self._storage = study.storage
         self._journal: Journal | None = None
+        self._params: dict[str, Any] = {}
 
     @property
     def journal(self) -> Journal:
@@ -133,13 +134,11 @@ class TrialTracking:
             self._tracker.system_metrics.start(self._journal, since=since)
 
     @kill_point("log params")
-    def log_params(self) -> None:
-        """Log the trial's parameters, once they are suggested."""
-        self.journal.append(journal_records.Params(self._params()))
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log the suggested parameters of the trial, which its model has too."""
+        self._params = run_params(self._spec, params)
+        self.journal.append(journal_records.Params(self._params))
         self._tracker.sender.wake()
-
-    def _params(self) -> dict[str, object]:
-        return run_params(self._spec, self._storage.get_trial(self._claim.trial_id).params)
 
     def log_epoch(self, epoch: int, timestamp: float, metrics: dict[str, float]) -> None:
         """Log an epoch's metrics at its own time (unix seconds), by which a repetition changes nothing."""
@@ -258,7 +257,7 @@ class TrialTracking:
             self.journal.append(journal_records.Problem(reason))
             return
         best = next(record for record in result.history if record.epoch == result.best_epoch)
-        self.journal.append(model_record(self._spec, self._claim.number, self._params(), best, tags))
+        self.journal.append(model_record(self._spec, self._claim.number, self._params, best, tags))
 
     def tag_bounds(self, lines: list[str]) -> None:
         """Note in the run which constraints the trial breaks."""

@@ -109,8 +109,8 @@ class Attempt:
     def _train(self) -> RunResult:
         context, spec = self._context, self._context.spec
         self._tracked.open()
-        config = suggest(context.objective, context.sampled, self._claim, spec)
-        self._tracked.log_params()
+        config, params = suggest(context.objective, context.sampled, self._claim, spec)
+        self._tracked.log_params(params)
         self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
         job = Job(
             trial=self._claim.number,

@@ -14,6 +14,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.storage.study_storage.reading import read_rung, rung_key
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.factories import spec_of
+from tests.search.pruning.optunas import optunas_pruner
 
 HALVING = {"name": "successive_halving", "reduction_factor": 2}
 HYPERBAND = {"name": "hyperband", "reduction_factor": 2, "min_resource": 1}
@@ -25,7 +26,9 @@ class Search:
     def __init__(self, url: str, spec: StudySpec) -> None:
         self.storage = open_storage(url, application_name="test")
         self.study = optuna.create_study(study_name=spec.name, direction=spec.direction, storage=self.storage)
-        self.twin = optuna.create_study(study_name=spec.name, direction=spec.direction, pruner=spec.pruner.build())
+        self.twin = optuna.create_study(
+            study_name=spec.name, direction=spec.direction, pruner=optunas_pruner(spec.pruner)
+        )
         self.judge = StudyPruner(spec, self.storage, self.study._study_id)
 
     def ask(self) -> tuple[optuna.Trial, optuna.Trial]:

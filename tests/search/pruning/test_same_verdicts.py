@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.pruners.study_pruner import Decision, StoredPeers, StudyPruner
 from hpsearch.search.spec.spec import StudySpec, parse_spec
+from tests.search.pruning.optunas import optunas_pruner
 
 EPOCHS = 12
 # Few distinct numbers make ties, at the cut-off and elsewhere.
@@ -85,7 +86,7 @@ def spec_of(pruner: dict[str, object], direction: str) -> StudySpec:
 
 
 def study_of(spec: StudySpec, history: list[dict[int, float]]) -> optuna.Study:
-    study = optuna.create_study(study_name="s", direction=spec.direction, pruner=spec.pruner.build())
+    study = optuna.create_study(study_name="s", direction=spec.direction, pruner=optunas_pruner(spec.pruner))
     for curve in history:
         study.add_trial(create_trial(value=0.0, intermediate_values=curve))
     return study

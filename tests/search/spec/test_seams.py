@@ -40,9 +40,6 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     class Second(PrunerSpec):
         name: Literal["toy_second"] = "toy_second"
 
-        def build(self) -> optuna.pruners.BasePruner:
-            return optuna.pruners.NopPruner()
-
         def judge(self, case: Case, peers: Peers) -> Decision:
             before = len(peers.finished())
             return case.prune(f"trial {case.number} comes after {before}", peers=before) if before else case.on()

@@ -8,7 +8,6 @@ import optuna
 import pytest
 
 from hpsearch.search.errors import SearchError
-from hpsearch.search.pruners import PrunerSpec
 from hpsearch.search.pruners.rungs import bracket_of, shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -165,13 +164,6 @@ def test_every_sampler_suggests(name: str) -> None:
     assert first_values(1) == first_values(1)
     assert len(set(first_values(1))) == 3, "trials must not repeat each other's start-up points"
     assert first_values(1) != first_values(2)
-
-
-@pytest.mark.parametrize("name", PrunerSpec.kinds)
-def test_every_pruner_is_made(name: str) -> None:
-    extra = {"lower": 0.1} if name == "threshold" else {}
-    spec = parse_spec({**BASE, "pruner": {"name": name, **extra}})
-    assert isinstance(spec.pruner.build(), optuna.pruners.BasePruner)
 
 
 def test_derived_seeds_differ_and_stay() -> None:
