@@ -24,6 +24,7 @@ from benchmarks.search_quality.problems import Problem
 from hpsearch import BaseObjective, EpochRecord, NonFiniteError, Verdict
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.samplers.suggest import derive_seed
 
 
@@ -45,7 +46,7 @@ def train(
     """One trial."""
     session = Reported(objective.metric, report)
     seeds = {"seed": derive_seed(0, "trial", number), "split_seed": 0}
-    return fit(objective, objective.configure(trial), epochs=epochs, session=session, device="cpu", **seeds)
+    return fit(objective, objective.configure(trial), RunPlan(epochs, **seeds), session=session, device="cpu")
 
 
 def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) -> float:
@@ -59,7 +60,7 @@ def worth(reference: str, params: dict[str, Any], *, epochs: int, fresh: int) ->
             seeds = {"seed": derive_seed(0, "fresh", number), "split_seed": 0}
             config = objective.configure(optuna.trial.FixedTrial(params))
             found.append(
-                float(fit(objective, config, epochs=epochs, session=session, device="cpu", **seeds).best_value)
+                float(fit(objective, config, RunPlan(epochs, **seeds), session=session, device="cpu").best_value)
             )
         except NonFiniteError:
             return math.inf if objective.direction == "minimize" else -math.inf

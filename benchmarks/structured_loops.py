@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hpsearch import Objective, Splits, TrainConfig, fingerprint_files, padded
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_epoch
 from hpsearch.objectives.training.optimizers.optimizer import parameter_groups
@@ -116,7 +117,7 @@ class Images(Objective):
 def ours(objective, settings):
     """An epoch of the training loop."""
     config = TrainConfig(batch_size=BATCH, deterministic=False, **settings)
-    run, _ = build(objective, config, epochs=EPOCHS, seed=0, split_seed=0, device=torch.device("cpu"))
+    run, _ = build(objective, config, RunPlan(EPOCHS, 0, 0), device=torch.device("cpu"))
     epoch = iter(range(EPOCHS))
     return lambda: train_epoch(run, next(epoch)).scores["loss"]
 

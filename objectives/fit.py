@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective, RestoredLoop, config_of, restore_loop
 from hpsearch.objectives.own_loop.run import LoopResult, LoopRun
 from hpsearch.objectives.training.checks.held_out import Restored, restore_best
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.exportable import example_of
-from hpsearch.objectives.training.loop.instruments import Instruments
+from hpsearch.objectives.training.loop.instruments import NONE, Instruments
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import FitResult, RunResult
 from hpsearch.objectives.training.session import Curve, Session
 from hpsearch.objectives.training.trainer import Trainer
 
 
-class Where(TypedDict, total=False):
-    """How and where a run is trained: see `Trainer`."""
+def fit(
+    objective: BaseObjective,
+    config: Any,
+    plan: RunPlan,
+    *,
+    session: Session | None = None,
+    run_dir: Path | None = None,
+    device: str | None = None,
+    instruments: Instruments = NONE,
+) -> RunResult:
+    """Train a configuration to its end; for the parameters see `Trainer`.
 
-    epochs: int
-    seed: int
-    split_seed: int
-    division: int | None  # of an `Objective` alone: an own loop divides its data itself
-    refit: int | None  # the same
-    session: Session
-    run_dir: Path
-    device: str | None
-    instruments: Instruments  # of an `Objective` alone
-
-
-def fit(objective: BaseObjective, config: Any, **where: Unpack[Where]) -> RunResult:
-    """Train a configuration to its end.
+    An own loop divides its data itself, whatever `plan.division`, and is watched by no `instruments`.
 
     Raises:
         ObjectiveError: the objective is wrong.
@@ -42,12 +41,12 @@ def fit(objective: BaseObjective, config: Any, **where: Unpack[Where]) -> RunRes
         DeviceMemoryError: it does not fit the device.
     """
     if isinstance(objective, LoopObjective):
-        where.pop("division", None)
-        if where.pop("refit", None) is not None:
+        if plan.refit is not None:
             model_objective(objective, "a refit")
-        own: Any = where  # without instruments, which watch no own loop
-        return LoopRun(objective, config, **own).fit()
-    return Trainer(model_objective(objective, "training"), config, **where).fit()
+        plan = replace(plan, division=None)
+        return LoopRun(objective, config, plan, session=session, run_dir=run_dir, device=device).fit()
+    where: Any = {"session": session, "run_dir": run_dir, "device": device, "instruments": instruments}
+    return Trainer(model_objective(objective, "training"), config, **asdict(plan), **where).fit()
 
 
 def restore(objective: BaseObjective, best: Mapping[str, Any]) -> Restored | RestoredLoop:

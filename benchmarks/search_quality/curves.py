@@ -28,6 +28,7 @@ import torch
 from benchmarks.search_quality.problems import PROBLEMS, Problem
 from hpsearch import NonFiniteError
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.session import Due, Verdict
 from hpsearch.search.samplers.suggest import derive_seed
@@ -130,10 +131,10 @@ def train(name: str, problem: Problem, before: list[Curve], number: int, seed: i
     trial: Any = optuna.trial.FixedTrial(twin.params) if twin else suggested(name, problem, before, number)
     config = objective.configure(trial)
     session = Kept(objective.metric)
-    where: Any = {"epochs": problem.epochs, "seed": derive_seed(name, number, seed), "split_seed": 0, "device": "cpu"}
+    plan = RunPlan(problem.epochs, derive_seed(name, number, seed), 0)
     started = time.perf_counter()
     try:
-        fit(objective, config, session=session, **where)
+        fit(objective, config, plan, session=session, device="cpu")
     except NonFiniteError as error:
         print(f"{name} {number}: {error}", file=sys.stderr)
     missing = [math.nan] * (problem.epochs - len(session.values))

@@ -16,6 +16,7 @@ from hpsearch.objectives.errors import ObjectiveError, blame, is_out_of_memory, 
 from hpsearch.objectives.own_loop.folder import place, remove, unpack
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective, plain_config
 from hpsearch.objectives.own_loop.loop_trial import LoopTrial
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.step import call_of
 from hpsearch.objectives.training.exportable import exportable
 from hpsearch.objectives.training.loop.epoch import require_same
@@ -146,30 +147,25 @@ class LoopRun:
     Args:
         objective: what to train.
         config: how.
-        epochs: of a full trial.
-        seed: of the trial.
-        split_seed: of the study's data.
+        plan: its epochs and seeds.
         session: where the run is kept and who may end it; `LocalSession(run_dir)` unless given.
         run_dir: where configuration, log and numbers go.
         device: such as "cpu" or "cuda:1"; an accelerator where there is one, unless given.
     """
 
-    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
+    def __init__(
         self,
         objective: LoopObjective,
         config: Any,
+        plan: RunPlan,
         *,
-        epochs: int,
-        seed: int,
-        split_seed: int | None = None,
         session: Session | None = None,
         run_dir: Path | None = None,
         device: str | None = None,
     ) -> None:
         if run_dir is None and session is not None:
             run_dir = session.run_dir
-        self._objective, self._config, self._epochs, self._seed = objective, config, epochs, seed
-        self._split_seed = seed if split_seed is None else split_seed
+        self._objective, self._config, self._plan = objective, config, plan
         self._ranks = current()
         if not self._ranks.first:  # it speaks to nobody and writes nothing
             session = run_dir = None
@@ -207,10 +203,10 @@ class LoopRun:
 
     def _train(self) -> Verdict:
         state, verdict = self._start()
-        if verdict != Verdict.CONTINUE or self._curve.next_epoch >= self._epochs:
+        if verdict != Verdict.CONTINUE or self._curve.next_epoch >= self._plan.epochs:
             return verdict
         trial = self._trial(state)
-        set_seed(self._seed, "init")
+        set_seed(self._plan.seed, "init")
         self._run(trial)
         return trial.verdict
 
@@ -240,9 +236,7 @@ class LoopRun:
             "format": FORMAT,
             "objective": self._objective.name,
             "config": plain_config(self._config, "suggest"),
-            "epochs": self._epochs,
-            "seed": self._seed,
-            "split_seed": self._split_seed,
+            **self._plan.identity,
             "split_hash": "",
         }
 
@@ -285,10 +279,10 @@ class LoopRun:
     def _trial(self, state: Any) -> LoopTrial:
         return LoopTrial(
             config=self._config,
-            seed=self._seed,
-            split_seed=self._split_seed,
+            seed=self._plan.seed,
+            split_seed=self._plan.split_seed,
             device=self._device,
-            total_epochs=self._epochs,
+            total_epochs=self._plan.epochs,
             state=state,
             folder=self._folder,
             checkpoint=self._checkpoint,
@@ -323,7 +317,7 @@ class LoopRun:
 
     def _finish(self, verdict: Verdict) -> LoopResult:
         # A loop that ends by itself before its last epoch has decided that it is done.
-        finished = verdict == Verdict.CONTINUE or self._curve.next_epoch >= self._epochs
+        finished = verdict == Verdict.CONTINUE or self._curve.next_epoch >= self._plan.epochs
         status = status_of(verdict, finished=finished)
         result = LoopResult(
             status=status,

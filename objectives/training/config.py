@@ -254,3 +254,39 @@ def _range(field: FieldInfo) -> str:
     if high is None:
         return f"{'above' if 'gt' in bounds else 'at least'} {low}"
     return f"in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """How long a configuration is trained, with which seeds, and on which part of the data.
+
+    Attributes:
+        epochs: length of the run; schedules are laid out over it.
+        seed: of initial weights, order and dropout.
+        split_seed: of the data's split, the same for a whole study.
+        division: seed by which train and validation are divided again, apart from the test split, where the data
+            allow it; the run then has a score of its own, `FitResult.fresh`. None keeps the study's division.
+        refit: epochs after which a run on train and validation ends; None is any other run.
+
+    Raises:
+        ObjectiveError: the numbers are out of range or contradict each other.
+    """
+
+    epochs: int
+    seed: int
+    split_seed: int
+    division: int | None = None
+    refit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ObjectiveError(f"epochs must be at least 1, not {self.epochs}")
+        if self.refit is not None and not 1 <= self.refit <= self.epochs:
+            raise ObjectiveError(f"refit must be from 1 to the {self.epochs} epochs, not {self.refit}")
+        if self.refit is not None and self.division is not None:
+            raise ObjectiveError("a refit is trained on train and validation: leave the division out")
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """The keys of a checkpoint's identity that the plan decides."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

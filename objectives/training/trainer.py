@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
-from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.evaluation.gathered import UnkeptError
 from hpsearch.objectives.training.exportable import example_of
 from hpsearch.objectives.training.loop.build import build
@@ -110,17 +110,10 @@ class Trainer:
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        if epochs < 1:
-            raise ObjectiveError(f"epochs must be at least 1, not {epochs}")
-        if refit is not None and not 1 <= refit <= epochs:
-            raise ObjectiveError(f"refit must be from 1 to the {epochs} epochs, not {refit}")
-        if refit is not None and division is not None:
-            raise ObjectiveError("a refit is trained on train and validation: leave the division out")
         if run_dir is None and session is not None:
             run_dir = session.run_dir
-        self.objective, self.config, self.epochs = objective, config, epochs
-        self.seed, self.split_seed = seed, seed if split_seed is None else split_seed
-        self.division, self.refit = division, refit
+        self.objective, self.config = objective, config
+        self.plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, division, refit)
         self.ranks = current()
         if not self.ranks.first:  # it speaks to nobody and writes nothing
             session, run_dir, instruments = None, None, NONE
@@ -210,10 +203,10 @@ class Trainer:
         """Begin an epoch, or go on where it was left in its midst."""
         sums, within = EpochSums(run), run.within
         if within is None:
-            set_seed(run.seed, "epoch", epoch)
+            set_seed(run.plan.seed, "epoch", epoch)
             self._on_epoch(run, epoch)
             if run.ranks.rank:
-                set_seed(run.seed, "epoch", epoch, *run.ranks.purpose())
+                set_seed(run.plan.seed, "epoch", epoch, *run.ranks.purpose())
         else:
             run.within = None
             resume_within(run, within, sums, epoch)
@@ -252,12 +245,8 @@ class Trainer:
         run, untrained = build(
             self.objective,
             self.config,
-            epochs=self.epochs,
-            seed=self.seed,
-            split_seed=self.split_seed,
+            self.plan,
             device=self.device,
-            division=self.division,
-            refit=self.refit,
             ranks=self.ranks,
             curve=None if self.session is None else self.session.curve,
         )

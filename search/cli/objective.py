@@ -129,10 +129,11 @@ def train(
 
     An interrupted run resumes from --run-dir.
     """
-    from hpsearch.objectives.fit import Where, fit, model_objective
+    from hpsearch.objectives.fit import fit, model_objective
     from hpsearch.objectives.loading import load_objective
+    from hpsearch.objectives.training.config import RunPlan
     from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-    from hpsearch.objectives.training.loop.instruments import Instruments
+    from hpsearch.objectives.training.loop.instruments import NONE, Instruments
     from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
     from hpsearch.objectives.training.session import LocalSession, Verdict
 
@@ -146,13 +147,13 @@ def train(
     config = configured(found, settings)
     folder = run_dir or Path("runs") / f"{found.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     session = Printing(folder, keep=keep, interval=60 * save_every, snapshot_every=snapshot_every)
-    where: Where = {"epochs": epochs or found.epochs, "seed": seed, "session": session, "device": device}
+    plan, instruments = RunPlan(epochs or found.epochs, seed, seed), NONE
     if profile or tensorboard:
         model_objective(found, "--profile" if profile else "--tensorboard")
-        where["instruments"] = Instruments(profile_steps=profile, tensorboard=tensorboard)
+        instruments = Instruments(profile_steps=profile, tensorboard=tensorboard)
     try:
         with _warnings_shown():
-            result = fit(found, config, **where)
+            result = fit(found, config, plan, session=session, device=device, instruments=instruments)
     except (NonFiniteError, DeviceMemoryError) as error:
         typer.echo(f"hpsearch: {error}", err=True)
         return 1

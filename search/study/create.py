@@ -24,6 +24,7 @@ from hpsearch.objectives.errors import MetricError, users_code
 from hpsearch.objectives.loading import load_objective, objective_reference, source_hash
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -377,7 +378,7 @@ def rehearse(objective: BaseObjective, spec: StudySpec) -> None:
     if not isinstance(objective, Objective):
         return  # an own loop is not known before it runs
     with _metric_named(objective, spec):
-        build(objective, config, epochs=spec.epochs, seed=seed, split_seed=spec.seed, device=torch.device("cpu"))
+        build(objective, config, RunPlan(spec.epochs, seed, spec.seed), device=torch.device("cpu"))
 
 
 def suggested(objective: BaseObjective, spec: StudySpec) -> Any:

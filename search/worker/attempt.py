@@ -12,6 +12,7 @@ import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError, current
 from hpsearch.objectives.training.result import RunResult
@@ -120,11 +121,13 @@ class Attempt:
             direction=spec.direction,
             also=spec.also_reported,
             config=config,
-            epochs=spec.epochs,
-            seed=training_seed(spec, self._claim.number),
-            split_seed=spec.seed,
-            division=division_seed(spec, self._claim.number),
-            refit=spec.refit,
+            plan=RunPlan(
+                epochs=spec.epochs,
+                seed=training_seed(spec, self._claim.number),
+                split_seed=spec.seed,
+                division=division_seed(spec, self._claim.number),
+                refit=spec.refit,
+            ),
         )
         return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
 

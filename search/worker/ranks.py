@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpsearch.kill_points import kill_point
-from hpsearch.objectives.fit import Where, fit
+from hpsearch.objectives.fit import fit
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import RankLostError, Ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
@@ -27,7 +28,7 @@ class Job:
         objective: as the study names it.
         metric, direction: what it is judged by.
         config: as the objective's `suggest` made it.
-        epochs, seed, split_seed, division, refit: see `Trainer`.
+        plan: its epochs, seeds and data.
     """
 
     trial: int
@@ -37,22 +38,7 @@ class Job:
     direction: Literal["maximize", "minimize"]
     also: tuple[str, ...]
     config: Any
-    epochs: int
-    seed: int
-    split_seed: int
-    division: int | None = None
-    refit: int | None = None
-
-    def where(self, device: str | None) -> Where:
-        """How it is trained, on this rank's device."""
-        return {
-            "epochs": self.epochs,
-            "seed": self.seed,
-            "split_seed": self.split_seed,
-            "division": self.division,
-            "refit": self.refit,
-            "device": device,
-        }
+    plan: RunPlan
 
 
 def fit_together(
@@ -66,8 +52,7 @@ def fit_together(
     """
     _tell(ranks, job)
     with ranks.together():
-        where: Where = {**job.where(device), "session": session}
-        return fit(objective, job.config, **where)
+        return fit(objective, job.config, job.plan, session=session, device=device)
 
 
 def follow(ranks: Ranks, *, device: str | None) -> int:
@@ -84,7 +69,7 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
                 loaded[job.objective] = objective
                 objective.judge_by(job.metric, job.direction)
                 objective.also_report(job.also)
-                fit(objective, job.config, **job.where(device))
+                fit(objective, job.config, job.plan, device=device)
         except RankLostError:
             raise
         except (Exception, SystemExit) as error:  # rank 0 has the same, and ends the trial by it

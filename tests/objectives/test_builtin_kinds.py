@@ -16,6 +16,7 @@ from hpsearch.objectives.builtin.language import ALPHABET, corpus
 from hpsearch.objectives.builtin.series import FUTURE, PAST, weekly
 from hpsearch.objectives.builtin.text import LONGEST, SHORTEST, TOPICS, paragraphs
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.tree import tensors
 
 NAMES = ("text", "molecules", "language", "series", "denoise")
@@ -129,7 +130,7 @@ LEARNED = {
 def test_it_beats_its_baseline_and_its_export_scores_what_was_recorded(name):
     epochs, baseline = LEARNED[name]
     objective = _with_splits(name)
-    result = fit(objective, objective.default_config(), epochs=epochs, seed=0, split_seed=0, device="cpu")
+    result = fit(objective, objective.default_config(), RunPlan(epochs, 0, 0), device="cpu")
     ahead = result.best_value - baseline if objective.direction == "maximize" else baseline - result.best_value
     assert ahead > 0
     exported = result.exported()
@@ -174,10 +175,10 @@ class _Stops(LocalSession):
 @pytest.mark.slow
 def test_a_gan_learns_and_resumes_to_the_last_bit(tmp_path):
     gan = load_objective("gan")
-    where = {"epochs": 8, "seed": 0, "split_seed": 0, "device": "cpu"}
-    whole = fit(gan, gan.default_config(), **where)
-    assert fit(gan, gan.default_config(), session=_Stops(tmp_path), **where).status == "stopped"
-    resumed = fit(gan, gan.default_config(), session=LocalSession(tmp_path), **where)
+    plan = RunPlan(8, 0, 0)
+    whole = fit(gan, gan.default_config(), plan, device="cpu")
+    assert fit(gan, gan.default_config(), plan, session=_Stops(tmp_path), device="cpu").status == "stopped"
+    resumed = fit(gan, gan.default_config(), plan, session=LocalSession(tmp_path), device="cpu")
     keys = [key for key in whole.history[0].metrics if key != "epoch_seconds"]
     assert [[r.metrics[key] for key in keys] for r in whole.history] == [
         [r.metrics[key] for key in keys] for r in resumed.history

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpsearch.objectives.errors import ObjectiveError
-from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
@@ -91,13 +91,13 @@ def lr_range(
         config, lr=lowest, schedule="constant", warmup_fraction=0.0, warmup_steps=None, compile=False, log_every=None
     )
     with reproducible(deterministic=config.deterministic), told_apart(flat, device):
-        run, _ = build(objective, flat, epochs=1, seed=seed, split_seed=seed, device=device)
+        run, _ = build(objective, flat, RunPlan(1, seed, seed), device=device)
         rates, losses = _climb(run, lowest, (highest / lowest) ** (1 / (steps - 1)), steps)
     return _judged(rates, losses)
 
 
 def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[float], list[float]]:
-    set_seed(run.seed, "range")
+    set_seed(run.plan.seed, "range")
     run.model.train()
     train = run.splits.train
     probe = train.batch(torch.randperm(len(train))[:_PROBE]).to(run.device)
@@ -128,7 +128,7 @@ def _climb(run: Run, lowest: float, factor: float, steps: int) -> tuple[list[flo
 @torch.no_grad()
 def _loss(run: Run, probe: Batch) -> float:
     """The loss of the probe as training sees it, with the same dropout each time."""
-    with seeded_on(run.device, run.seed, "probe"):
+    with seeded_on(run.device, run.plan.seed, "probe"):
         return float(run.stepping(run.model, probe, run.precision.autocast()).loss)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import Pending
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
@@ -89,7 +89,7 @@ def smoke(
     for factor in _RATES:
         tried = _bare(config, config.lr * factor, samples)
         with reproducible(deterministic=config.deterministic), told_apart(tried, device):
-            run, _ = build(objective, tried, epochs=steps, seed=seed, split_seed=seed, device=device)
+            run, _ = build(objective, tried, RunPlan(steps, seed, seed), device=device)
             found = _overfit(run, samples, steps, deadline, objective.loss_floor)
         if found.passed:
             return found
@@ -133,7 +133,7 @@ def _overfit(run: Run, samples: int, steps: int, deadline: float, floor: float |
     for module in run.model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    set_seed(run.seed, "smoke")
+    set_seed(run.plan.seed, "smoke")
     train = run.splits.train
     batch = train.batch(torch.randperm(len(train))[:samples]).to(run.device)
     pending = Pending(batch.size, lambda: batch)

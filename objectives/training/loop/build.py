@@ -13,7 +13,7 @@ from torch.utils.data import SequentialSampler
 
 from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.objective import Objective, overrides
-from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import build_feed
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.samplers import Order
@@ -59,39 +59,34 @@ def build_strategy(config: TrainConfig, ranks: Ranks) -> Strategy:
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 
 
-def build(  # noqa: PLR0913 all that a run is made of, by keyword
+def build(
     objective: Objective,
     config: TrainConfig,
+    plan: RunPlan,
     *,
-    epochs: int,
-    seed: int,
-    split_seed: int,
     device: torch.device,
-    division: int | None = None,
-    refit: int | None = None,
     ranks: Ranks = ALONE,
     curve: Curve | None = None,
 ) -> tuple[Run, dict[str, float]]:
     """The run, and what its untrained model scores.
 
-    Every part of the objective's code has run once when this returns, so its mistakes show before training. With a
-    `division` it is a run that confirms, with `refit` one on all but the test split: see `Trainer`.
+    Every part of the objective's code has run once when this returns, so its mistakes show before training.
 
     Raises:
         ObjectiveError: the objective's data, model, loss or metrics are wrong; the message has its file and line.
     """
     who = type(objective).__name__
-    splits, split_hash = prepared_splits(objective, split_seed, division if refit is None else "all")
+    splits, split_hash = prepared_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
     check_ranks(who, splits, split_hash, ranks)
     strategy = build_strategy(config, ranks)
-    set_seed(seed, "init")
+    set_seed(plan.seed, "init")
     with users_code(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
     with users_code(f"{who}.model on the validation split"):
         _materialise(model, splits.val, device)
     stepping = build_stepping(objective, config, splits, model, device)
     check_classes(objective, splits, stepping)
-    metrics, fresh = _metrics(objective, splits, split_seed, division, device, ranks)
+    metrics, fresh = _metrics(objective, splits, plan, device, ranks)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ObjectiveError(f"{who}.model has no parameters to train")
     with users_code(f"{who}.augment"):
@@ -102,13 +97,14 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
     val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
     val = val.to(device) if in_memory else val
     with users_code(f"{who}.sampler"):
-        order = _order(objective, config, splits.train, seed)
+        order = _order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
-    check_epoch(config, len(splits.train), epochs * epoch_steps, epoch_steps)
+    total_steps = plan.epochs * epoch_steps
+    check_epoch(config, len(splits.train), total_steps, epoch_steps)
     maximize = objective.direction == "maximize"
     layout(model, config)
     ranks.copy_first(model.state_dict().values())  # a model may draw from what no seed reaches
-    average, steplog = build_average(model, config, epochs), StepLog(model, config.log_every, strategy.norms)
+    average, steplog = build_average(model, config, plan.epochs), StepLog(model, config.log_every, strategy.norms)
     strategy.place(model, *average.models)
     groups = _groups(objective, model, config)
     for group in groups:
@@ -123,38 +119,32 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
             "format": FORMAT,
             "objective": objective.name,
             "config": config.to_dict(),
-            "epochs": epochs,
-            "seed": seed,
-            "split_seed": split_seed,
+            **plan.identity,
             "split_hash": split_hash,
-            **({} if division is None else {"division": division}),
-            **({} if refit is None else {"refit": refit}),
         },
         environment=environment(device, source, ranks.world),
         changes=uncommitted(source.parent if source else Path.cwd()),
         config=config,
-        epochs=epochs,
-        seed=seed,
+        plan=plan,
         device=device,
         splits=splits,
         val=val,
-        feed=build_feed(splits.train, config, order, seed=seed, device=device, augment=augment, ranks=ranks),
+        feed=build_feed(splits.train, config, order, seed=plan.seed, device=device, augment=augment, ranks=ranks),
         model=model,
         stepping=stepping,
         metrics=metrics,
         optimizer=optimizer,
         sharpness=sharpness,
-        schedule=build_schedule(optimizer, config, epochs * epoch_steps, epoch_steps=epoch_steps, maximize=maximize),
+        schedule=build_schedule(optimizer, config, total_steps, epoch_steps=epoch_steps, maximize=maximize),
         precision=Precision(config.precision, device),
         average=average,
         guard=FiniteGuard(device),
         steplog=steplog,
-        curve=curve or Curve(objective.metric, maximize=maximize, keep_last=refit is not None),
+        curve=curve or Curve(objective.metric, maximize=maximize, keep_last=plan.refit is not None),
         ranks=ranks,
         strategy=strategy,
         measuring=Measuring(objective, config, call_in(stepping), val, device, ranks, strategy),
         fresh=fresh,
-        refit=refit,
     )
     strategy.begin(model, stepping)
     with strategy.explained():
@@ -168,15 +158,21 @@ def build(  # noqa: PLR0913 all that a run is made of, by keyword
 
 
 def _metrics(
-    objective: Objective, splits: Splits, split_seed: int, division: int | None, device: torch.device, ranks: Ranks
+    objective: Objective, splits: Splits, plan: RunPlan, device: torch.device, ranks: Ranks
 ) -> tuple[Metrics, Fresh | None]:
     """What the validation split is judged by; of a run on a fresh division its halves, too."""
     who, fresh = type(objective).__name__, None
     with users_code(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
-    if division is not None:
+    if plan.division is not None:
         fresh = build_fresh(
-            objective, splits, metrics, split_seed=split_seed, division=division, device=device, ranks=ranks
+            objective,
+            splits,
+            metrics,
+            split_seed=plan.split_seed,
+            division=plan.division,
+            device=device,
+            ranks=ranks,
         )
     with users_code(f"{who}.metrics"):
         metrics = over_ranks(metrics, ranks)

@@ -296,7 +296,7 @@ def resume_within(run: Run, within: dict[str, Any], sums: EpochSums, epoch: int)
         restore_generators(own["generators"], run.device)
         return
     sums.load_state_dict({**within["sums"], "running": None})
-    set_seed(run.seed, "epoch", epoch, "from", sums.steps, *ranks.purpose())
+    set_seed(run.plan.seed, "epoch", epoch, "from", sums.steps, *ranks.purpose())
     run.notes.append(
         f"train metrics of epoch {epoch + 1} but its loss are of the steps after {sums.steps}: it went on on "
         f"{ranks.world} in place of {len(then or [within])} devices"

@@ -97,7 +97,7 @@ def oddities(run: Run) -> list[str]:
             "the loss of a batch is not the mean over its samples: training depends on batch_size, and the validation "
             "loss on eval_batch_size"
         )
-    if run.refit is not None and run.config.schedule == "plateau":
+    if run.plan.refit is not None and run.config.schedule == "plateau":
         found.append("the schedule plateau goes by validation samples that are trained on: the rate may fall later")
     norms = [m for m in run.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if not run.ranks.alone and not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpsearch.objectives.training.config import TrainConfig
+from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import Feed
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.splits import Splits
@@ -49,7 +49,6 @@ class Run:
         splits: as the objective gave them, on the CPU.
         val: the validation split, on the device unless it is loaded as it is used.
         fresh: what a run on a fresh division has beside others.
-        refit: the epochs after which a run on train and validation ends; None of any other.
         feed: the training batches.
         stepping: what a batch comes to: the loss of the model's outputs, or the objective's own step.
         ranks: the processes that train it together.
@@ -70,8 +69,7 @@ class Run:
     environment: dict[str, Any]
     changes: str
     config: TrainConfig
-    epochs: int
-    seed: int
+    plan: RunPlan
     device: torch.device
     splits: Splits
     val: Dataset
@@ -91,7 +89,6 @@ class Run:
     strategy: Strategy = field(kw_only=True)
     measuring: Measuring = field(kw_only=True)
     fresh: Fresh | None = None
-    refit: int | None = None
     on_step: Callable[[], None] = _nothing
     step: int = 0
     notes: list[str] = field(default_factory=list)
@@ -108,11 +105,11 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the budget of epochs, or the patience, is spent."""
-        if self.refit is not None:  # whatever its validation samples say, which are trained on
-            return self.curve.next_epoch >= self.refit
+        if self.plan.refit is not None:  # whatever its validation samples say, which are trained on
+            return self.curve.next_epoch >= self.plan.refit
         patience = self.config.patience
         out_of_patience = patience is not None and self.curve.stale >= patience
-        return out_of_patience or self.curve.next_epoch >= self.epochs
+        return out_of_patience or self.curve.next_epoch >= self.plan.epochs
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the judged weights and buffers."""

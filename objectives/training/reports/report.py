@@ -33,7 +33,7 @@ _EXPLODED = 100  # times what it was in the first quarter of the run: a loss tha
 
 def _leakage(run: Run, result: FitResult) -> list[str]:
     """List signs that validation samples were trained on: shared inputs, or a loss that tracks the training loss."""
-    if run.refit is not None:
+    if run.plan.refit is not None:
         return [
             "A refit is trained on the validation samples too: their numbers check the model, and estimate nothing."
         ]
@@ -157,8 +157,8 @@ def image(report: Path, name: str, words: str) -> list[str]:
 
 def _summary(run: Run, result: FitResult) -> list[str]:
     lines = [
-        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.epochs} planned",
-        f"- seed {run.seed}, split seed {run.identity['split_seed']}, split {result.split_hash[:12]}",
+        f"- best epoch {result.best_epoch + 1} of {len(result.history)} trained, {run.plan.epochs} planned",
+        f"- seed {run.plan.seed}, split seed {run.plan.split_seed}, split {result.split_hash[:12]}",
         f"- {run.step} optimizer steps of {run.config.batch_size * run.config.accumulate} samples on {run.device}",
     ]
     if result.memory is not None:
@@ -220,7 +220,7 @@ def _gap(run: Run, result: FitResult, objective: Objective) -> list[str]:
     lines += ["", f"{verdict}: train is {gap:+.4g} ahead in {objective.metric}."]
     if risen > 0.1 * abs(losses[-1]):
         lines.append(f"The validation loss ended {risen:.4g} above its lowest: later epochs overfitted.")
-    if risen == 0.0 and len(losses) == run.epochs > 1 and _falling(losses):
+    if risen == 0.0 and len(losses) == run.plan.epochs > 1 and _falling(losses):
         lines.append("The validation loss was still falling at the end: more epochs may do better (underfit).")
     return lines
 

@@ -5,13 +5,14 @@ from torch import nn
 
 from hpsearch import LocalSession
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import current
 from tests.objectives.own_loop.support import whole_and_resumed
 from tests.objectives.training.support import Stopped, exact
 
 
 def trained(objective, session, *, epochs=5):
-    return fit(objective, objective.default_config(), epochs=epochs, seed=7, session=session, device="cpu")
+    return fit(objective, objective.default_config(), RunPlan(epochs, 7, 7), session=session, device="cpu")
 
 
 def assert_resumed_exactly(objective, folder, *, after=(0, 1, 3), epochs=5):

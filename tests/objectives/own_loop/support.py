@@ -2,6 +2,7 @@
 
 from hpsearch import load_objective
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.config import RunPlan
 from tests.objectives.training.ranks.support import on_ranks
 from tests.objectives.training.support import Stopped, exact
 
@@ -14,7 +15,7 @@ def trained(ranks, objective, folder, after=None):
     with ranks.together():
         session = Stopped(folder, after) if ranks.first else None
         config = objective.default_config()
-        result = fit(objective, config, epochs=EPOCHS, seed=7, session=session, device="cpu")
+        result = fit(objective, config, RunPlan(EPOCHS, 7, 7), session=session, device="cpu")
     return result.status, exact(result.history)
 
 

@@ -11,6 +11,7 @@ from hpsearch import LoopObjective, NonFiniteError, ObjectiveError
 from hpsearch.objectives.errors import MetricError
 from hpsearch.objectives.fit import fit
 from hpsearch.objectives.measured import value_of
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.measuring import sizes
 from tests.objectives.own_loop.support import trained
 from tests.objectives.training.ranks.support import on_ranks
@@ -49,7 +50,7 @@ def asked(*names, **attributes):
 
 
 def done(objective, epochs=3, **settings):
-    return fit(objective, objective.default_config(), epochs=epochs, seed=7, device="cpu", **settings)
+    return fit(objective, objective.default_config(), RunPlan(epochs, 7, 7), device="cpu", **settings)
 
 
 def test_what_is_measured_is_what_a_study_reads():

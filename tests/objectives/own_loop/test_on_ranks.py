@@ -10,6 +10,7 @@ from torch import nn
 
 from hpsearch import LocalSession, LoopObjective, ObjectiveError, Verdict
 from hpsearch.objectives.fit import fit
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import ALONE, RankError
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.own_loop.support import EPOCHS, trained, whole_and_resumed
@@ -75,7 +76,7 @@ def test_the_state_of_rank_0_reaches_all(tmp_path):
 
 def _pruned(ranks):
     session = Memory({1: Verdict.PRUNE})
-    result = fit(Drawn(), {"lr": 0.1}, epochs=EPOCHS, seed=7, session=session, device="cpu")
+    result = fit(Drawn(), {"lr": 0.1}, RunPlan(EPOCHS, 7, 7), session=session, device="cpu")
     return result.status, len(result.history), result.best_epoch, [str(path) for path in session.logged]
 
 
@@ -90,7 +91,7 @@ def _told_to_go(ranks):
     ranks.told_to_go = lambda: ranks.rank == 1
     heard = []
     ranks.on_told_to_go = lambda: heard.append(ranks.rank)
-    fit(Drawn(), {"lr": 0.1}, epochs=EPOCHS, seed=7, device="cpu")
+    fit(Drawn(), {"lr": 0.1}, RunPlan(EPOCHS, 7, 7), device="cpu")
     return heard
 
 
@@ -281,7 +282,7 @@ def _accelerated(ranks):
     for rate in (1.0, 0.1):
         try:
             with ranks.together():
-                statuses.append(fit(parts(run=run), {"lr": rate}, epochs=2, seed=7, device="cpu").status)
+                statuses.append(fit(parts(run=run), {"lr": rate}, RunPlan(2, 7, 7), device="cpu").status)
         except ObjectiveError as error:
             statuses.append(str(error))
     return statuses
@@ -295,5 +296,5 @@ def test_a_trial_does_not_inherit_what_libraries_keep_of_the_one_before():
 
 
 def test_a_local_session_of_one_process_is_told_nothing(tmp_path):
-    result = fit(Drawn(), {"lr": 0.1}, epochs=2, seed=7, session=LocalSession(tmp_path), device="cpu")
+    result = fit(Drawn(), {"lr": 0.1}, RunPlan(2, 7, 7), session=LocalSession(tmp_path), device="cpu")
     assert (result.status, result.best) == ("completed", {"rank": 0})

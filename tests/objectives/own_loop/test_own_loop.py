@@ -23,6 +23,7 @@ from hpsearch import (
 )
 from hpsearch.objectives.fit import fit, restore
 from hpsearch.objectives.own_loop.run import drawn
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.reports.report import search_space
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
@@ -92,7 +93,7 @@ class Killed(Gan):
 def _fit(objective=None, session=None, epochs=5, **settings):
     objective = objective or Gan()
     config = objective.default_config()
-    return fit(objective, config, epochs=epochs, seed=7, session=session or Memory(), device="cpu", **settings)
+    return fit(objective, config, RunPlan(epochs, 7, 7), session=session or Memory(), device="cpu", **settings)
 
 
 def _numbers(result):
@@ -316,7 +317,7 @@ def test_a_function_is_an_objective(tmp_path):
 
 
 def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path):
-    fit(Gan(), {"lr": 1e-2}, epochs=3, seed=4, run_dir=tmp_path)
+    fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Gan: completed, best distance ")
     assert "of 3 trained, 3 planned\n- seed 4, split seed 4\n" in text
@@ -326,7 +327,7 @@ def test_its_report_says_what_was_reported_and_what_nobody_looked_after(tmp_path
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("## What was not looked after") == 1
     session = Memory({1: Verdict.PRUNE})
-    fit(Gan(), {"lr": 1e-2}, epochs=3, seed=4, run_dir=tmp_path / "pruned", session=session)
+    fit(Gan(), {"lr": 1e-2}, RunPlan(3, 4, 4), run_dir=tmp_path / "pruned", session=session)
     assert "report.md" in [path.name for path in session.logged]
     assert "curves.png" not in (tmp_path / "pruned" / "report.md").read_text()
 

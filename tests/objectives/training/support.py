@@ -19,6 +19,7 @@ from hpsearch import (
     Verdict,
     classification,
 )
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.loop.epoch import train_step
@@ -47,7 +48,7 @@ class Wine(Objective):
 
 def started(objective, config, *, epochs=3, seed=0):
     """A run on the CPU, built and seeded as its first epoch is."""
-    run, _ = build(objective, config, epochs=epochs, seed=seed, split_seed=0, device=torch.device("cpu"))
+    run, _ = build(objective, config, RunPlan(epochs, seed, 0), device=torch.device("cpu"))
     set_seed(seed, "epoch", 0)
     return run
 
@@ -75,7 +76,7 @@ def built(objective, epochs=3, **settings):
     """A run on the CPU at a constant rate."""
     settings = {"warmup_fraction": 0.0, "schedule": "constant", **settings}
     config = TrainConfig(**settings)
-    return build(objective, config, epochs=epochs, seed=0, split_seed=0, device=torch.device("cpu"))[0]
+    return build(objective, config, RunPlan(epochs, 0, 0), device=torch.device("cpu"))[0]
 
 
 def take_step(run, *window):

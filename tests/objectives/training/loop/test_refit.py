@@ -8,6 +8,7 @@ from sklearn.datasets import load_wine
 from hpsearch import Dataset, LocalSession, LoopObjective, ObjectiveError, Splits, TrainConfig
 from hpsearch.objectives.fit import fit as fit_any
 from hpsearch.objectives.training.checks.held_out import restore_best
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.prepared import prepared_splits
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Stopped, exact, fit, same_result
@@ -92,7 +93,7 @@ def test_an_own_loop_is_not_refitted():
             raise AssertionError
 
     with pytest.raises(ObjectiveError, match="loop of its own, and a refit needs"):
-        fit_any(Own(), None, epochs=2, seed=0, refit=1)
+        fit_any(Own(), None, RunPlan(2, 0, 0, refit=1))
 
 
 @pytest.mark.parametrize(("refit", "said"), [(0, "from 1 to the 5 epochs, not 0"), (6, "not 6")])

@@ -112,6 +112,8 @@ class Kept:
 
     run_dir = shards = None
 
+    run_dir = shards = curve = None
+
     def __init__(self, run_dir, leave=None):
         local = LocalSession(run_dir, synced=False)
         self.restore, self.save, self.save_within, self.log = local.restore, local.save, local.save_within, local.log

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hpsearch import ObjectiveError, Splits, TrainConfig
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.build import build
 from hpsearch.objectives.training.reproducibility.seeds import seeded, set_seed
 from tests.objectives.training.support import fit
@@ -30,7 +31,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(wine):
 def test_initial_weights_follow_the_seed_and_the_split_the_study(wine):
     def built(seed, split_seed):
         config, cpu = TrainConfig(), torch.device("cpu")
-        run, _ = build(wine, config, epochs=1, seed=seed, split_seed=split_seed, device=cpu)
+        run, _ = build(wine, config, RunPlan(1, seed, split_seed), device=cpu)
         return run.model[1][0].weight, run.identity["split_hash"]
 
     def same(one, other):
