@@ -132,6 +132,12 @@ def test_the_answer_to_a_report_ends_it(verdict, status, tmp_path):
     assert [epoch for epoch, _ in session.saved] == [0, 1, 2], "kept before it is reported"
 
 
+@pytest.mark.parametrize(("verdict", "status"), [(Verdict.PAUSE, "stopped"), (Verdict.STOP, "completed")])
+def test_a_last_epoch_that_the_budget_does_not_count_does_not_complete_the_trial(verdict, status):
+    result = _fit(session=Memory({1: verdict.because("the budget is spent")}), epochs=2)
+    assert (result.status, result.verdict.reason) == (status, "the budget is spent")
+
+
 @pytest.mark.slow
 def test_a_run_that_was_done_is_not_trained_again(tmp_path):
     whole = _fit(session=LocalSession(tmp_path))
