@@ -248,6 +248,7 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
         ):
             up(home, dashboard=DASHBOARD)
         assert "\n" not in str(raised.value)
+        wait_for(lambda: _states(home)["Optuna dashboard"] == "running", "the dashboard")
         assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
         assert bystander.poll() is None
         assert bystander.pid not in _pids(home).values()
