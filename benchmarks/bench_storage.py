@@ -159,7 +159,8 @@ class Bench:
         for workers in (1, 4) if self.quick else (1, 4, 8, 16):
             for kind in KINDS:
                 name, seconds = self.study(), 5 if self.quick else 10
-                command = [sys.executable, __file__, "--work", kind, self.url, str(self.grpc_port), name]
+                module = "benchmarks.bench_storage"
+                command = [sys.executable, "-m", module, "--work", kind, self.url, str(self.grpc_port), name]
                 fleet = [
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                     for _ in range(workers)

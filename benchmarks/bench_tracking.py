@@ -160,7 +160,7 @@ class Session(LocalSession):
 
     def __init__(self, run_dir: Path, tracker: Way, times: Times) -> None:
         super().__init__(run_dir)
-        self.tracker, self.times, self.files = tracker, times, list[Path]()
+        self.tracker, self.times, self.logged = tracker, times, list[Path]()
 
     def report(self, record: EpochRecord) -> Verdict:
         with self.times.spent(self.times.epochs):
@@ -168,7 +168,7 @@ class Session(LocalSession):
         return super().report(record)
 
     def log(self, path: Path) -> None:
-        self.files.append(path)
+        self.logged.append(path)
 
 
 class Worker:
@@ -191,7 +191,7 @@ class Worker:
             session = Session(self.folder / f"{claim.number}", self.tracker, times)
             result = Trainer(Digits(), CONFIG, epochs=EPOCHS, seed=claim.number, session=session).fit()
             with times.spent(around):
-                self.tracker.end(result, session.files)
+                self.tracker.end(result, session.logged)
             self.claims.settle(claim, Outcome.COMPLETE, value=result.best_value)
         times.trials.append(sum(around) + sum(times.epochs[-EPOCHS:]))
 
@@ -242,7 +242,8 @@ class Bench:
         settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
         settings, objective = load_for_search(settings | {"n_trials": workers * (trials + 1)})
         study, _ = prepare_study(find_services({"home": str(self.home)}), settings, objective)
-        command = [sys.executable, __file__, "--work", kind, self.info.tracking_uri, study.spec.name, str(trials)]
+        of_study = (self.info.tracking_uri, study.spec.name, str(trials))
+        command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
             **own_environment(),
             **thread_settings(max(workers, cores())),  # one each: threads that wait for each other measure the others

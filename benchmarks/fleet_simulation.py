@@ -299,7 +299,7 @@ class Simulation:
         each = -(-workers // processes)
         drivers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--drive", kind, self.url, name]
+                [sys.executable, "-m", "benchmarks.fleet_simulation", "--drive", kind, self.url, name]
                 + [str(part) for part in (first, min(each, workers - first), epoch, ramp, seconds)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
