@@ -25,9 +25,6 @@ ELSEWHERE = {
     "./hpsearch test": (
         "tests/test_wrapper.py::test_extras_are_added_for_their_verbs_and_kept_and_a_clone_that_moved_is_installed_again",
     ),
-    "./hpsearch retry wine --trial 7": (
-        "tests/e2e/test_steering.py::test_a_failed_trial_is_tried_again_in_its_own_run",
-    ),
     "./hpsearch down": (
         "tests/storage/embedded/test_stack.py::test_down_stops_everything_and_finds_what_a_lost_state_file_knew",
     ),
