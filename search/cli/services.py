@@ -7,6 +7,7 @@ import os
 import secrets as random
 import signal
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,7 @@ def doctor(
             console.print(finding_line(finding, console.width if console.is_terminal else None))
     failed = any(finding.status == "failed" for finding in findings)
     if as_json:
-        told = {"ok": not failed, "checks": [finding.to_dict() for finding in findings]}
+        told = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(told, indent=2))
     else:
         console.print(summary_line(findings))

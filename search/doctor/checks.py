@@ -9,15 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.console import command, counted
 from hpsearch.search.errors import USER_ERRORS
 from hpsearch.search.fleet.fork import cores
@@ -36,119 +34,86 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a look came to: the status, what was found, and what to do where that does not say it already."""
+class Finding:
+    """The result of a check.
 
+    Attributes:
+        check: its name.
+        status: ``warning`` if a worker can run with a drawback, ``failed`` if it cannot run or loses data.
+        found: what was found.
+        remedy: what to do, where `found` does not include it.
+    """
+
+    check: str = field(default="", kw_only=True)
     status: Status
     found: str
     remedy: str = ""
 
 
-def ok(found: str) -> Found:
-    """Nothing is to be done."""
-    return Found("ok", found)
-
-
-def warning(found: str, remedy: str) -> Found:
-    """A worker can work, with a drawback."""
-    return Found("warning", found, remedy)
-
-
-def failed(found: str, remedy: str) -> Found:
-    """A worker cannot work here, or loses something."""
-    return Found("failed", found, remedy)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that is looked at.
-
-    Attributes:
-        name: in one word.
-        look: finds out; what it raises is a failure.
-        needs: the names of earlier checks without which there is nothing to look at.
-    """
-
-    name: str
-    look: Callable[[], Found]
-    needs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check came to, by its name."""
-
-    check: str
-    status: Status
-    found: str
-    remedy: str
-
-    def to_dict(self) -> dict[str, str]:
-        """Return it as JSON has it."""
-        return asdict(self)
+# Name, check, and the check that it needs.
+Checks = tuple[tuple[str, Callable[[Any], Finding], str], ...]
 
 
 class Checker:
-    """Does checks one after the other, and remembers what cannot be looked at for want of another.
+    """Runs checks, and skips those that depend on a failed one.
 
     Args:
-        secrets: URLs whose passwords no finding may show.
+        secrets: URLs whose passwords no finding may contain.
     """
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
-        self._lacking: dict[str, str] = {}  # a check that did not come to anything: the one that was to blame
+        self._blamed: dict[str, str] = {}  # each failed or skipped check, with the check that failed first
 
-    def run(self, checks: Iterable[Check]) -> Iterator[Finding]:
-        """Yield what each check came to as soon as it is known."""
-        for check in checks:
-            blamed = next((self._lacking[need] for need in check.needs if need in self._lacking), None)
-            found = self._look(check) if blamed is None else Found("skipped", f"needs {blamed}")
-            if found.status in {"failed", "skipped"}:
-                self._lacking[check.name] = blamed or check.name
-            yield Finding(check.name, found.status, found.found, found.remedy)
+    def run(self, name: str, look: Callable[[], Finding], *needs: str) -> Finding:
+        """Return the finding of a check.
 
-    def lacks(self, name: str) -> bool:
-        """Whether a check has failed or was skipped."""
-        return name in self._lacking
+        Args:
+            name: of the check.
+            look: the check itself; an exception is a failure.
+            needs: names of earlier checks; if one of them failed or was skipped, this check is skipped.
+        """
+        blamed = next((self._blamed[need] for need in needs if need in self._blamed), None)
+        found = self._try(look) if blamed is None else Finding("skipped", f"needs {blamed}")
+        if found.status in {"failed", "skipped"}:
+            self._blamed[name] = blamed or name
+        return replace(found, check=name)
 
-    def _look(self, check: Check) -> Found:
+    def passed(self, name: str) -> bool:
+        """Whether a check has neither failed nor been skipped."""
+        return name not in self._blamed
+
+    def _try(self, look: Callable[[], Finding]) -> Finding:
         try:
-            return check.look()
-        except USER_ERRORS as error:  # says itself what to do
-            return failed(str(error), "")
-        except Exception as error:  # whatever it is, the other checks go on
+            with redirect_stdout(sys.stderr):  # an objective may print
+                return look()
+        except USER_ERRORS as error:  # the message has the remedy
+            return Finding("failed", str(error))
+        except Exception as error:  # the other checks still run
             said = f"{type(error).__name__}: {one_line(error)}"
             for url in self._secrets:
                 said = without_secret(said, url)
-            return failed(said, "")
+            return Finding("failed", said)
 
 
-def checkpoint_check(url: str, setting: str, *, needs: tuple[str, ...]) -> Check:
-    """Return the check of a URL, which was given by `setting`."""
-    return Check("checkpoints", partial(_check_store, url, setting), needs)
-
-
-def _check_store(url: str, setting: str) -> Found:
-    checkpoints = Checkpoints(url, setting=setting)
-    checkpoints.check()
-    return ok(f"written and removed in {checkpoints.url}")
+def check_store(url: str) -> Finding:
+    """Check that checkpoints can be written to a URL."""
+    checkpoints = Checkpoints(url)
+    checkpoints.check(create=False)
+    return Finding("ok", f"{checkpoints.url} can be written")
 
 
 _PATIENCE = 20  # seconds for nvidia-smi, which can hang with its driver
 
 
-def device_checks() -> list[Check]:
-    """Return the checks of the processors and of the GPUs."""
-    return [Check("cpu", _processors), Check("gpu", _gpus)]
-
-
-def _processors() -> Found:
+def check_cores() -> Finding:
+    """Count the cores that this process may use."""
     allowed, there = cores(), os.cpu_count() or 1
-    return ok(counted(allowed, "core") + (f" allowed of {there}" if allowed < there else ""))
+    return Finding("ok", counted(allowed, "core") + (f" allowed of {there}" if allowed < there else ""))
 
 
-def _gpus() -> Found:
+def check_gpus() -> Finding:
+    """List the GPUs that torch sees; warn of others."""
     import torch
     from rich.filesize import decimal
 
@@ -158,12 +123,12 @@ def _gpus() -> Found:
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
             devices.append(f"cuda:{index} {name}, {decimal(free)} of {decimal(total)} free")
-        return ok("; ".join(devices))
+        return Finding("ok", "; ".join(devices))
     names = _seen_by_the_driver()
-    return unseen(names) if names else ok("none: trials run on the cores")
+    return unseen(names) if names else Finding("ok", "none: trials run on the cores")
 
 
-def unseen(names: list[str]) -> Found:
+def unseen(names: list[str]) -> Finding:
     """Return the warning of GPUs that the driver has and torch has not, with what is probably the reason."""
     import torch
 
@@ -171,12 +136,11 @@ def unseen(names: list[str]) -> Found:
     found = f"nvidia-smi sees {counted(len(names), 'GPU')} ({kinds}), torch {torch.__version__} none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
-        return warning(f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset it to use them")
+        return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset it to use them")
     if torch.version.cuda is None:
-        return warning(
-            found, "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
-        )
-    return warning(found, f"install a driver that CUDA {torch.version.cuda} can use")
+        again = "install a torch with CUDA: remove .venv, set HPSEARCH_TORCH_BACKEND=auto, run ./hpsearch"
+        return Finding("warning", found, again)
+    return Finding("warning", found, f"install a driver that CUDA {torch.version.cuda} can use")
 
 
 def _seen_by_the_driver() -> list[str]:
@@ -198,41 +162,31 @@ TOO_LITTLE = 100_000_000  # bytes: less than one
 _ELSEWHERE = f"set {VARIABLE} to a folder on another disk"
 
 
-def disk_checks(home: Path) -> list[Check]:
-    """Return the checks of the folder where runs, logs and the outbox lie."""
-    return [Check("home", partial(_check_home, home)), Check("disk", partial(_check_free_space, home))]
-
-
-def _check_home(home: Path) -> Found:
+def check_home(home: Path) -> Finding:
+    """Check that the folder of runs, logs and the outbox can be written."""
     try:
         with tempfile.TemporaryFile(dir=home) as file:
             file.write(b"hpsearch")
     except OSError as error:
-        return failed(f"{home} cannot be written: {error.strerror or error}", f"mend that, or {_ELSEWHERE}")
-    return ok(f"{home} can be written")
+        return Finding("failed", f"{home} cannot be written: {error.strerror or error}", f"mend that, or {_ELSEWHERE}")
+    return Finding("ok", f"{home} can be written")
 
 
-def _check_free_space(home: Path) -> Found:
+def check_free_space(home: Path) -> Finding:
+    """Check the free space of the disk of the home folder."""
     from rich.filesize import decimal
 
     free = shutil.disk_usage(home).free
-    said, remedy = (
-        f"{decimal(free)} free where {home} is",
-        f"make room, such as with '{command('gc')}', or {_ELSEWHERE}",
-    )
-    if free < TOO_LITTLE:
-        return failed(f"{said}, under {decimal(TOO_LITTLE)}", remedy)
-    if free < LITTLE:
-        return warning(f"{said}, under {decimal(LITTLE)}", remedy)
-    return ok(said)
+    said = f"{decimal(free)} free where {home} is"
+    limits: tuple[tuple[int, Status], ...] = ((TOO_LITTLE, "failed"), (LITTLE, "warning"))
+    for limit, status in limits:
+        if free < limit:
+            remedy = f"make room, such as with '{command('gc')}', or {_ELSEWHERE}"
+            return Finding(status, f"{said}, under {decimal(limit)}", remedy)
+    return Finding("ok", said)
 
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # a checkout has it, a wheel has not
-
-
-def version_check() -> Check:
-    """Return the check of the direct dependencies."""
-    return Check("versions", lambda: _compare(direct_dependencies(), CONSTRAINTS))
 
 
 def direct_dependencies() -> dict[str, str | None]:
@@ -251,64 +205,45 @@ def direct_dependencies() -> dict[str, str | None]:
     return found
 
 
-def _compare(installed: dict[str, str | None], constraints: Path) -> Found:
+def check_versions() -> Finding:
+    """Compare the installed direct dependencies with constraints.txt."""
+    installed = direct_dependencies()
     if missing := [name for name, there in installed.items() if there is None]:
-        return failed(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    if not constraints.exists():
-        return ok(f"{len(installed)} direct dependencies; there is no constraints.txt to compare them with")
-    pinned = _pins(constraints)
+        return Finding("failed", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    if not CONSTRAINTS.exists():
+        return Finding("ok", f"{len(installed)} direct dependencies; there is no constraints.txt to compare them with")
+    lines = (line.partition("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
+    pinned = {_normal(name): pin.strip() for name, equal, pin in lines if equal}
     drifted = [
         f"{name} {there} (pinned {pin})"
         for name, there in installed.items()
-        if there is not None and (pin := pinned.get(_normal(name))) is not None and _public(there) != pin
+        # Without the label of the build: the pin 2.13.0 is for 2.13.0+cpu and 2.13.0+cu130.
+        if there is not None and (pin := pinned.get(_normal(name))) not in {None, there.partition("+")[0]}
     ]
     if not drifted:
-        return ok(f"{len(installed)} direct dependencies, as constraints.txt pins them")
+        return Finding("ok", f"{len(installed)} direct dependencies, as constraints.txt pins them")
     again = "remove .venv and run ./hpsearch, or: pip install --constraint constraints.txt --editable ."
-    return warning(f"not as constraints.txt pins them: {', '.join(drifted)}", again)
-
-
-def _pins(constraints: Path) -> dict[str, str]:
-    lines = (line.partition("==") for line in constraints.read_text().splitlines() if not line.startswith("#"))
-    return {_normal(name): pin.strip() for name, equal, pin in lines if equal}
+    return Finding("warning", f"not as constraints.txt pins them: {', '.join(drifted)}", again)
 
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def _public(installed: str) -> str:
-    """The version without the build's label: constraints.txt serves 2.13.0+cpu and 2.13.0+cu130 alike."""
-    return installed.partition("+")[0]
-
-
-def tracking_checks(uri: str | None, setting: str, *, needs: tuple[str, ...], otherwise: Found) -> list[Check]:
-    """Return the checks of a tracking server.
-
-    Args:
-        uri: its address.
-        setting: where that was given, for messages.
-        needs: what the first check needs.
-        otherwise: what to say where there is no address.
-    """
-    return [
-        Check("mlflow", lambda: otherwise if uri is None else _answers(uri, setting), needs),
-        Check("artifacts", partial(_artifacts, uri or ""), ("mlflow",)),
-    ]
-
-
-def _answers(uri: str, setting: str) -> Found:
+def check_tracking(uri: str) -> Finding:
+    """Check that a tracking server answers, and compare its version with the one here."""
     began = time.perf_counter()
-    check_server(uri, setting=setting)
+    check_server(uri)
     took = 1000 * (time.perf_counter() - began)
-    there, here = server_version(uri), version("mlflow")
+    there, here = server_version(uri), version("mlflow-skinny")
     said = f"MLflow {there or 'of an unknown version'} at {uri}: answers in {took:.0f} ms"
     if there is None or there.split(".")[0] == here.split(".")[0]:
-        return ok(said)
-    return warning(f"{said}; MLflow is {here} here", "install the same series on both sides")
+        return Finding("ok", said)
+    return Finding("warning", f"{said}; MLflow is {here} here", "install the same series on both sides")
 
 
-def _artifacts(uri: str) -> Found:
+def check_artifacts(uri: str) -> Finding:
+    """Check that artifacts can be written through a tracking server."""
     tracking = Tracking(uri)
     try:
         place = write_probe(tracking)
@@ -316,60 +251,46 @@ def _artifacts(uri: str) -> Found:
         raise
     except Exception as error:  # a store of artifacts has errors of its own
         remedy = "look into the server's log, and whether it may write to its --artifacts-destination"
-        return failed(f"cannot be written: {describe_error(error)}", remedy)
+        return Finding("failed", f"cannot be written: {describe_error(error)}", remedy)
     try:
         remove_probe(tracking, place)
     except Exception as error:  # as above
-        return warning(f"can be written, not removed: {describe_error(error)}", f"remove {place} by hand")
-    return ok("written and removed")
+        return Finding("warning", f"can be written, not removed: {describe_error(error)}", f"remove {place} by hand")
+    return Finding("ok", "written and removed")
 
 
-def study_checks(study: StoredStudy | None) -> list[Check]:
-    """Return the checks of a study; None where the database does not give it, so that they are skipped."""
-    looks = _Looks(study)
-    return [
-        Check("study", looks.stands, ("rights",)),
-        Check("release", looks.release, ("study",)),
-        Check("objective", looks.objective, ("study",)),
-        Check("source", looks.source, ("objective",)),
-    ]
+def _check_study(study: StoredStudy) -> Finding:
+    name = study.spec.name
+    at = read_progress(study.engine, study.study_id, study.spec.direction)
+    said = f"{name}: {at.done} have ended{at.early}, {len(at.running)} running"
+    if why := study.attrs.get(STOPPED):
+        return Finding("warning", f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
+    if study.out_of_time:
+        return Finding("ok", f"{said}; its time is up")
+    return Finding("ok", f"{said}; nothing is left to do" if at.share >= 1 else said)
 
 
-class _Looks:
-    """The looks at one study; the objective is loaded once."""
+def _check_release(study: StoredStudy) -> Finding:
+    check_release(study)
+    made = study.attrs.get(RELEASE)
+    return Finding("ok", f"made by hpsearch {made or 'of an early release'}, this is {version('hpsearch')}")
 
-    def __init__(self, study: StoredStudy | None) -> None:
-        self._study = study
-        self._loaded: BaseObjective | None = None
 
-    @property
-    def study(self) -> StoredStudy:
-        assert self._study is not None
-        return self._study
+def _check_objective(study: StoredStudy) -> Finding:
+    study.objective()
+    return Finding("ok", f"{study.spec.objective} can be loaded, judged by {study.spec.metric}")
 
-    def stands(self) -> Found:
-        name = self.study.spec.name
-        at = read_progress(self.study.engine, self.study.study_id, self.study.spec.direction)
-        said = f"{name}: {at.done} have ended{at.early}, {len(at.running)} running"
-        if why := self.study.attrs.get(STOPPED):
-            return warning(f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
-        if self.study.out_of_time:
-            return ok(f"{said}; its time is up")
-        return ok(f"{said}; nothing is left to do" if at.share >= 1 else said)
 
-    def release(self) -> Found:
-        check_release(self.study)
-        made = self.study.attrs.get(RELEASE)
-        return ok(f"made by hpsearch {made or 'of an early release'}, this is {version('hpsearch')}")
+def _check_source(study: StoredStudy) -> Finding:
+    if changed := study.source_warning(study.objective()):
+        return Finding("warning", changed)
+    return Finding("ok", "the objective's code is what the study was created with")
 
-    def objective(self) -> Found:
-        spec = self.study.spec
-        with redirect_stdout(sys.stderr):  # what its code prints is none of our lines
-            self._loaded = self.study.objective()
-        return ok(f"{spec.objective} can be loaded, judged by {spec.metric}")
 
-    def source(self) -> Found:
-        assert self._loaded is not None
-        if changed := self.study.source_warning(self._loaded):
-            return warning(changed, "")
-        return ok("the objective's code is what the study was created with")
+# Without the check `rights` there is no study, and all are skipped.
+STUDY_CHECKS: Checks = (
+    ("study", _check_study, "rights"),
+    ("release", _check_release, "study"),
+    ("objective", _check_objective, "study"),
+    ("source", _check_source, "objective"),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -12,21 +13,20 @@ from rich.text import Text
 
 from hpsearch.search.console import command
 from hpsearch.search.doctor.checks import (
-    Check,
+    STUDY_CHECKS,
     Checker,
     Finding,
-    Found,
     Status,
-    checkpoint_check,
-    device_checks,
-    disk_checks,
-    failed,
-    ok,
-    study_checks,
-    tracking_checks,
-    version_check,
+    check_artifacts,
+    check_cores,
+    check_free_space,
+    check_gpus,
+    check_home,
+    check_store,
+    check_tracking,
+    check_versions,
 )
-from hpsearch.search.doctor.database import database_checks
+from hpsearch.search.doctor.database import DATABASE_CHECKS, ask_database
 from hpsearch.search.services import check_pair
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
@@ -61,47 +61,43 @@ def examine(
     database = storage_url if running is None else running.storage_url
     checker = Checker([url for url in (database, checkpoint_url) if url])
     given = "--storage-url" if running is None else "embedded Postgres"
-    first = list(checker.run([_services(folder, storage_url, running), *database_checks(database, given)]))
-    # Before anything is told: a name that is wrong is the one thing to say then.
-    found = _open(study, database) if study is not None and database and not checker.lacks("rights") else None
+    first = [checker.run("services", partial(_check_services, folder, storage_url, running))]
+    for name, look, need in DATABASE_CHECKS:
+        first.append(checker.run(name, partial(ask_database, look, database or "", given), need))
+    # Opened before the first finding is printed: if there is no such study, that error is the only output.
+    found = _open(study, database) if study is not None and database and checker.passed("rights") else None
     yield from first
 
-    named, attrs = study is not None and found is None, found.attrs if found is not None else {}
+    is_unread, attrs = study is not None and found is None, found.attrs if found is not None else {}
     server = tracking_uri or (running.tracking_uri if running is not None else attrs.get(TRACKING_URI))
-    unknown: tuple[str, ...] = ("rights",) if named else ("services",)  # the study would have named it
-    yield from checker.run(
-        tracking_checks(server, "--tracking-uri", needs=() if server else unknown, otherwise=_no_server(found))
+    if server is not None:
+        yield checker.run("mlflow", partial(check_tracking, server))
+    else:
+        yield checker.run("mlflow", partial(_no_server, found), "rights" if is_unread else "services")
+    yield checker.run("artifacts", partial(check_artifacts, server or ""), "mlflow")
+    for name, look, need in STUDY_CHECKS if study is not None else ():
+        yield checker.run(name, partial(look, found), need)
+    checkpoints = checkpoint_url or attrs.get(CHECKPOINT_URL)
+    needs = ("rights",) if is_unread and checkpoints is None else ()
+    yield checker.run("checkpoints", partial(check_store, checkpoints or str(folder / "checkpoints")), *needs)
+    yield checker.run("cpu", check_cores)
+    yield checker.run("gpu", check_gpus)
+    yield checker.run("home", partial(check_home, folder))
+    yield checker.run("disk", partial(check_free_space, folder))
+    yield checker.run("versions", check_versions)
+
+
+def _check_services(home: Path, storage_url: str | None, running: stack.StackInfo | None) -> Finding:
+    if storage_url is not None:
+        return Finding("ok", "the database of --storage-url")
+    if running is not None:
+        return Finding("ok", f"the embedded stack in {home}")
+    states = ", ".join(f"{service.name} {service.state}" for service in stack.status(home))
+    return Finding(
+        "failed",
+        f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
+        f"run '{command('up')}', or give --storage-url and --tracking-uri",
     )
-    if study is not None:
-        yield from checker.run(study_checks(found))
-    kept = checkpoint_url or attrs.get(CHECKPOINT_URL)
-    yield from checker.run(
-        [
-            checkpoint_check(
-                kept or str(folder / "checkpoints"),
-                "--checkpoint-url",
-                needs=("rights",) if named and kept is None else (),
-            ),
-            *device_checks(),
-            *disk_checks(folder),
-            version_check(),
-        ]
-    )
-
-
-def _services(home: Path, storage_url: str | None, running: stack.StackInfo | None) -> Check:
-    def look() -> Found:
-        if storage_url is not None:
-            return ok("the database of --storage-url")
-        if running is not None:
-            return ok(f"the embedded stack in {home}")
-        states = ", ".join(f"{service.name} {service.state}" for service in stack.status(home))
-        return failed(
-            f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
-            f"run '{command('up')}', or give --storage-url and --tracking-uri",
-        )
-
-    return Check("services", look)
 
 
 def _open(name: str, url: str) -> StoredStudy:
@@ -109,10 +105,10 @@ def _open(name: str, url: str) -> StoredStudy:
     return load_study(open_storage(url, application_name="hpsearch doctor"), name)
 
 
-def _no_server(study: StoredStudy | None) -> Found:
+def _no_server(study: StoredStudy | None) -> Finding:
     if study is not None:
-        return failed(f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
-    return Found("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
+        return Finding("failed", f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
+    return Finding("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
 
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -121,19 +117,12 @@ _STATUS, _NAME = 9, 13  # columns, with the blanks after them
 
 def finding_line(finding: Finding, columns: int | None) -> Text:
     """Return the line of a finding, folded at `columns`; None folds nothing."""
-    said = finding.found + (f": {finding.remedy}" if finding.remedy else "")
     head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
-    indent = " " * len(head)
+    line = head + finding.found + (f": {finding.remedy}" if finding.remedy else "")
     if columns is not None:
-        said = textwrap.fill(
-            said,
-            max(columns, 2 * len(head)),
-            initial_indent=indent,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        ).lstrip()
-    text = Text(head + said)
+        indent, width = " " * len(head), max(columns, 2 * len(head))
+        line = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    text = Text(line)
     text.stylize(_COLOURS[finding.status], 0, len(finding.status))
     return text
 

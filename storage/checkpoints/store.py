@@ -74,16 +74,22 @@ class Checkpoints:
         self._local = Path(root) if _is_local(self._fs) else None
         self._folders = url.partition("://")[0] not in _BUCKETS
 
-    def check(self) -> None:
+    def check(self, *, create: bool = True) -> None:
         """Make sure that files can be written and removed.
+
+        Args:
+            create: whether a missing folder is created; otherwise the nearest existing parent is checked.
 
         Raises:
             CheckpointStoreError: they cannot.
         """
-        probe = self._path(f".hpsearch-{uuid.uuid4().hex}")
+        folder = self._root
         with self._telling("cannot be written", missing="no such folder or bucket"):
-            if self._folders:
-                self._fs.makedirs(self._root, exist_ok=True)
+            if self._folders and create:
+                self._fs.makedirs(folder, exist_ok=True)
+            while self._folders and not create and folder and not self._fs.exists(folder):
+                folder = folder.rpartition("/")[0]
+            probe = f"{folder}/.hpsearch-{uuid.uuid4().hex}"
             self._fs.pipe_file(probe, b"hpsearch")
             self._fs.rm_file(probe)
 

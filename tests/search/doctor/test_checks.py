@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.server
 import threading
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,17 @@ import torch
 from rich.text import Text
 
 from hpsearch.search.doctor.checks import (
-    Check,
     Checker,
     Finding,
-    Found,
-    device_checks,
+    check_artifacts,
+    check_cores,
+    check_free_space,
+    check_gpus,
+    check_home,
+    check_tracking,
+    check_versions,
     direct_dependencies,
-    disk_checks,
-    failed,
-    ok,
-    tracking_checks,
     unseen,
-    version_check,
 )
 from hpsearch.search.doctor.doctor import finding_line
 from hpsearch.storage.embedded.stack import StackInfo
@@ -32,18 +32,17 @@ from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
 
 
-def found_by(*checks: Check) -> dict[str, Finding]:
-    return {finding.check: finding for finding in Checker().run(checks)}
-
-
 def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
     url = "postgresql://u:geheim@h/d"
 
-    def breaks() -> Found:
+    def breaks() -> Finding:
         raise RuntimeError(f"cannot use\n{url} with geheim")
 
-    checks = [Check("a", breaks), Check("b", lambda: ok("b"), ("a",)), Check("c", lambda: ok("c"), ("b",))]
-    a, b, c, d = Checker([url]).run([*checks, Check("d", lambda: ok("d"))])
+    checker = Checker([url])
+    a = checker.run("a", breaks)
+    b, c = checker.run("b", lambda: Finding("ok", "b"), "a"), checker.run("c", lambda: Finding("ok", "c"), "b")
+    d = checker.run("d", lambda: Finding("ok", "d"))
+    assert [each.check for each in (a, b, c, d)] == ["a", "b", "c", "d"]
     assert a.status == "failed"
     assert a.found == "RuntimeError: cannot use postgresql://u:***@h/d with ***"
     assert (b.status, b.found) == (c.status, c.found) == ("skipped", "needs a")
@@ -51,7 +50,7 @@ def test_a_check_that_breaks_is_told_in_one_line_without_a_password() -> None:
 
 
 def test_a_long_line_is_folded_below_its_words() -> None:
-    finding = Finding("rights", "failed", "user 'u' lacks INSERT on a table", "GRANT INSERT ON a_table TO u")
+    finding = Finding("failed", "user 'u' lacks INSERT on a table", "GRANT INSERT ON a_table TO u", check="rights")
     assert finding_line(finding, None).plain == (
         "failed   rights       user 'u' lacks INSERT on a table: GRANT INSERT ON a_table TO u"
     )
@@ -64,18 +63,18 @@ def test_a_long_line_is_folded_below_its_words() -> None:
 
 
 def test_a_disk_that_is_filling_up_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found_by(*disk_checks(tmp_path))["home"].status == "ok"
+    assert check_home(tmp_path).status == "ok"
     monkeypatch.setattr("hpsearch.search.doctor.checks.LITTLE", 10**18)
-    disk = found_by(*disk_checks(tmp_path))["disk"]
+    disk = check_free_space(tmp_path)
     assert disk.status == "warning"
     assert "HPSEARCH_HOME" in disk.remedy
     monkeypatch.setattr("hpsearch.search.doctor.checks.TOO_LITTLE", 10**18)
-    assert found_by(*disk_checks(tmp_path))["disk"].status == "failed"
+    assert check_free_space(tmp_path).status == "failed"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_home_that_cannot_be_written_is_told() -> None:
-    home = found_by(*disk_checks(Path("/proc")))["home"]
+    home = check_home(Path("/proc"))
     assert home.status == "failed"
     assert "/proc cannot be written" in home.found
 
@@ -83,14 +82,14 @@ def test_a_home_that_cannot_be_written_is_told() -> None:
 def test_versions_that_drifted_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constraints = tmp_path / "constraints.txt"
     monkeypatch.setattr("hpsearch.search.doctor.checks.CONSTRAINTS", constraints)
-    assert "no constraints.txt" in found_by(version_check())["versions"].found
+    assert "no constraints.txt" in check_versions().found
     pins = {name: str(there).partition("+")[0] for name, there in direct_dependencies().items()}
     assert {"torch", "psycopg2-binary", "rich"} <= pins.keys()
     assert "pytest" not in pins
     constraints.write_text("# a comment\n" + "".join(f"{name}=={pin}\n" for name, pin in pins.items()))
-    assert found_by(version_check())["versions"].status == "ok"  # whatever build of torch there is
+    assert check_versions().status == "ok"  # whatever build of torch there is
     constraints.write_text("Rich==0.0.1\nnumpy==" + version("numpy"))
-    versions = found_by(version_check())["versions"]
+    versions = check_versions()
     assert versions.status == "warning"
     assert versions.found.endswith(f": rich {version('rich')} (pinned 0.0.1)")
 
@@ -101,13 +100,13 @@ def test_gpus_that_torch_does_not_see_are_warned_of(tmp_path: Path, monkeypatch:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = found_by(*device_checks())
-    assert found["cpu"].status == "ok"
-    assert found["gpu"].status == "warning"
-    assert "2 GPUs (NVIDIA H200)" in found["gpu"].found
-    assert "unset it" in found["gpu"].remedy
+    assert check_cores().status == "ok"
+    found = check_gpus()
+    assert found.status == "warning"
+    assert "2 GPUs (NVIDIA H200)" in found.found
+    assert "unset it" in found.remedy
     program.write_text("#!/bin/sh\nexit 9\n")  # the driver is not loaded
-    assert found_by(*device_checks())["gpu"].status == "ok"
+    assert check_gpus().status == "ok"
 
 
 @pytest.mark.parametrize(("cuda", "word"), [(None, "HPSEARCH_TORCH_BACKEND"), ("13.0", "CUDA 13.0")])
@@ -151,9 +150,21 @@ def healthy() -> Iterator[str]:
 
 
 def test_a_server_of_another_series_that_takes_no_artifacts_is_told(healthy: str) -> None:
-    found = found_by(*tracking_checks(healthy, "--tracking-uri", needs=(), otherwise=failed("", "")))
-    assert found["mlflow"].status == "warning"
-    assert "MLflow 2.9.1" in found["mlflow"].found
-    assert found["artifacts"].status == "failed"
-    assert found["artifacts"].found.startswith("cannot be written: ")
-    assert "--artifacts-destination" in found["artifacts"].remedy
+    mlflow, artifacts = check_tracking(healthy), check_artifacts(healthy)
+    assert mlflow.status == "warning"
+    assert "MLflow 2.9.1" in mlflow.found
+    assert artifacts.status == "failed"
+    assert artifacts.found.startswith("cannot be written: ")
+    assert "--artifacts-destination" in artifacts.remedy
+
+
+def test_a_worker_without_the_mlflow_server_can_check_one(healthy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its distribution is mlflow-skinny."""
+
+    def installed(name: str) -> str:
+        if name == "mlflow":
+            raise PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr("hpsearch.search.doctor.checks.version", installed)
+    assert check_tracking(healthy).status == "warning"

@@ -93,7 +93,7 @@ def test_without_services_the_remedy_is_told_and_nothing_is_started(look: Look, 
     assert checks["artifacts"]["found"] == "needs services"
     assert checks["checkpoints"]["status"] == "ok"
     assert {service.state for service in embedded.status(fresh_home)} == {"stopped"}
-    assert [each.name for each in fresh_home.iterdir()] == ["checkpoints"]
+    assert list(fresh_home.iterdir()) == []
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:geheim@127.0.0.1:1/x", "postgresql://u@127.0.0.1:1/x?password=geheim"])
@@ -177,6 +177,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_told(look: Look, data
     _, checks = look("--storage-url", database_url, "--checkpoint-url", "s3://key:geheim@bucket/x")
     assert "pip install s3fs" in checks["checkpoints"]["found"]
     assert "geheim" not in str(checks)
+
+
+def test_a_missing_folder_of_checkpoints_is_not_created(look: Look, database_url: str, tmp_path: Path) -> None:
+    _, checks = look("--storage-url", database_url, "--checkpoint-url", str(tmp_path / "new" / "folder"))
+    assert checks["checkpoints"]["status"] == "ok"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_study_that_a_worker_can_join(look: Look, database_url: str, path: Path) -> None:
