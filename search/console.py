@@ -50,11 +50,26 @@ class _Ragged:
             yield Segment.line()
 
 
-def plain_table(*columns: str, right: Container[str] = (), header_style: str = "bold") -> Table:
-    """Return an empty table without lines; the columns in `right` are aligned to the right."""
+def plain_table(
+    *columns: str, right: Container[str] = (), wrap: Container[str] | None = None, header_style: str = "bold"
+) -> Table:
+    """Return an empty table without lines.
+
+    Args:
+        columns: their headings.
+        right: the columns that are aligned to the right.
+        wrap: the columns whose cells may have several lines; None for all.
+        header_style: of the headings.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=header_style)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
+        is_fixed = wrap is not None and column not in wrap
+        table.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="ellipsis" if is_fixed else "fold",
+            no_wrap=is_fixed,
+        )
     return table
 
 

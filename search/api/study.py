@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from hpsearch.objectives.objective import BaseObjective
     from hpsearch.search.api.opening import Settings, StudyRow
     from hpsearch.search.finalists import Finalists
+    from hpsearch.search.finalists.refit import Refit
     from hpsearch.search.promotion.promote import Promoted
-    from hpsearch.search.run.finalists import FinalistsRan, RefitRan
+    from hpsearch.search.run.finalists import Trained
     from hpsearch.search.run.sync import Synced
     from hpsearch.search.services import Services
     from hpsearch.search.spec.spec import StudySpec
@@ -516,7 +517,7 @@ class Study:
         new_set: bool = False,
         infeasible: bool = False,
         **how: Unpack[Working],
-    ) -> FinalistsRan:
+    ) -> Trained[Finalists]:
         """Train the finalists and return how the training ended."""
         options = self._options(workers, how)
         from hpsearch.search.console import PlainConsole
@@ -587,10 +588,12 @@ class Study:
             trial = preferred(self._stored, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
-            _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.refit.pending else ())
+            _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
 
-    def _train_refit(self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]) -> RefitRan:
+    def _train_refit(
+        self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]
+    ) -> Trained[Refit]:
         """Train the finalists' winner on train and validation, and return how the training ended."""
         options = self._options(workers, how)
         from hpsearch.search.console import PlainConsole

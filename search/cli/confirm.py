@@ -200,10 +200,10 @@ def promote(
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.interrupted:
             return EXIT_INTERRUPTED
-        if ran.refit.pending:
+        if ran.table.pending:
             return 0 if workers == 0 else 1
     done = study._promote(trial=trial, alias=alias, model=model, refit=refit, infeasible=infeasible)
-    what = f"the refit, trial {done.trial} of {ran.refit.study}," if refit else f"trial {done.trial} of {name}"
+    what = f"the refit, trial {done.trial} of {ran.table.study}," if refit else f"trial {done.trial} of {name}"
     typer.echo(f"{what} is models:/{done.model}@{done.alias} (version {done.version})")
     if done.made:
         typer.echo("it had left no model: this one was made now, from its best checkpoint")

@@ -119,14 +119,13 @@ def top(
         typer.echo(read_standing(study._stored).to_json())
         return
     if once or not console.is_terminal:
-        standing = read_standing(study._stored)
-        console.print(render(standing, pace.of(standing), width=console.width))
+        console.print(render(read_standing(study._stored), None, width=console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             standing = read_standing(study._stored)
-            view = render(standing, pace.of(standing), width=console.width, height=console.height)
-            live.update(view, refresh=True)
+            rate = pace.add(standing.at.timestamp(), standing.progress.epochs)
+            live.update(render(standing, rate, width=console.width, height=console.height), refresh=True)
             time.sleep(every)  # a look; nothing wakes it
 
 

@@ -174,9 +174,13 @@ class Fleet:
                 slot.exit_code = EXIT_DRAINED
 
     @property
-    def restarts(self) -> int:
-        """How many workers were started in place of dead ones."""
-        return sum(len(slot.pids) - 1 for slot in self.slots)
+    def gave_up(self) -> tuple[str, ...]:
+        """For each worker that gave up, a line with the reason."""
+        return tuple(
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}"
+            for slot in self.slots
+            if slot.state == "failed"
+        )
 
 
 def _executed(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -22,7 +22,7 @@ from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value, in_bounds
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, broken_bounds, format_value
-from hpsearch.storage.attributes import REASON, RUN_URL
+from hpsearch.storage.attributes import REASON
 from hpsearch.storage.rungs.fronts import hypervolume, losses_of
 from hpsearch.storage.trials.history import read_epoch_values
 
@@ -258,38 +258,27 @@ def front_figure(study: StoredStudy, summary: Summary) -> dict[str, Any]:
     }
 
 
-def front_section(study: StoredStudy, summary: Summary, names: list[str], found: Volume | None) -> dict[str, Any]:
-    """Return what the page says of the front.
+def front_section(
+    study: StoredStudy, summary: Summary, rows: list[dict[str, Any]], found: Volume | None
+) -> dict[str, Any]:
+    """Return the values of the front's section.
 
     Args:
         study: of several metrics.
-        summary: of it.
-        names: of the parameters that have a column.
-        found: the hypervolume over epochs, if there is one.
+        summary: of the study.
+        rows: of the table of trials.
+        found: the hypervolume over epochs; None without one.
     """
-    spec = study.spec
-    undrawn = [str(bound) for bound in spec.bounds if bound.metric not in spec.ways]
+    spec, numbers = study.spec, {trial.number for trial in summary.front}
+    worst = zip(spec.ways, found.reference, strict=True) if found else ()
     return {
         "metrics": list(spec.ways),
-        "numbers": {trial.number for trial in summary.front},
-        "rows": [
-            {
-                "number": trial.number,
-                "url": trial.user_attrs.get(RUN_URL),
-                "values": [(format_value(value), value) for value in trial.values],
-                "params": [_parameter(trial.params.get(name, "")) for name in names],
-            }
-            for trial in summary.front[:_ROWS]
-        ],
+        "numbers": numbers,
+        "rows": [row for row in rows if row["number"] in numbers][:_ROWS],
         "left": max(len(summary.front) - _ROWS, 0),
-        "undrawn": " and ".join(undrawn),
-        "reference": found
-        and ", ".join(f"{name} {format_value(value)}" for name, value in zip(spec.ways, found.reference, strict=True)),
+        "undrawn": " and ".join(str(bound) for bound in spec.bounds if bound.metric not in spec.ways),
+        "reference": ", ".join(f"{name} {format_value(value)}" for name, value in worst),
     }
-
-
-def _parameter(value: Any) -> tuple[str, Any]:
-    return format_value(value), value if isinstance(value, float) else None
 
 
 def headline(study: StoredStudy, summary: Summary) -> str:

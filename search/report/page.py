@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from optuna.trial import TrialState
 
 from hpsearch.search.console import counted
 from hpsearch.search.curves.forecast import CHOSEN, chosen_line
@@ -36,13 +35,13 @@ from hpsearch.search.report.figures import (
     named,
     volume,
 )
-from hpsearch.search.report.show import foreseen, subject
-from hpsearch.search.report.trials import parameter_names, shown_trials, spent, state_of, trial_rows
+from hpsearch.search.report.show import foreseen, format_utc, last_failure, subject
+from hpsearch.search.report.trials import parameter_names, shown_trials, spent, trial_rows
 from hpsearch.search.study.devices import devices_line, devices_of
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import Summary, format_seconds, format_value, study_page, summarise
-from hpsearch.storage.attributes import PRUNING, REASON, RUN_URL, SMOKE
+from hpsearch.storage.attributes import PRUNING, RUN_URL, SMOKE
 from hpsearch.storage.records.promotions import Promotion
 from hpsearch.storage.records.test_openings import Opening, read_opening
 from hpsearch.storage.rungs.rungs import read_rungs
@@ -87,10 +86,12 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
     opening = read_opening(study.engine, study.study_id)
     shown = shown_trials(study)
     names = parameter_names(shown)
-    without = [t for t in sorted(shown, key=lambda t: t.number) if state_of(t) in {"failed", "infeasible"}]
     several, at = study.spec.several, spent(study)
-    shares, forecasts = {name: importances(study, place) for place, name in enumerate(study.spec.ways)}, foreseen(study)
-    first = shares[study.spec.metric]
+    shares = {name: importances(study, place) for place, name in enumerate(study.spec.ways)}
+    first, forecasts = shares[study.spec.metric], foreseen(study, study.trials())
+    rows = trial_rows(study, shown, names, forecasts)
+    by_number = sorted(rows, key=lambda row: row["number"])
+    without_result = [row for row in by_number if row["state"] in {"failed", "infeasible"}]
     figures = figure_data(study, shown, names, shares=first, finalists=finalists, spent=at, forecasts=forecasts)
     hypervolume = volume(study, at.order) if several else None
     figures["front"] = front_figure(study, summary) if several else None
@@ -103,7 +104,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         budget=study.budget,
         headline=_headline(study, summary, finalists) + _early(study),
         cards=_cards(study, summary, finalists, opening),
-        states=_states(summary),
+        states=[(state, count) for state, count in summary.by_state.items() if count],
         rungs=_rungs(study),
         became=_BECAME,
         paused=any(trial["pauses"] for trial in figures["trials"]),
@@ -113,7 +114,7 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         best=_best(study, summary, finalists),
         figures=figures,
         importances=shares,
-        front=front_section(study, summary, names, hypervolume) if several else None,
+        front=front_section(study, summary, rows, hypervolume) if several else None,
         named=named(study.spec),
         broken=Counter(trial["state"] for trial in figures["trials"] if trial["broken"]),
         finalists=_finalists(study, finalists) if finalists else None,
@@ -122,14 +123,14 @@ def write_report(study: StoredStudy, path: Path, *, dashboard_url: str | None) -
         pruned=pruned_by_epoch(study),
         promotions=[_promotion(p) for p in with_refits(study)],
         names=names,
-        trials=trial_rows(study, shown, names, forecasts),
+        trials=rows,
         n_trials=len(study.trials()),
-        unfinished=trial_rows(study, without[-_FAILURES:], names, {}),
+        unfinished=without_result[-_FAILURES:],
         n_unfinished=summary.failed + summary.infeasible,
         mlflow_url=study.attrs.get(RUN_URL),
         dashboard_url=study_page(dashboard_url, study.study_id) if dashboard_url else None,
         smoke=study.attrs.get(SMOKE),
-        made_at=_time(datetime.datetime.now(datetime.UTC)),
+        made_at=format_utc(datetime.datetime.now(datetime.UTC)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -158,9 +159,8 @@ def _headline(study: StoredStudy, summary: Summary, finalists: Finalists | None)
         )
     if summary.out_of_bounds:
         return f"No trial has run to its end within bounds: {_bounds(study)}."
-    failed = [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
-    last = f" The last failure, of trial {failed[-1].number}: {failed[-1].user_attrs[REASON]}" if failed else ""
-    return f"No trial has run to its end yet.{last}"
+    last = [f"{line[0].upper()}{line[1:]}" for line in last_failure(study)]
+    return " ".join(["No trial has run to its end yet.", *last])
 
 
 def _bounds(study: StoredStudy) -> str:
@@ -201,23 +201,18 @@ def _cards(
     return cards
 
 
-def _states(summary: Summary) -> list[tuple[str, int]]:
-    names = ("complete", "pruned", "infeasible", "failed", "running", "waiting")
-    return [(name, number) for name in names if (number := getattr(summary, name))]
-
-
 def _rungs(study: StoredStudy) -> list[dict[str, Any]]:
     """Return a row for each rung that a trial has reached: its epoch, and what became of those that reached it."""
     rungs = study_rungs(study.spec)
-    found = read_rungs(study.engine, study.study_id) if rungs else []
+    if rungs is None:
+        return []
     return [
         {
             "epoch": rungs.epochs[at.rung],
             "reached": at.reached,
-            "parts": [("promoted", at.promoted), ("waiting", at.waiting), ("pruned", at.pruned)],
+            "parts": [(part, getattr(at, part)) for part in _BECAME],
         }
-        for at in found
-        if rungs
+        for at in read_rungs(study.engine, study.study_id)
     ]
 
 
@@ -242,14 +237,10 @@ def _promotion(promotion: Promotion) -> dict[str, str]:
         "version": f"{promotion.model_name} {promotion.version}",
         "alias": promotion.alias,
         "by": promotion.promoted_by,
-        "at": _time(promotion.promoted_at),
-        "until": "" if promotion.ended_at is None else _time(promotion.ended_at),
+        "at": format_utc(promotion.promoted_at),
+        "until": "" if promotion.ended_at is None else format_utc(promotion.ended_at),
         "note": "" if promotion.confirmed else str(promotion.evidence.get("unconfirmed", "unconfirmed")),
     }
-
-
-def _time(moment: datetime.datetime) -> str:
-    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
 
 
 def _finalists(study: StoredStudy, found: Finalists) -> dict[str, Any]:

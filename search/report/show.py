@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import math
 import textwrap
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from hpsearch.search.console import command
+from hpsearch.search.console import command, plain_table
 from hpsearch.search.curves.forecast import CHOSEN, Forecast, chosen_line, foreseeable, told
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.refit import current
@@ -55,8 +56,10 @@ from hpsearch.storage.trials.history import (
 )
 
 
-def _failed(study: StoredStudy) -> list[FrozenTrial]:
-    return [t for t in study.trials() if t.state == TrialState.FAIL and REASON in t.user_attrs]
+def last_failure(study: StoredStudy) -> list[str]:
+    """Return a line with the reason of the last failed trial; no line if no trial has failed."""
+    failed = [t for t in study.trials(TrialState.FAIL) if REASON in t.user_attrs]
+    return [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
 
 
 def _bounds(spec: StudySpec) -> str:
@@ -66,11 +69,8 @@ def _bounds(spec: StudySpec) -> str:
 def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
     """Return the end of a run as lines of plain text."""
     spec = study.spec
-    counts = [f"{summary.complete} complete", f"{summary.pruned} pruned"]
-    counts += [f"{summary.infeasible} infeasible"] if summary.infeasible else []
-    counts += [f"{summary.failed} failed"]
-    counts += [f"{summary.running} running"] if summary.running else []
-    counts += [f"{summary.waiting} waiting"] if summary.waiting else []
+    always = ("complete", "pruned", "failed")
+    counts = [f"{count} {state}" for state, count in summary.by_state.items() if count or state in always]
     lines = [f"study {spec.name}: {study.done(summary.finished)} ({', '.join(counts)})"]
     if (given_up := study.given_up) is not None:
         lines.append(f"stopped after {given_up.started} of {given_up.budget} trials: {given_up.why}")
@@ -83,7 +83,7 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     else:
         why = "all break a constraint" if summary.out_of_bounds else "no trial has run to its end"
         lines.append(f"best: none, {why}")
-        lines += [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in _failed(study)[-1:]]
+        lines += last_failure(study)
     if summary.out_of_bounds:
         lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials break {_bounds(spec)}")
     lines += confirmation_lines(study)
@@ -116,13 +116,17 @@ def promotion_lines(study: StoredStudy, *, trial: int | None = None) -> list[str
 
 def tell(promotion: Promotion) -> str:
     """Return ``promoted: trial 7 is digits@champion (version 3), by ann@host on 2026-05-01 12:00 UTC, unconfirmed``."""
-    when = promotion.promoted_at.astimezone(datetime.UTC)
     why = promotion.evidence.get("unconfirmed")
     doubt = f", unconfirmed ({why})" if why else ""
     return (
         f"promoted: {subject(promotion)} is {promotion.model_name}@{promotion.alias} "
-        f"(version {promotion.version}), by {promotion.promoted_by} on {when:%Y-%m-%d %H:%M} UTC{doubt}"
+        f"(version {promotion.version}), by {promotion.promoted_by} on {format_utc(promotion.promoted_at)}{doubt}"
     )
+
+
+def format_utc(moment: datetime.datetime) -> str:
+    """Return ``2026-05-01 12:00 UTC``."""
+    return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
 
 
 def subject(promotion: Promotion) -> str:
@@ -134,17 +138,18 @@ def subject(promotion: Promotion) -> str:
 _LINES = 10  # of trials, the best first
 
 
-def foreseen(study: StoredStudy, of: Container[int] | None = None) -> dict[int, Forecast]:
-    """Return by their numbers what trials will end with, the best first; of several metrics nothing is foreseen.
+def foreseen(
+    study: StoredStudy, trials: Sequence[FrozenTrial], of: Container[int] | None = None
+) -> dict[int, Forecast]:
+    """Return forecasts of final values, by trial number, the best first; none for several metrics.
 
     Args:
         study: the study.
-        of: numbers of those that are asked about; None for all that run or wait.
+        trials: all its trials.
+        of: numbers of the trials to forecast; None for all that run or wait.
     """
-    trials, spec = study.trials(), study.spec
-    if spec.several:  # of which no one number is the end
-        return {}
-    if not foreseeable(trials, spec.epochs):
+    spec = study.spec
+    if spec.several or not foreseeable(trials, spec.epochs):
         return {}
     from hpsearch.search.curves.forecast import forecasts  # it loads torch: a second, which most studies do not need
 
@@ -154,9 +159,10 @@ def foreseen(study: StoredStudy, of: Container[int] | None = None) -> dict[int, 
 
 
 def foreseen_line(study: StoredStudy) -> str | None:
-    """Return the best that is foreseen of a trial that runs or waits, in one line; None where nothing is."""
-    for number, found in foreseen(study).items():
-        does = _STATES[study.trials()[number].state]
+    """Return the best forecast of a trial that runs or waits, in one line; None without a forecast."""
+    trials = study.trials()
+    for number, found in foreseen(study, trials).items():
+        does = _STATES[trials[number].state]
         return f"trial {number}, which {does}, is foreseen to end with {study.spec.metric} {found}"
     return None
 
@@ -165,39 +171,25 @@ _STATES = {TrialState.RUNNING: "runs", TrialState.WAITING: "waits"}
 
 
 def foreseen_table(study: StoredStudy, *, every: bool) -> Table | None:
-    """Return a line for each trial of which something is foreseen, or the best of them; None where there is none."""
-    found = foreseen(study)
+    """Return a row for each forecast, or for the best of them; None without a forecast."""
+    trials = study.trials()
+    found = foreseen(study, trials)
     if not found:
         return None
-    lines = list(found.items())[: None if every else _LINES]
-    left = f", the best {len(lines)} of {len(found)}" if len(lines) < len(found) else ""
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
-        title=f"foreseen after epoch {study.spec.epochs}{left}",
-        title_justify="left",
-        title_style="bold",
-    )
-    for column in ("trial", "", "epochs", "best so far", "foreseen", "nine of ten between"):
-        table.add_column(column, justify="left" if column in {"", "nine of ten between"} else "right", no_wrap=True)
-    trials = study.trials()
-    for number, each in lines:
+    shown = list(found.items())[: None if every else _LINES]
+    left = f", the best {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
+    numbers, between = ("epochs", "best so far", "foreseen"), "nine of ten between"
+    table = plain_table("trial", "", *numbers, between, right=("trial", *numbers), wrap=())
+    table.title = f"foreseen after epoch {study.spec.epochs}{left}"
+    table.title_justify, table.title_style = "left", "bold"
+    best = max if study.spec.maximize else min
+    for number, forecast in shown:
         trial = trials[number]
-        best = best_so_far(trial, maximize=study.spec.maximize)
-        table.add_row(
-            str(number),
-            _STATES[trial.state],
-            str(len(trial.intermediate_values)),
-            *told(best, each),
-        )
+        # A trial with a forecast has reported a value that is not NaN.
+        so_far = best(value for value in trial.intermediate_values.values() if not math.isnan(value))
+        epochs = str(len(trial.intermediate_values))
+        table.add_row(str(number), _STATES[trial.state], epochs, *told(so_far, forecast))
     return table
-
-
-def best_so_far(trial: FrozenTrial, *, maximize: bool) -> float:
-    """Return the best value that a trial has reported; some is a number."""
-    values = [value for value in trial.intermediate_values.values() if value == value]  # noqa: PLR0124 but NaN
-    return max(values) if maximize else min(values)
 
 
 # What became of an attempt after which its trial waits.
@@ -246,7 +238,7 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
     reason = why_waiting(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
-        ("foreseen", foreseen(study, of={trial.number}).get(trial.number)),
+        ("foreseen", foreseen(study, study.trials(), of={trial.number}).get(trial.number)),
         ("curves", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
         ("reason", reason),
         ("pruning", _pruning(attrs.get(PRUNING))),
@@ -277,19 +269,14 @@ def _pruning(record: dict[str, object] | None) -> str:
 
 def _print_section(console: Console, title: str, table: Table) -> None:
     console.print(f"\n{title}" if table.row_count else f"\n{title}: none", style="bold")
+    table.padding = (0, 1, 0, 2)
     if table.row_count:
         console.print(table)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 2), header_style="bold")
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
 def _parameters(trial: FrozenTrial) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 2), show_header=False)
+    table = plain_table("name", "value")
+    table.show_header = False
     for name, value in trial.params.items():
         table.add_row(name, format_value(value))
     return table
@@ -299,15 +286,12 @@ def _attempts(attempts: list[AttemptRecord]) -> Table:
     several = any(TIMES in (attempt.device or "") for attempt in attempts)
     # A line of 80 columns has no room for a device and two moments.
     when = ("device", "start (UTC)", "time") if several else ("start (UTC)", "end (UTC)")
-    table = _table("attempt", "worker", *when, "outcome")
-    for column in table.columns:
-        column.no_wrap, column.overflow = column.header != "worker", "fold"  # names of hosts may be long
+    table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # names of hosts may be long
     for attempt in attempts:
         start, end = attempt.started_at, attempt.ended_at
+        cells = [_time(start), _time(end) if end else ""]
         if several:
             cells = [attempt.device or "", _time(start), format_seconds((end - start).total_seconds()) if end else ""]
-        else:
-            cells = [_time(start), _time(end) if end else ""]
         table.add_row(str(attempt.number), attempt.worker, *cells, attempt.outcome or "running")
     return table
 
@@ -321,7 +305,7 @@ def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
     rungs, spec = _rungs(study, trial), study.spec
     names = list(spec.ways) if spec.several else [f"val {spec.metric}"]
     others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.several else {}
-    table = _table("epoch", *names, *(["rung"] if rungs else []))
+    table = plain_table("epoch", *names, *(["rung"] if rungs else []))
     for step, value in sorted(trial.intermediate_values.items()):
         reached = ", ".join(str(rung) for rung, epoch in rungs.items() if epoch == step)
         values = [value, *others.get(step, [])[1:]]
@@ -369,13 +353,11 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
 
 
 def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     # A narrow terminal has room for reasons alone: who ran a trial is told by `show --trial`.
     worker = ("worker",) if console.width >= _WIDE else ()
     values = tuple(study.spec.ways) if study.spec.several else ("value",)
-    for column in ("trial", "state", "epochs", *values, *worker, "reason"):
-        right, reason = column in {"trial", "epochs", *values}, column == "reason"
-        table.add_column(column, justify="right" if right else "left", no_wrap=not reason, overflow="fold")
+    columns = ("trial", "state", "epochs", *values, *worker, "reason")
+    table = plain_table(*columns, right=("trial", "epochs", *values), wrap=("reason",))
     trials, waiting = study.trials(), why_waiting(study)
     for trial in trials if every else trials[-_LAST:]:
         attrs = trial.user_attrs

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpsearch.search.console import plain_table
 from hpsearch.search.spec.multi_objective import Direction
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import format_seconds
@@ -22,7 +25,6 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.register import Event, WorkerRow, read_events, read_workers
 
-_OF_SEVERAL = ("directions", "front")
 _ENDS = 20  # of trials, by which the rest of a study's time is told
 
 
@@ -57,24 +59,10 @@ class Standing:
     directions: dict[str, Direction] | None = None
     front: list[dict[str, Any]] | None = None
 
-    @property
-    def best(self) -> str | None:
-        """The best so far, for a person; None before there is one."""
-        found = self.progress
-        if found.best_value is None:
-            return None
-        best = f"{self.metric} {found.best_value:.6g} (trial {found.best_number})"
-        return f"{best}, {len(self.front)} on the front" if self.front else best
-
-    @property
-    def present(self) -> list[WorkerRow]:
-        """The workers that are there."""
-        return [worker for worker in self.workers if worker.state in {"running", "idle"}]
-
     def to_json(self) -> str:
         """The same for scripts: times as ISO 8601, numbers that are not finite as null."""
-        fields = {key: value for key, value in asdict(self).items() if self.directions or key not in _OF_SEVERAL}
-        return json.dumps(_plain(fields), indent=2)
+        only_several = set() if self.directions else {"directions", "front"}
+        return TypeAdapter(Standing).dump_json(self, indent=2, exclude=only_several).decode()
 
 
 def read_standing(study: StoredStudy) -> Standing:
@@ -141,16 +129,6 @@ def _eta(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
     return float(row.seconds) / int(row.ends) * left
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _STATES = {"running": "green", "idle": "yellow", "lost": "red", "left": "dim"}
 _OUTCOMES = {"complete": "green", "pruned": "yellow", "infeasible": "yellow", "lost": "red", "failed": "red"}
 _RESERVED = 11  # lines above and between the tables
@@ -159,73 +137,87 @@ _WIDE = 100  # columns, from which on there is room for more
 
 
 class Pace:
-    """Epochs per second between looks, over the last of them."""
+    """The rate of epochs over the last seconds."""
 
     _WINDOW = 20.0  # seconds
 
     def __init__(self) -> None:
-        self._looks: list[tuple[datetime, int]] = []
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def of(self, standing: Standing) -> float | None:
-        """Return it, with this look; None at the first."""
-        self._looks.append((standing.at, standing.progress.epochs))
-        while len(self._looks) > 2 and (standing.at - self._looks[0][0]).total_seconds() > self._WINDOW:
-            self._looks.pop(0)
-        (t0, e0), (t1, e1) = self._looks[0], self._looks[-1]
-        seconds = (t1 - t0).total_seconds()
-        return (e1 - e0) / seconds if seconds > 0 else None
+    def add(self, seconds: float, epochs: int) -> float | None:
+        """Add a sample and return the epochs per second; None after the first sample.
+
+        Args:
+            seconds: of a clock.
+            epochs: reported in the study by then.
+        """
+        self._samples.append((seconds, epochs))
+        while len(self._samples) > 2 and seconds - self._samples[0][0] > self._WINDOW:
+            self._samples.popleft()
+        begin, before = self._samples[0]
+        return (epochs - before) / (seconds - begin) if seconds > begin else None
+
+
+def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str:
+    """Return ``12/50 trials: 8 complete, 4 pruned, 0 failed, 2 running, 0 waiting; best accuracy 0.9 (trial 3)``."""
+    paused = f", {progress.paused} paused" if progress.paused else ""
+    best = "none yet"
+    if progress.best_value is not None:
+        best = f"{metric} {progress.best_value:.6g} (trial {progress.best_number}){best_suffix}"
+    return (
+        f"{progress.done}{progress.early}: {progress.complete} complete, {progress.pruned} pruned, "
+        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; best {best}"
+    )
+
+
+def format_pace(pace: float | None, eta_seconds: float | None) -> str:
+    """Return ``12.5 epochs/s, ETA 3.5 min``."""
+    rate = "" if pace is None else f"{pace:.1f} epochs/s, "
+    return f"{rate}ETA {'-' if eta_seconds is None else format_seconds(eta_seconds)}"
+
+
+def draw_progress(
+    study: str, details: Sequence[tuple[str, str]], progress: Progress, counts: str, pace: str
+) -> list[RenderableType]:
+    """Return the lines above the tables: title, bar, counts and pace.
+
+    Args:
+        study: its name.
+        details: what follows it in the title: texts with their styles.
+        progress: of the study.
+        counts: by `format_counts`.
+        pace: by `format_pace`, and what else is known of the pace.
+    """
+    bar = Table.grid()  # a bar alone does not end its line
+    bar.add_row(ProgressBar(total=1, completed=progress.share, width=60))
+    title = Text.assemble(("study ", "dim"), (study, "bold"), *details)
+    return [title, bar, Text(counts), Text(pace, style="dim")]
 
 
 def render(standing: Standing, pace: float | None, *, width: int = 120, height: int = 40) -> RenderableType:
     """Return the view, in about so many lines; a narrow one leaves out what is known elsewhere."""
     room = max(height - _RESERVED, 6)
     shown = min(len(standing.workers), max(room * 2 // 3, 3))
-    workers = _workers(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device"))
-    events = _events(standing, max(room - shown, 3), width)
-    there = len(standing.present)
-    heading = Text(f"{there} workers there, {len(standing.workers) - there} gone", style="dim")
-    return Group(
-        _title(standing), _bar(standing), _counts(standing), _reached(standing, pace), "", heading, workers, "", events
-    )
-
-
-def _title(standing: Standing) -> Text:
-    title = Text.assemble(("study ", "dim"), (standing.study, "bold"))
-    if standing.stopped:
-        title.append(f"  stopped: {standing.stopped}", "red")
-    title.append(f"  {standing.at:%Y-%m-%d %H:%M:%S %Z}", "dim")
-    return title
-
-
-def _bar(standing: Standing) -> Table:
-    bar = Table.grid()  # a bar alone does not end its line
-    bar.add_row(ProgressBar(total=1, completed=standing.progress.share, width=60))
-    return bar
-
-
-def _counts(standing: Standing) -> Text:
-    progress = standing.progress
-    paused = f", {progress.paused} paused" if progress.paused else ""
-    return Text(
-        f"{progress.done}{progress.early}: {progress.complete} complete, {progress.pruned} pruned, "
-        f"{progress.fail} failed, {len(progress.running)} running, {progress.waiting} waiting{paused}; "
-        f"best {standing.best or 'none yet'}"
-    )
-
-
-def _reached(standing: Standing, pace: float | None) -> Text:
+    details = [(f"  stopped: {standing.stopped}", "red")] if standing.stopped else []
+    details.append((f"  {standing.at:%Y-%m-%d %H:%M:%S %Z}", "dim"))
+    front = f", {len(standing.front)} on the front" if standing.front else ""
+    counts = format_counts(standing.progress, standing.metric, front)
     rungs = ", ".join(f"{mark}: {count}" for mark, count in standing.reached.items())
-    told = [f"trials that reached epoch {rungs}"]
-    told += [] if pace is None else [f"{pace:.1f} epochs/s"]
-    told += [f"ETA {'-' if standing.eta is None else format_seconds(standing.eta)}"]
-    return Text("; ".join(told), style="dim")
+    reached = f"trials that reached epoch {rungs}; {format_pace(pace, standing.eta)}"
+    there = sum(worker.state in {"running", "idle"} for worker in standing.workers)
+    return Group(
+        *draw_progress(standing.study, details, standing.progress, counts, reached),
+        "",
+        Text(f"{there} workers there, {len(standing.workers) - there} gone", style="dim"),
+        _workers(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device")),
+        "",
+        _events(standing, max(room - shown, 3), width),
+    )
 
 
 def _workers(standing: Standing, most: int, columns: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        right = column in {"trial", "epoch", "done", "lease"}
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "state")
+    numbers = ("trial", "epoch", "done", "lease")
+    table = plain_table(*columns, right=numbers, wrap=("state",), header_style="dim")
     for worker in standing.workers[:most]:
         cells = _cells(standing, worker)
         table.add_row(*(cells[column] for column in columns))
@@ -254,9 +246,7 @@ def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
 
 
 def _events(standing: Standing, most: int, width: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("ended", "trial", "how", "why"):
-        table.add_column(column, justify="right" if column == "trial" else "left", no_wrap=True)
+    table = plain_table("ended", "trial", "how", "why", right=("trial",), wrap=(), header_style="dim")
     events = standing.events[:most]
     hows = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]
     # Cut here: a table that is too wide leaves out whole columns.

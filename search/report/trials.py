@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.curves.forecast import Forecast
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report.show import why_waiting
-from hpsearch.search.study.ranking import first_value, in_bounds
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import broken_bounds, format_seconds, format_value, seconds_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_URL
@@ -22,18 +20,12 @@ from hpsearch.storage.trials.history import Stretch, read_stretches
 
 SHOWN = 500  # trials at most: a page of thousands opens slowly, and nobody reads them
 
-_STATES = {
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-}
-
 
 def state_of(trial: FrozenTrial) -> str:
     """Return a trial's state in the words of the page."""
-    return "infeasible" if trial.user_attrs.get(INFEASIBLE) else _STATES[trial.state]
+    if trial.user_attrs.get(INFEASIBLE):
+        return "infeasible"
+    return "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
 
 
 def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
@@ -41,18 +33,9 @@ def shown_trials(study: StoredStudy) -> list[FrozenTrial]:
 
     Of several metrics the front is first. What is out of bounds comes after all that is within.
     """
-    sign = -1 if study.spec.direction == "maximize" else 1
-    ended = study.best_trials() if study.spec.several else []
-    ranked = dict.fromkeys([trial.number for trial in [*study.front(), *ended]] if study.spec.several else [])
-    places = {number: place for place, number in enumerate(ranked)}
-
-    def place(trial: FrozenTrial) -> tuple[int, float, int]:
-        value = first_value(trial)
-        if trial.state != TrialState.COMPLETE or value is None or not math.isfinite(value):
-            return 2, 0.0, -trial.number
-        return int(not in_bounds(trial)), places.get(trial.number, sign * value), trial.number
-
-    return sorted(study.trials(), key=place)[:SHOWN]
+    within = [*study.front(), *study.best_trials()] if study.spec.several else study.best_trials()
+    order = [*within, *study.best_trials(infeasible=True), *reversed(study.trials())]
+    return list({trial.number: trial for trial in order}.values())[:SHOWN]
 
 
 def parameter_names(trials: list[FrozenTrial]) -> list[str]:
@@ -65,27 +48,24 @@ def trial_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of the table: what is shown, and beside it what it is sorted by."""
     seconds, waiting = seconds_run(study, trials), why_waiting(study)
-
-    def reason(trial: FrozenTrial) -> str:
-        found = forecasts.get(trial.number)
-        told = [
-            waiting.get(trial.number) or str(trial.user_attrs.get(REASON, "")),
-            f"foreseen {found}" if found else "",
-        ]
-        return "; ".join(filter(None, told))
-
-    return [_row(study, trial, names, seconds.get(trial._trial_id), reason(trial)) for trial in trials]
+    rows = []
+    for trial in trials:
+        forecast = f"foreseen {found}" if (found := forecasts.get(trial.number)) else ""
+        reason = "; ".join(filter(None, [waiting.get(trial.number) or trial.user_attrs.get(REASON), forecast]))
+        rows.append(_row(study, trial, names, seconds.get(trial._trial_id), reason))
+    return rows
 
 
 def _row(
     study: StoredStudy, trial: FrozenTrial, names: list[str], seconds: float | None, reason: str
 ) -> dict[str, Any]:
     values: list[float | None] = [*trial.values] if trial.values else [None] * len(study.spec.ways)
+    form = format_value if study.spec.several else "{:.4f}".format  # several metrics differ in size
     return {
         "number": trial.number,
         "state": state_of(trial),
         "broken": broken_bounds(study.spec, trial),
-        "values": [_told(study, value) for value in values],
+        "values": ["" if value is None else form(value) for value in values],
         "epochs": f"{len(trial.intermediate_values)}/{study.spec.epochs}",
         "duration": "" if seconds is None else format_seconds(seconds),
         "params": [format_value(trial.params[name]) if name in trial.params else "" for name in names],
@@ -99,12 +79,6 @@ def _row(
             "params": [trial.params.get(name, "") for name in names],
         },
     }
-
-
-def _told(study: StoredStudy, value: float | None) -> str:
-    if value is None:
-        return ""
-    return format_value(value) if study.spec.several else f"{value:.4f}"  # metrics of any size
 
 
 @dataclass(frozen=True)
@@ -187,15 +161,12 @@ def moments(trial: FrozenTrial, stretches: Sequence[Stretch], rungs: Sequence[in
 
 
 def _spread(times: list[tuple[float, float]], steps: Sequence[int]) -> Iterator[tuple[float, int]]:
+    whole = sum(end - start for start, end in times)
     for place, step in enumerate(steps, start=1):
-        yield _within(times, place / len(steps)), step
-
-
-def _within(times: list[tuple[float, float]], share: float) -> float:
-    """The moment at which a share of stretches of time was over."""
-    left = share * sum(end - start for start, end in times)
-    for start, end in times:
-        if left <= end - start:
-            return start + left
-        left -= end - start
-    return times[-1][1]
+        left, moment = whole * place / len(steps), 0.0
+        for start, end in times:
+            moment = min(start + left, end)
+            left -= end - start
+            if left <= 0:
+                break
+        yield moment, step

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
-from optuna.trial import TrialState
 from rich.console import Console
 
 from hpsearch.objectives.loading import load_objective
@@ -16,8 +17,8 @@ from hpsearch.search.finalists.choose import create_or_join, passed_over
 from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
-from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
+from hpsearch.search.report.show import last_failure
+from hpsearch.search.run.fleet import drive, open_run, tell_outbox, without_mlflow
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.study import StoredStudy, with_tracking
@@ -25,9 +26,8 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import REASON, RUN_URL, STOPPED, TRACKING_URI
+from hpsearch.storage.attributes import RUN_URL, STOPPED, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.mlflow.health import describe_error
 from hpsearch.storage.records.test_openings import read_opening
 
 
@@ -44,7 +44,7 @@ class Beside:
 def open_beside(
     services: Services, search: StoredStudy, options: WorkerOptions, make: Callable[[], tuple[StoredStudy, bool]]
 ) -> Beside:
-    """Make or join a study beside a search, with a run in MLflow.
+    """Create or join a study beside a search, with a run in MLflow.
 
     Raises:
         SearchError: the search is none, or has nothing to train again.
@@ -63,8 +63,10 @@ def open_beside(
     return Beside(study, created, services, away)
 
 
-def train_beside(console: Console, beside: Beside, options: WorkerOptions, workers: int) -> tuple[bool, Fleet | None]:
-    """Train what is left by so many workers, and tell MLflow; return whether it was interrupted, and the fleet.
+def train_beside(
+    console: Console, beside: Beside, options: WorkerOptions, workers: int
+) -> tuple[bool, tuple[str, ...]]:
+    """Train the rest with so many workers, and send it to MLflow; return what `drive` returns.
 
     Raises:
         SearchError: the study was stopped.
@@ -73,7 +75,7 @@ def train_beside(console: Console, beside: Beside, options: WorkerOptions, worke
     study, services = beside.study, beside.services
     if beside.away:
         console.print(f"{beside.away}; what is logged waits in {services.home / 'outbox'}", style="yellow")
-    interrupted, fleet = False, None
+    interrupted, gave_up = False, tuple[str, ...]()
     if workers:
         check_readers(study.spec)
         if why := study.attrs.get(STOPPED):
@@ -82,16 +84,19 @@ def train_beside(console: Console, beside: Beside, options: WorkerOptions, worke
             )
         if warning := study.source_warning(load_objective(study.spec.objective)):
             console.print(f"warning: {warning}", style="yellow")
-        interrupted, fleet = drive(console, services, study, workers, options)
+        interrupted, gave_up = drive(console, services, study, workers, options)
     tell_outbox(console, services, study, interrupted=interrupted)
-    return interrupted, fleet
+    return interrupted, gave_up
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FinalistsRan:
-    """What training the finalists came to: their table, whether a signal ended it, and why workers gave up."""
+class Trained(Generic[T]):
+    """The result of training beside a search: the table, whether a signal ended it, and why workers gave up."""
 
-    table: Finalists
+    table: T
     interrupted: bool = False
     gave_up: tuple[str, ...] = ()
 
@@ -107,8 +112,8 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
     infeasible: bool = False,
     workers: int,
     console: Console,
-) -> FinalistsRan:
-    """Choose, or go on with, the finalists of a study, train what is left of them, print the table and return it.
+) -> Trained[Finalists]:
+    """Choose or continue the finalists of a study, train the rest of them, print the table and return it.
 
     Args:
         services: where the study is kept.
@@ -123,30 +128,30 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         ObjectiveError: the objective cannot be loaded.
         StorageError: a service cannot be used.
     """
+    make = partial(create_or_join, study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
     with steps(console) as tell:
         tell("choosing the finalists")
-        beside = open_beside(
-            services,
-            study,
-            options,
-            lambda: create_or_join(study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible),
-        )
+        beside = open_beside(services, study, options, make)
     chosen, created = beside.study, beside.created
     _print_begin(console, study, chosen, created=created)
     if (counting := read_finalists(study)) is not None and counting.study != chosen.spec.name:
         stays = f"trial {counting.winner}" if counting.winner is not None else f"trials {counting.front}"
         console.print(f"until these have a winner, that of {counting.study} stays: {stays}", style="yellow")
-    interrupted, fleet = train_beside(console, beside, options, workers if tabulate(study, chosen).pending else 0)
+    interrupted, gave_up = train_beside(console, beside, options, workers if tabulate(study, chosen).pending else 0)
     found = tabulate(study, chosen)
     if not found.pending:
-        _tell(console, beside.services, study)
-    _print_end(console, study, found)
-    for trial in [t for t in chosen.trials(TrialState.FAIL) if REASON in t.user_attrs][-1:]:
-        console.print(f"the last failure, of trial {trial.number} of {chosen.spec.name}: {trial.user_attrs[REASON]}")
-    gave_up = tell_failed(console, fleet)
-    if found.pending:
-        console.print(f"go on with: {chosen.go_on}; or join with: {command('worker', '--study', chosen.spec.name)}")
-    return FinalistsRan(found, interrupted, gave_up)
+        with without_mlflow(console, "the finalists", command("finalists", study.spec.name)):
+            close_study(study, summarise(study), beside.services.open_tracking())
+    console.print()
+    console.print(finalist_table(study, found))
+    for line in finalist_lines(study, found):
+        console.print(line)
+    if url := study.attrs.get(RUN_URL):
+        console.print(f"MLflow, study: {url}")
+    for line in last_failure(chosen):
+        console.print(f"study {chosen.spec.name}: {line}")
+    _print_rest(console, chosen, found.pending, gave_up)
+    return Trained(found, interrupted, gave_up)
 
 
 def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
@@ -167,32 +172,12 @@ def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, c
         )
 
 
-def _print_end(console: Console, study: StoredStudy, found: Finalists) -> None:
-    console.print()
-    console.print(finalist_table(study, found))
-    for line in finalist_lines(study, found):
+def _print_rest(console: Console, study: StoredStudy, pending: int, gave_up: tuple[str, ...]) -> None:
+    """Print why workers gave up, and the commands that train the `pending` trials of a study."""
+    for line in gave_up:
         console.print(line)
-    if url := study.attrs.get(RUN_URL):
-        console.print(f"MLflow, study: {url}")
-
-
-def _tell(console: Console, services: Services, study: StoredStudy) -> None:
-    try:
-        close_study(study, summarise(study), services.open_tracking())
-    except Exception as error:  # the values are in the database: a server that is away must not hide them
-        again = command("finalists", study.spec.name)
-        console.print(
-            f"MLflow was not told of the finalists ({describe_error(error)}); tell it with: {again}", style="yellow"
-        )
-
-
-@dataclass(frozen=True)
-class RefitRan:
-    """What training a refit came to: its runs, whether a signal ended it, and why workers gave up."""
-
-    refit: Refit
-    interrupted: bool = False
-    gave_up: tuple[str, ...] = ()
+    if pending:
+        console.print(f"go on with: {study.go_on}; or join with: {command('worker', '--study', study.spec.name)}")
 
 
 def run_refit(
@@ -204,8 +189,8 @@ def run_refit(
     seeds: int | None,
     workers: int,
     console: Console,
-) -> RefitRan:
-    """Make, or go on with, the refit of a study's winner, train what is left of it, and return what it came to.
+) -> Trained[Refit]:
+    """Create or continue the refit of a study's winner, train the rest of it, and return it.
 
     Args:
         services: where the study is kept.
@@ -237,11 +222,9 @@ def run_refit(
         f"refit of trial {found.of} of {study.spec.name}{' (new)' if beside.created else ''}: "
         f"{counted(found.epochs, 'epoch')} on train and validation, on {counted(len(found.seeds), 'seed')}"
     )
-    interrupted, fleet = train_beside(console, beside, options, workers if found.pending else 0)
+    interrupted, gave_up = train_beside(console, beside, options, workers if found.pending else 0)
     found = tabulate_refit(made)
     for line in refit_lines(made, found):
         console.print(line)
-    gave_up = tell_failed(console, fleet)
-    if found.pending:
-        console.print(f"go on with: {made.go_on}; or join with: {command('worker', '--study', made.spec.name)}")
-    return RefitRan(found, interrupted, gave_up)
+    _print_rest(console, made, found.pending, gave_up)
+    return Trained(found, interrupted, gave_up)

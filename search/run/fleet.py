@@ -94,8 +94,8 @@ def drive(
     study: StoredStudy,
     workers: int,
     options: WorkerOptions,
-) -> tuple[bool, Fleet]:
-    """Run the fleet until no worker is left; return whether it was interrupted, and the fleet."""
+) -> tuple[bool, tuple[str, ...]]:
+    """Run the fleet until no worker is left; return whether it was interrupted, and why workers gave up."""
     options = options.model_copy(update=dict(services.addresses))
     check_devices(options)
     logs = services.home / "logs" / study.spec.name
@@ -135,19 +135,22 @@ def drive(
         finally:
             fleet.stop()  # on an error of ours they save what they have
             fleet.close()
-    return stop.is_set(), fleet
+    return stop.is_set(), fleet.gave_up
 
 
-def tell_failed(console: Console, fleet: Fleet | None) -> tuple[str, ...]:
-    """Print which workers gave up, and why, and return these lines."""
-    failed = [slot for slot in fleet.slots if slot.state == "failed"] if fleet else []
-    lines = tuple(
-        f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}"
-        for slot in failed
-    )
-    for line in lines:
-        console.print(line)
-    return lines
+@contextmanager
+def without_mlflow(console: Console, what: str, again: str) -> Iterator[None]:
+    """Print a warning for any error within: a server that is away must not hide a result.
+
+    Args:
+        console: for the warning.
+        what: MLflow lacks then.
+        again: the command that sends it.
+    """
+    try:
+        yield
+    except Exception as error:
+        console.print(f"MLflow lacks {what} ({describe_error(error)}); send it with: {again}", style="yellow")
 
 
 def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:

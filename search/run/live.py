@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
+from hpsearch.search.report.top import Pace, draw_progress, format_counts, format_pace
 from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.summary import format_seconds
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials.history import Progress, Running
 
-_WINDOW = 20.0  # seconds over which the epoch rate is taken
-_PLAIN_EVERY = 10.0  # seconds between lines where there is no terminal
-_PLAIN_UNCHANGED = 60.0  # and while nothing changes
+# Least seconds between two lines without a terminal: when trials have ended, when other counts changed, and otherwise.
+_PLAIN_FINISHED, _PLAIN_EVERY, _PLAIN_UNCHANGED = 2.0, 10.0, 60.0
 
 
 class LiveView:
@@ -34,11 +34,11 @@ class LiveView:
         self._spec = spec
         self._fleet = fleet
         self._begin = time.monotonic()
-        self._samples: deque[tuple[float, int]] = deque()
+        self._pace = Pace()
+        self._rate: float | None = None
         self._first: Progress | None = None
         self._live = _place(console)
-        self._printed = (0.0, -1)
-        self._told, self._told_at = "", 0.0
+        self._printed, self._printed_at, self._finished = "", -math.inf, -1
         self._away = False
         self._deaf = False
 
@@ -74,41 +74,22 @@ class LiveView:
             return
         now = time.monotonic()
         self._first = self._first or progress
-        self._samples.append((now, progress.epochs))
-        while len(self._samples) > 2 and now - self._samples[0][0] > _WINDOW:
-            self._samples.popleft()
+        self._rate = self._pace.add(now, progress.epochs)
         if self._live:
             self._live.update(self.render(progress), refresh=True)
             return
-        printed_at, finished = self._printed
-        if (
-            progress.finished != finished and (progress.share >= 1 or now - printed_at > 2)
-        ) or now - printed_at > _PLAIN_EVERY:
-            self._plain(progress, now)
-
-    def _plain(self, progress: Progress, now: float) -> None:
         counts = self._counts(progress)
-        if counts != self._told or now - self._told_at > _PLAIN_UNCHANGED:
-            self._told, self._told_at = counts, now
-            self._console.print(f"{counts}  {self._pace(progress)}")
-        self._printed = (now, progress.finished)
+        if progress.finished != self._finished:
+            wait = _PLAIN_FINISHED if progress.share < 1 else 0.0
+        else:
+            wait = _PLAIN_EVERY if counts != self._printed else _PLAIN_UNCHANGED
+        if now - self._printed_at > wait:
+            self._printed, self._printed_at, self._finished = counts, now, progress.finished
+            self._console.print(f"{counts}; {format_pace(self._rate, self._eta(progress))}")
 
     def _counts(self, progress: Progress) -> str:
-        paused = f", {progress.paused} paused" if progress.paused else ""
-        best = ""
-        if progress.best_value is not None:
-            of = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
-            best = f", best {self._spec.metric} {progress.best_value:.4f} (trial {progress.best_number}{of})"
-        return (
-            f"{progress.done}{progress.early}: {progress.complete} done, {progress.pruned} pruned, "
-            f"{progress.fail} failed, {len(progress.running)} running{paused}{best}"
-        )
-
-    def _pace(self, progress: Progress) -> str:
-        (t0, e0), (t1, e1) = self._samples[0], self._samples[-1]
-        rate = (e1 - e0) / (t1 - t0) if t1 > t0 else 0.0
-        eta = self._eta(progress)
-        return f"{rate:.1f} epochs/s, ETA {_clock(eta) if eta is not None else '-'}"
+        several = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
+        return format_counts(progress, self._spec.metric, several)
 
     def _eta(self, progress: Progress) -> float | None:
         """Return the seconds left, by the pace of this run's trials so far."""
@@ -120,29 +101,23 @@ class LiveView:
 
     def render(self, progress: Progress) -> RenderableType:
         """Return the view as something rich can draw."""
-        elapsed = _clock(time.monotonic() - self._begin)
-        title = Text.assemble(
-            ("study ", "dim"), (self._spec.name, "bold"), ("  objective ", "dim"), self._spec.objective,
-            ("  elapsed ", "dim"), elapsed,
-        )  # fmt: skip
-        bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=1, completed=progress.share, width=60))
+        details = [("  objective ", "dim"), (self._spec.objective, ""), ("  elapsed ", "dim")]
+        details.append((format_seconds(time.monotonic() - self._begin), ""))
+        pace = format_pace(self._rate, self._eta(progress))
         numbers = ("trial", "epoch", self._spec.metric)
         workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
-        shown: set[int] = set()
-        for slot in self._fleet.slots:
-            name = worker_name(slot.pids[-1]) if slot.pids else ""
-            mine = next((r for r in progress.running if r.worker == name), None)
-            if mine:
-                shown.add(mine.number)
-            cells = self._cells(mine) if mine and slot.process else ("", "", "")
-            workers.add_row(f"{slot.index}", slot.state, *cells)
-        for other in progress.running:
-            if other.number not in shown:
-                workers.add_row(other.worker, "elsewhere", *self._cells(other))
-        return Group(title, bar, Text(self._counts(progress)), Text(self._pace(progress), style="dim"), workers)
+        by_worker = {running.worker: running for running in progress.running}
+        own = [worker_name(slot.pids[-1]) if slot.pids else "" for slot in self._fleet.slots]
+        for slot, name in zip(self._fleet.slots, own, strict=True):
+            workers.add_row(str(slot.index), slot.state, *self._cells(by_worker.get(name) if slot.process else None))
+        for running in progress.running:
+            if running.worker not in own:
+                workers.add_row(running.worker, "elsewhere", *self._cells(running))
+        return Group(*draw_progress(self._spec.name, details, progress, self._counts(progress), pace), workers)
 
-    def _cells(self, running: Running) -> tuple[str, str, str]:
+    def _cells(self, running: Running | None) -> tuple[str, str, str]:
+        if running is None:
+            return "", "", ""
         epoch = f"{0 if running.step is None else running.step + 1}/{self._spec.epochs}"
         value = "" if running.value is None else f"{running.value:.4f}"
         return f"{running.number}", epoch, value
@@ -176,9 +151,3 @@ def _place(console: Console) -> Live | _Cell | None:
     if notebook is not None:
         return _Cell(notebook.display)
     return Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

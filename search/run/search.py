@@ -14,10 +14,9 @@ from sqlalchemy.exc import DBAPIError
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.search.console import command, counted, steps
 from hpsearch.search.errors import SearchError
-from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import summary_lines
-from hpsearch.search.run.fleet import drive, open_run, tell_failed, tell_outbox
+from hpsearch.search.run.fleet import drive, open_run, tell_outbox, without_mlflow
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
@@ -30,7 +29,6 @@ from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_ID, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints
-from hpsearch.storage.mlflow.health import describe_error
 
 
 @dataclass(frozen=True)
@@ -127,16 +125,16 @@ def run_search(
     if not workers:
         console.print(f"join it with: {command('worker', '--study', spec.name)}")
         return Ran(begin)
-    interrupted, fleet = False, None
+    interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
     if not spent or (spec.metered and begin.waiting):  # what waits is settled
-        interrupted, fleet = drive(console, services, study, workers, options)
+        interrupted, gave_up = drive(console, services, study, workers, options)
     else:
         given_up = study.given_up
         more = command("extend", spec.name, *_more(study, begin)) if given_up is None else command("start", spec.name)
         over = "the budget is spent" if given_up is None else given_up.why
         console.print(f"{over}; more trials with: {more}; or choose another --name for a new search")
-    return _finish(console, services, study, interrupted=interrupted, fleet=fleet)
+    return _finish(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 
 def _more(study: StoredStudy, begin: Summary) -> tuple[str, str]:
@@ -161,8 +159,10 @@ def _tell_begin(
         console.print(f"warning: {warning}", style="yellow")
 
 
-def _finish(console: Console, services: Services, study: StoredStudy, *, interrupted: bool, fleet: Fleet | None) -> Ran:
-    """Tell MLflow and the dashboard what came of it, write the report, print the summary."""
+def _finish(
+    console: Console, services: Services, study: StoredStudy, *, interrupted: bool, gave_up: tuple[str, ...]
+) -> Ran:
+    """Send the result to MLflow and the dashboard, write the report, print the summary."""
     try:
         summary = summarise(study)
     except KeyError:
@@ -172,7 +172,7 @@ def _finish(console: Console, services: Services, study: StoredStudy, *, interru
             "the study's database does not answer: start it, and run the same command again to go on"
         ) from None
     report: Path | None = None
-    try:
+    with without_mlflow(console, "the end of the study", command("report", study.spec.name)):
         tell_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)
         tracking = services.open_tracking()
@@ -180,15 +180,13 @@ def _finish(console: Console, services: Services, study: StoredStudy, *, interru
         report = report_path(services, study)
         write_report(study, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
-    except Exception as error:  # the search is done: a server that is away must not hide its result
-        reason, again = describe_error(error), command("report", study.spec.name)
-        console.print(f"MLflow was not told the end of the study ({reason}); tell it with: {again}", style="yellow")
     console.print()
     for line in summary_lines(study, summary, dashboard_url=services.dashboard_url):
         console.print(line)
     if report is not None:
         console.print(f"report:             {report}")
-    gave_up = tell_failed(console, fleet)
+    for line in gave_up:
+        console.print(line)
     stopped, over = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
     if interrupted:
         console.print(f"interrupted; go on with: {study.go_on}")

@@ -94,6 +94,12 @@ class Summary:
         return self.front[0] if self.front else None
 
     @property
+    def by_state(self) -> dict[str, int]:
+        """The number of trials in each state."""
+        states = ("complete", "pruned", "infeasible", "failed", "running", "waiting")
+        return {state: getattr(self, state) for state in states}
+
+    @property
     def finished(self) -> int:
         """What the budget has spent."""
         return self.complete + self.pruned + self.infeasible + self.failed

@@ -59,7 +59,7 @@ def test_a_notebook_has_a_view_that_is_drawn_over(cells: list[list[str]], tmp_pa
     ((begin, first, second, end),) = cells
     assert "1/4 trials" in first
     assert "2/4 trials" in second
-    assert "best accuracy 0.9000 (trial 1)" in " ".join(second.split())
+    assert "best accuracy 0.9 (trial 1)" in " ".join(second.split())
     assert "elsewhere:1" in second
     assert begin == end
     assert "trials" not in end
@@ -69,7 +69,7 @@ def test_a_file_has_a_line(tmp_path: Path) -> None:
     file = io.StringIO()
     with view(Console(file=file, width=100), tmp_path) as shown:
         shown.update(progress(complete=4))
-    assert "4/4 trials: 4 done" in file.getvalue()
+    assert "4/4 trials: 4 complete" in file.getvalue()
 
 
 def test_signals_are_handled_for_a_while_and_by_the_main_thread_alone() -> None:

@@ -64,4 +64,4 @@ def test_of_one_metric_scripts_have_what_they_had(database_url: str) -> None:
 
 
 def test_nothing_is_foreseen_of_several_metrics(study: StoredStudy) -> None:
-    assert foreseen(study) == {}
+    assert foreseen(study, study.trials()) == {}

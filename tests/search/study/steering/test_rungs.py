@@ -6,15 +6,18 @@ import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
-from hpsearch.search.curves.forecast import CHOSEN
+from hpsearch.search.curves.forecast import CHOSEN, Forecast, forecasts
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report import write_report
+from hpsearch.search.report.show import foreseen_line, foreseen_table
 from hpsearch.search.report.trials import moments
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
@@ -115,6 +118,26 @@ def test_what_runs_and_waits_is_foreseen(say: Say, paused: StoredStudy, tmp_path
     assert data["spent"]["epochs"] == 28
     assert data["spent"]["best"][-1] == [28, 0.68, 0, 19]
     assert "1 went on, 9 waiting" in page
+
+
+def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
+    paused: StoredStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials are read once: a state of a later moment has no word in the table."""
+
+    def end_meanwhile(*arguments: Any, **settings: Any) -> dict[int, Forecast]:
+        found = forecasts(*arguments, **settings)
+        with paused.engine.begin() as connection:
+            connection.execute(sa.text("UPDATE trials SET state = 'PRUNED' WHERE state = 'RUNNING'"))
+        return found
+
+    monkeypatch.setattr("hpsearch.search.curves.forecast.forecasts", end_meanwhile)
+    assert str(foreseen_line(paused)).startswith("trial 0, which runs, is foreseen to end with")
+    with paused.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE trials SET state = 'RUNNING' WHERE number = 0"))
+    table = foreseen_table(paused, every=True)
+    assert table is not None
+    assert next(iter(table.columns[1].cells)) == "runs"
 
 
 def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:

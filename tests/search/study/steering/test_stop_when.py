@@ -95,7 +95,7 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     told, fleet = io.StringIO(), Fleet("s", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])
     with LiveView(Console(file=told, width=200), stored.spec, fleet) as live:
         live.update(standing.progress)
-    assert told.getvalue().startswith("21/100 trials, stopped early: 21 done")
+    assert told.getvalue().startswith("21/100 trials, stopped early: 21 complete")
 
 
 def test_it_goes_on_where_much_is_to_be_gained_and_is_judged_again_later(
