@@ -57,11 +57,6 @@ class Rendezvous:
     local_addr: str | None = None
     file: Path | None = None
 
-    @property
-    def options(self) -> dict[str, str]:
-        """What torch's launcher is told of it besides."""
-        return {} if self.file is None else {"store_type": "file"}
-
 
 def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
     """Return where the processes of a worker meet that runs on so many machines.
@@ -172,7 +167,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             run_id=place.run_id,
             rdzv_backend="c10d",
             rdzv_endpoint=place.endpoint,
-            rdzv_configs=place.options,
+            rdzv_configs={} if place.file is None else {"store_type": "file"},
             local_addr=place.local_addr,
             max_restarts=0,  # whoever started this worker starts it again, and counts how often
             start_method="fork" if fork else "spawn",
@@ -182,17 +177,16 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
         )
         try:
             codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
-        except ChildFailedError as error:
+        except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED
-            rank, failure = error.get_first_failure()
-            how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            sys.stderr.write(f"rank {rank} of {options.world} ended by {how}: all ranks were ended\n")
-            return EXIT_AWAY
-        except RendezvousConnectionError:  # the machine that holds the meeting ended before this one heard why
-            if stop.is_set():
-                return EXIT_DRAINED
-            sys.stderr.write(f"the machines' meeting at {place.endpoint} is gone: all ranks were ended\n")
+            why = f"the machines' meeting at {place.endpoint} is gone"  # its machine ended before this one heard why
+            if isinstance(error, ChildFailedError):
+                rank, failure = error.get_first_failure()
+                code = failure.exitcode
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                why = f"rank {rank} of {options.world} ended by {how}"
+            sys.stderr.write(f"{why}: all ranks were ended\n")
             return EXIT_AWAY
     return int(next(iter(codes.values())))  # each has rank 0's
 

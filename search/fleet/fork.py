@@ -37,34 +37,25 @@ def cgroup_limit(mine: Path = _MINE, mounted: Path = _MOUNTED) -> float | None:
     for line in _read(mine).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_in = mounted, _limit_v2
+            root, names = mounted, ["cpu.max"]
         elif "cpu" in controllers.split(","):
-            root, limit_in = mounted / "cpu", _limit_v1
+            root, names = mounted / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         else:
             continue
         folder = root / path.lstrip("/")
         for above in (folder, *folder.parents):  # the least of all levels holds
-            if above.is_relative_to(root) and (limit := limit_in(above)) is not None:
+            if above.is_relative_to(root) and (limit := _ratio(" ".join(_read(above / name) for name in names))):
                 limits.append(limit)
     return min(limits, default=None)
 
 
-def _limit_v2(folder: Path) -> float | None:
-    quota, _, period = _read(folder / "cpu.max").partition(" ")
-    return _ratio(quota, period)
-
-
-def _limit_v1(folder: Path) -> float | None:
-    return _ratio(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
-
-
-def _ratio(quota: str, period: str) -> float | None:
-    """Return the processors that a quota of time in a period makes; "max", -1 and nothing at all are no limit."""
+def _ratio(text: str) -> float | None:
+    """Return quota / period of a text ``QUOTA PERIOD``, in processors; None without a limit (``max``, -1, no file)."""
     try:
-        found = int(quota) / int(period)
+        quota, period = map(int, text.split())
+        return quota / period if quota > 0 else None
     except (ValueError, ZeroDivisionError):
         return None
-    return found if found > 0 else None
 
 
 def _read(path: Path) -> str:

@@ -158,12 +158,6 @@ class Launch:
         return int(found[1]), found[2]
 
 
-_TEMPLATES = {
-    "slurm": "slurm.sh.j2",
-    "kubernetes": "kubernetes.yaml.j2",
-    "ray": "ray.py.j2",
-    "systemd": "systemd.service.j2",
-}
 _SHIFT = {"M": 20, "G": 30, "T": 40}
 _LONGEST_NAME = 45  # of a Kubernetes Job: its pods' names, of at most 63 characters, end in an index and five more
 
@@ -185,7 +179,7 @@ def printed(launch: Launch) -> str:
         "unit": unit_quoted,
         "dollars": _dollars,
     }
-    return environment.get_template(_TEMPLATES[launch.engine]).render(launch=launch, **_values(launch))
+    return environment.get_template(f"{launch.engine}.j2").render(launch=launch, **_values(launch))
 
 
 def _values(launch: Launch) -> dict[str, Any]:
