@@ -169,7 +169,8 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
         SearchError: there is no such trial, or its state says that there is nothing to try again.
     """
     trial = find_trial(study, number)
-    reopened, epoch = reopen_trial(study.engine, trial._trial_id, from_start=from_start, rungs=study_rungs(study.spec))
+    rungs = study_rungs(study.spec)
+    reopened, epoch = reopen_trial(study.engine, study.study_id, trial._trial_id, from_start=from_start, rungs=rungs)
     if not reopened:
         why = _why_not(find_trial(study, number))
         raise SearchError(f"--trial {number}: {why}; only a failed or an infeasible trial is tried again")

@@ -11,9 +11,10 @@ import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
-from hpsearch.storage.database.locks import UNLESS_FROZEN
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import StorageError
+from hpsearch.storage.study_storage.studies import set_attrs_by
+from hpsearch.storage.trials.claim_sql import CHOICE, STUDY
 
 
 @dataclass(frozen=True)
@@ -110,22 +111,6 @@ def change_budgets(connection: sa.Connection, study_id: int, *, epochs: int | No
     return connection.execute(_CHANGE, {"study": study_id, "epochs": epochs, "seconds": seconds}).rowcount == 1
 
 
-_LOCK_SPEC = sa.text(f"""
-    {UNLESS_FROZEN}
-    SELECT a.value_json AS spec FROM studies s JOIN study_user_attributes a ON a.study_id = s.study_id AND a.key = :spec
-     WHERE s.study_id = :study FOR UPDATE OF s, a
-""")  # noqa: S608 the parts are constants
-
-# After the lock, in a statement of its own: the one that waits for a lock sees the trials of before it waited.
-_STARTED = sa.text("""
-    SELECT count(*) FROM trials t
-     WHERE study_id = :study
-       AND (state <> 'WAITING' OR EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id))
-""")
-
-_WRITE_SPEC = sa.text("UPDATE study_user_attributes SET value_json = :value WHERE study_id = :study AND key = :spec")
-
-
 def change_spec(
     engine: sa.Engine,
     study_id: int,
@@ -146,12 +131,12 @@ def change_spec(
         StorageError: there is no such study any more.
     """
     with engine.begin() as connection:
-        row = connection.execute(_LOCK_SPEC, {"study": study_id, "spec": SPEC}).one_or_none()
-        if row is None:
+        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        if study is None:
             raise StorageError("the study was deleted")
-        started = int(connection.execute(_STARTED, {"study": study_id}).scalar_one())
-        spec = change(json.loads(row.spec), started)
-        connection.execute(_WRITE_SPEC, {"study": study_id, "spec": SPEC, "value": json.dumps(spec)})
+        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        spec = change(json.loads(study.spec), trials.total - trials.enqueued)
+        set_attrs_by(connection, study_id, {SPEC: spec})
         then(connection, spec)
     return spec
 
@@ -184,29 +169,6 @@ class GivenUp:
         return None if told is None else cls(**told)
 
 
-_LOCK_BUDGET = sa.text(f"""
-    {UNLESS_FROZEN}
-    SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS budget FROM studies s
-      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
-     WHERE s.study_id = :study FOR UPDATE OF s, spec
-""")  # noqa: S608 the parts are constants
-
-# After the lock, in a statement of its own: the one that waits for a lock sees what was before it waited.
-_AT = sa.text("""
-    SELECT count(*) FILTER (WHERE state <> 'WAITING' OR started) AS started,
-           count(*) FILTER (WHERE state = 'WAITING' AND NOT started) AS enqueued,
-           EXISTS (SELECT FROM study_user_attributes
-                    WHERE study_id = :study AND key = :given_up AND value_json <> 'null') AS given_up
-      FROM (SELECT state, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
-              FROM trials t WHERE study_id = :study) t
-""")
-
-_WRITE_GIVEN_UP = sa.text("""
-    INSERT INTO study_user_attributes (study_id, key, value_json)
-    VALUES (:study, :given_up, :value), (:study, :foreseen, :judged)
-    ON CONFLICT (study_id, key) DO UPDATE SET value_json = excluded.value_json
-""")
-
 _TAKE_UP = sa.text("""
     UPDATE study_user_attributes SET value_json = 'null'
      WHERE study_id = :study AND key = :given_up AND value_json <> 'null'
@@ -234,14 +196,15 @@ def give_up(
     """
 
     def once(connection: sa.Connection, _repeated: bool) -> GivenUp | None:
-        words = {"study": study_id, "given_up": GIVEN_UP}
-        study = connection.execute(_LOCK_BUDGET, {"study": study_id, "spec": SPEC}).one_or_none()
-        at = connection.execute(_AT, words).one()
-        if study is None or at.given_up or at.enqueued or at.started >= study.budget:
+        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        if study is None:
             return None
-        told = GivenUp(gain, threshold, at.started, study.budget)
-        judged = {"foreseen": FORESEEN, "judged": json.dumps(dict(foreseen))}
-        connection.execute(_WRITE_GIVEN_UP, {**words, **judged, "value": json.dumps(asdict(told))})
+        trials = connection.execute(CHOICE, {"study": study_id, "n_trials": study.n_trials}).one()
+        started = trials.total - trials.enqueued
+        if trials.enqueued or started >= trials.opens:
+            return None
+        told = GivenUp(gain, threshold, started, study.n_trials)
+        set_attrs_by(connection, study_id, {GIVEN_UP: asdict(told), FORESEEN: dict(foreseen)})
         return told
 
     return Database(engine).transaction(once)

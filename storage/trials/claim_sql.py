@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import GIVEN_UP, GOT_ON
+from hpsearch.storage.attributes import GIVEN_UP, GOT_ON, SPEC, STOPPED
 from hpsearch.storage.database.locks import UNLESS_FROZEN
 from hpsearch.storage.database.trial_rows import MAY_WRITE, NEXT_NUMBER
 from hpsearch.storage.rungs.rungs import BUT_PAUSED
 
-# The study's row is what Optuna, too, locks to number a trial. The spec's is locked as well: a claim that waited while
-# the budget was changed reads the new one.
+# Locks the study's row, as Optuna does to number a trial, and the spec's: a claim that waited while the budget was
+# changed reads the new one. Trials are counted in a later statement: this one sees those from before it waited.
 STUDY = sa.text(f"""
     {UNLESS_FROZEN}
-    SELECT (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
-           least((spec.value_json::jsonb ->> 'n_trials')::int,
-                 (given_up.value_json::jsonb ->> 'started')::int) AS opens,
+    SELECT spec.value_json AS spec, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials,
            CASE WHEN coalesce(spec.value_json::jsonb -> 'retry_on', '["lost"]') ? 'lost'
                 THEN (spec.value_json::jsonb ->> 'retries')::int ELSE 0 END AS retries,
            stopped.value_json::jsonb #>> '{{}}' AS stopped
       FROM studies s
-      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
-      LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = :stopped
-      LEFT JOIN study_user_attributes given_up ON given_up.study_id = s.study_id AND given_up.key = '{GIVEN_UP}'
+      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = '{SPEC}'
+      LEFT JOIN study_user_attributes stopped ON stopped.study_id = s.study_id AND stopped.key = '{STOPPED}'
      WHERE s.study_id = :study
        FOR UPDATE OF s, spec
 """)  # noqa: S608 the parts are constants
@@ -65,18 +62,21 @@ SUSPECTS = sa.text(f"""
      ORDER BY t.number
 """)  # noqa: S608 the parts are constants
 
-_CHOICE = """
+# `opens`: as many trials as may be started, which are fewer than `n_trials` once the rest was given up.
+_CHOICE = f"""
     WITH waiting AS (
         SELECT trial_id, number, EXISTS (SELECT FROM hpsearch_attempts a WHERE a.trial_id = t.trial_id) AS started
-          FROM trials t WHERE study_id = :study AND state = 'WAITING' {which}
+          FROM trials t WHERE study_id = :study AND state = 'WAITING' {{which}}
     )
     SELECT (SELECT coalesce(max(number) + 1, 0) FROM trials WHERE study_id = :study) AS total,
            (SELECT count(*) FROM waiting WHERE NOT started) AS enqueued,
            (SELECT trial_id FROM waiting WHERE started ORDER BY number LIMIT 1) AS given_back,
            (SELECT trial_id FROM waiting WHERE NOT started ORDER BY number LIMIT 1) AS next_enqueued,
            (SELECT count(*) FROM hpsearch_attempts a JOIN trials t USING (trial_id)
-             WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running
-"""
+             WHERE t.study_id = :study AND t.state = 'RUNNING' AND a.ended_at IS NULL) AS running,
+           least(:n_trials, (SELECT (value_json::jsonb ->> 'started')::int FROM study_user_attributes
+                              WHERE study_id = :study AND key = '{GIVEN_UP}')) AS opens
+"""  # noqa: S608 the part is a constant
 CHOICE = sa.text(_CHOICE.format(which=""))
 CHOICE_BUT_PAUSED = sa.text(_CHOICE.format(which=BUT_PAUSED))
 
@@ -168,7 +168,7 @@ _REPORT = f"""
     )
     SELECT EXISTS (SELECT FROM {{live}}) AS mine,
            EXISTS (SELECT FROM study_user_attributes
-                    WHERE study_id = :study AND key = :stopped AND value_json <> 'null') AS stopped
+                    WHERE study_id = :study AND key = '{STOPPED}' AND value_json <> 'null') AS stopped
 """  # noqa: S608 the parts are constants
 # Of a study of several metrics.
 _OTHERS = """
@@ -231,12 +231,6 @@ CUT = sa.text("""
 """)
 
 FAILURES = sa.text(f"SELECT {_FAILURES.format(trial=':trial')} AS failures")
-
-# As if it had run out: who claims next takes the trial over.
-EXPIRE = sa.text("""
-    UPDATE hpsearch_attempts SET expires_at = clock_timestamp() - interval '1 second'
-     WHERE trial_id = :trial AND attempt = :attempt AND ended_at IS NULL
-""")
 
 RENEW = sa.text("""
     UPDATE hpsearch_attempts SET expires_at = clock_timestamp() + :lease * interval '1 second'

@@ -7,12 +7,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, SPEC, STOPPED, WORKER
+from hpsearch.storage.attributes import ATTEMPT, CUT, PRUNING, REASON, RUNG, WORKER
 from hpsearch.storage.database.connect import each_committed
 from hpsearch.storage.database.retry import PATIENCE
 from hpsearch.storage.database.statements import Database
@@ -35,6 +35,9 @@ from hpsearch.storage.trials import settle as settling
 from hpsearch.storage.trials.budget import Spending, spending_in
 from hpsearch.storage.trials.process_identity import current_machine, current_process, has_ended
 from hpsearch.storage.trials.settle import Outcome
+
+if TYPE_CHECKING:
+    from hpsearch.storage.checkpoints.store import Stored
 
 
 @dataclass(frozen=True)
@@ -88,25 +91,6 @@ class Reported:
     stopped: bool
     counted: bool = True
     room: bool = True
-
-
-class Checkpoint(Protocol):
-    """Where a checkpoint is kept, and what it must be: see :mod:`hpsearch.storage.checkpoints.store`."""
-
-    @property
-    def path(self) -> str:
-        """Where, in the store."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """Of the file."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Of the file, in bytes."""
-        ...
 
 
 __all__ = ["Claim", "ClaimLostError", "Claims", "Lost", "Nothing", "Reported", "Retired", "Stopped"]
@@ -187,7 +171,7 @@ class Claims:
             return Stopped(study.stopped)
         if lost := self._recover(connection, retries=study.retries):
             return lost
-        row = connection.execute(self._choice, {"study": self._study_id}).one()
+        row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
         arguments = {
             "study_id": self._study_id,
             "claim": claim_id,
@@ -199,7 +183,7 @@ class Claims:
         spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
         why = "the time was up" if spending is None or not spending.over else spending.why
-        may_open = open_new and room and row.total - row.enqueued < study.opens
+        may_open = open_new and room and row.total - row.enqueued < row.opens
         trial_id, rung = row.given_back, None
         if trial_id is not None and spending is not None and not room and not self._is_whole(connection, trial_id):
             if row.running == 0:
@@ -227,8 +211,7 @@ class Claims:
 
     def _study(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """Lock the study and return its budget, retries and stop; None where it was deleted."""
-        words = {"study": self._study_id, "spec": SPEC, "stopped": STOPPED}
-        return connection.execute(sql.STUDY, words).one_or_none()
+        return connection.execute(sql.STUDY, {"study": self._study_id}).one_or_none()
 
     def _next_waiting(self, connection: sa.Connection, rungs: Rungs, *, running: int | None) -> tuple[int, int] | None:
         """The trial that goes on from a rung, and which; when all were begun, the best for want of complete ones."""
@@ -287,12 +270,12 @@ class Claims:
             study = self._study(connection)
             if study is None or study.stopped is not None:
                 return False
-            row = connection.execute(self._choice, {"study": self._study_id}).one()
+            row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
             if self._rungs is not None and self._any_waits(connection):
                 return True
             spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
-        waits = open_new and room and row.total - row.enqueued < study.opens
+        waits = open_new and room and row.total - row.enqueued < row.opens
         return bool(row.given_back or row.running or waits)
 
     def _any_waits(self, connection: sa.Connection) -> bool:
@@ -312,7 +295,14 @@ class Claims:
 
     def renew(self, claim: Claim) -> bool:
         """Extend the lease; return whether the attempt is still live."""
-        arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": self.lease}
+        return self._set_lease(claim, self.lease)
+
+    def expire(self, claim: Claim) -> None:
+        """Let the lease expire now: this process is about to end without having ended its attempt."""
+        self._set_lease(claim, -1.0)
+
+    def _set_lease(self, claim: Claim, seconds: float) -> bool:
+        arguments = {"trial": claim.trial_id, "attempt": claim.attempt, "lease": seconds}
         with each_committed(self._engine) as connection:
             return connection.execute(sql.RENEW, arguments).rowcount == 1
 
@@ -322,7 +312,7 @@ class Claims:
         claim: Claim,
         step: int,
         value: float,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Stored | None = None,
         *,
         metrics: Sequence[float] | None = None,
     ) -> Reported:
@@ -342,27 +332,15 @@ class Claims:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
         finite, kind = store(value, nan=True)
-        arguments = {
-            "study": self._study_id,
-            "stopped": STOPPED,
-            "trial_id": claim.trial_id,
-            "attempt": claim.attempt,
-            "lease": self.lease,
-            "step": step,
-            "finite": finite,
-            "type": kind,
-            "path": checkpoint.path if checkpoint else None,
-            "sha256": checkpoint.sha256 if checkpoint else None,
-            "size": checkpoint.size if checkpoint else None,
-            **({} if metrics is None else {"metrics": list(metrics)}),
-        }
-        [row] = self._database.rows(sql.REPORT[self._metered is not None, metrics is not None], arguments)
-        if not row.mine:
-            raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        values: dict[str, Any] = {"study": self._study_id, "finite": finite, "type": kind}
+        if metrics is not None:
+            values["metrics"] = list(metrics)
+        statement = sql.REPORT[self._metered is not None, metrics is not None]
+        row = self._write(statement, claim, step, checkpoint, **values)
         return Reported(row.stopped) if self._metered is None else Reported(row.stopped, row.counted, row.room)
 
     @kill_point("record mid-epoch checkpoint")
-    def keep(self, claim: Claim, epoch: int, checkpoint: Checkpoint) -> None:
+    def keep(self, claim: Claim, epoch: int, checkpoint: Stored) -> None:
         """Write where the trial can be resumed in the midst of an epoch; the lease is renewed besides.
 
         Args:
@@ -373,18 +351,17 @@ class Claims:
         Raises:
             ClaimLostError: the trial is no longer this worker's; nothing was written.
         """
-        arguments = {
-            "trial_id": claim.trial_id,
-            "attempt": claim.attempt,
-            "lease": self.lease,
-            "step": epoch,
-            "path": checkpoint.path,
-            "sha256": checkpoint.sha256,
-            "size": checkpoint.size,
-        }
-        [row] = self._database.rows(sql.KEEP, arguments)
+        self._write(sql.KEEP, claim, epoch, checkpoint)
+
+    def _write(
+        self, statement: sa.TextClause, claim: Claim, step: int, checkpoint: Stored | None, **values: Any
+    ) -> sa.Row[Any]:
+        arguments = {"trial_id": claim.trial_id, "attempt": claim.attempt, "lease": self.lease, "step": step, **values}
+        arguments |= vars(checkpoint) if checkpoint else {"path": None, "sha256": None, "size": None}
+        row: sa.Row[Any] = self._database.rows(statement, arguments)[0]
         if not row.mine:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
+        return row
 
     @kill_point("reach rung")
     def reach(
@@ -426,11 +403,6 @@ class Claims:
         if found is None:
             raise claim_lost(self._database, claim.trial_id, claim.attempt)
         return found
-
-    def expire(self, claim: Claim) -> None:
-        """Let the lease run out now: this process is about to end without having ended its attempt."""
-        with each_committed(self._engine) as connection:
-            connection.execute(sql.EXPIRE, {"trial": claim.trial_id, "attempt": claim.attempt})
 
     @kill_point("record outcome")
     def settle(

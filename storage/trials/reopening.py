@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, SPEC, TRACKING
-from hpsearch.storage.database.locks import UNLESS_FROZEN
+from hpsearch.storage.attributes import CUT, INFEASIBLE, PRUNING, REASON, TRACKING
 from hpsearch.storage.rungs import fronts
 from hpsearch.storage.rungs.rungs import Rungs, count_places
+from hpsearch.storage.trials.claim_sql import STUDY
 
-_LOCKED = sa.text(f"""
-    {UNLESS_FROZEN}
-    SELECT s.study_id, (spec.value_json::jsonb ->> 'n_trials')::int AS n_trials
-      FROM trials t JOIN studies s USING (study_id)
-      JOIN study_user_attributes spec ON spec.study_id = s.study_id AND spec.key = :spec
-     WHERE t.trial_id = :trial FOR UPDATE OF s, spec
-""")  # noqa: S608 the part is a constant
+# The result of a reopened trial and the attributes that explain it.
+_FORGET_RESULT = f"""
+    result AS (
+        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
+    ), said AS (
+        DELETE FROM trial_user_attributes a USING mine
+         WHERE a.trial_id = mine.trial_id AND a.key IN ('{INFEASIBLE}', '{CUT}', '{PRUNING}', '{REASON}', '{TRACKING}')
+    )
+"""  # noqa: S608 the parts are constants
 
 # The steps that its last checkpoint has stay reported; the others are run, and reported, again. Attempts that came to
 # nothing are marked, so that they no longer count against the trial's retries. One that is live, at a trial that was
 # failed from outside, is ended: its worker has not noticed yet.
-_REOPEN = sa.text("""
+_REOPEN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
          WHERE trial_id = :trial
            AND (state = 'FAIL' OR state = 'PRUNED' AND EXISTS (
                 SELECT FROM trial_user_attributes a
-                 WHERE a.trial_id = t.trial_id AND a.key = :infeasible AND a.value_json = 'true'))
+                 WHERE a.trial_id = t.trial_id AND a.key = '{INFEASIBLE}' AND a.value_json = 'true'))
         RETURNING trial_id
     ), resumed AS (
         SELECT max(epoch) AS epoch FROM hpsearch_checkpoints JOIN mine USING (trial_id) WHERE NOT :from_start
@@ -53,21 +55,16 @@ _REOPEN = sa.text("""
     ), places AS (
         DELETE FROM hpsearch_rungs r USING mine
          WHERE r.trial_id = mine.trial_id AND (SELECT epoch FROM resumed) IS NULL
-    ), result AS (
-        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
-    ), said AS (
-        DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN (:infeasible, :reason, :tracking)
-    ), failures AS (
+    ), {_FORGET_RESULT}, failures AS (
         UPDATE hpsearch_attempts a
            SET ended_at = coalesce(ended_at, now()), outcome = coalesce(outcome || ', retried', 'cancelled') FROM mine
          WHERE a.trial_id = mine.trial_id AND (outcome IN ('lost', 'failed') OR outcome IS NULL)
     )
     SELECT resumed.epoch FROM mine, resumed
-""")
+""")  # noqa: S608 the parts are constants
 
 
-_WAIT_AGAIN = sa.text("""
+_WAIT_AGAIN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_complete = NULL
           FROM hpsearch_rungs r JOIN hpsearch_rung_cuts c USING (study_id, rung)
@@ -76,14 +73,9 @@ _WAIT_AGAIN = sa.text("""
         RETURNING t.trial_id
     ), places AS (
         UPDATE hpsearch_rungs r SET retired_at = NULL FROM mine WHERE r.trial_id = mine.trial_id
-    ), result AS (
-        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
-    ), said AS (
-        DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN (:pruning, :reason, :tracking)
-    )
+    ), {_FORGET_RESULT}
     SELECT count(*) FROM mine
-""")
+""")  # noqa: S608 the parts are constants
 
 
 def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_trials: int) -> int:
@@ -98,24 +90,18 @@ def wait_again(connection: sa.Connection, study_id: int, rungs: Rungs, *, n_tria
         n_trials: its budget from now on.
     """
     count_places(connection, study_id, rungs, n_trials=n_trials)
-    words = {"pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
-    return int(connection.execute(_WAIT_AGAIN, {"study": study_id, **words}).scalar_one())
+    return int(connection.execute(_WAIT_AGAIN, {"study": study_id}).scalar_one())
 
 
-_GO_ON_AGAIN = sa.text("""
+_GO_ON_AGAIN = sa.text(f"""
     WITH mine AS (
         UPDATE trials t SET state = 'WAITING', datetime_start = NULL, datetime_complete = NULL
           FROM trial_user_attributes a
-         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = :cut
+         WHERE t.study_id = :study AND t.state = 'PRUNED' AND a.trial_id = t.trial_id AND a.key = '{CUT}'
         RETURNING t.trial_id
-    ), result AS (
-        DELETE FROM trial_values v USING mine WHERE v.trial_id = mine.trial_id
-    ), said AS (
-        DELETE FROM trial_user_attributes a USING mine
-         WHERE a.trial_id = mine.trial_id AND a.key IN (:cut, :pruning, :reason, :tracking)
-    )
+    ), {_FORGET_RESULT}
     SELECT count(*) FROM mine
-""")
+""")  # noqa: S608 the parts are constants
 
 
 def go_on_again(connection: sa.Connection, study_id: int) -> int:
@@ -125,17 +111,17 @@ def go_on_again(connection: sa.Connection, study_id: int) -> int:
         connection: in a transaction that holds the study's row.
         study_id: the study.
     """
-    words = {"cut": CUT, "pruning": PRUNING, "reason": REASON, "tracking": TRACKING}
-    return int(connection.execute(_GO_ON_AGAIN, {"study": study_id, **words}).scalar_one())
+    return int(connection.execute(_GO_ON_AGAIN, {"study": study_id}).scalar_one())
 
 
 def reopen_trial(
-    engine: sa.Engine, trial_id: int, *, from_start: bool, rungs: Rungs | None = None
+    engine: sa.Engine, study_id: int, trial_id: int, *, from_start: bool, rungs: Rungs | None = None
 ) -> tuple[bool, int | None]:
     """Make a trial that is FAIL, or PRUNED as infeasible, the next to be claimed, with its number and parameters.
 
     Args:
         engine: of the study's database.
+        study_id: the study of the trial.
         trial_id: the trial.
         from_start: whether to forget its checkpoints and all it has reported.
         rungs: of its study, if trials wait there.
@@ -144,17 +130,10 @@ def reopen_trial(
         Whether the trial was in such a state (else nothing was written), and the last epoch, from 0, that it has a
         checkpoint of and goes on after; None to start anew.
     """
-    arguments = {
-        "trial": trial_id,
-        "infeasible": INFEASIBLE,
-        "reason": REASON,
-        "tracking": TRACKING,
-        "from_start": from_start,
-    }
     with engine.begin() as connection:
-        study = connection.execute(_LOCKED, {"trial": trial_id, "spec": SPEC}).one_or_none()
-        row = connection.execute(_REOPEN, arguments).one_or_none()
+        study = connection.execute(STUDY, {"study": study_id}).one_or_none()
+        row = connection.execute(_REOPEN, {"trial": trial_id, "from_start": from_start}).one_or_none()
         if rungs is not None and study is not None and row is not None and row.epoch is None:  # it left them
-            fronts.place_all(connection, study.study_id, rungs.several)
-            count_places(connection, study.study_id, rungs, n_trials=study.n_trials)
+            fronts.place_all(connection, study_id, rungs.several)
+            count_places(connection, study_id, rungs, n_trials=study.n_trials)
     return row is not None, None if row is None else row.epoch

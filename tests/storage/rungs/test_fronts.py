@@ -158,10 +158,12 @@ def test_in_a_larger_budget_all_who_waited_in_vain_wait_again(
     assert (again.number, promotions(engine, 0)) == (0, {0, 1, 3}), "the best three of six"
 
 
-def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(claims: Claims, engine: sa.Engine) -> None:
+def test_a_trial_that_starts_anew_leaves_its_place_to_the_others(
+    claims: Claims, engine: sa.Engine, study_id: int
+) -> None:
     best = four(claims)[0]
     claims.settle(best, Outcome.FAILED)
-    reopen_trial(engine, best.trial_id, from_start=True, rungs=RUNGS)
+    reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
     assert places(engine) == [3, 0, 2]
     assert rows(engine, "SELECT loss FROM hpsearch_rungs ORDER BY loss") == [(0.0,), (1.0,), (2.0,)]
     assert rows(engine, "SELECT reached, best_loss FROM hpsearch_rung_cuts") == [(3, 0.0)]

@@ -281,7 +281,7 @@ def test_a_failed_trial_that_starts_anew_is_no_longer_at_its_rungs(
     best = take(claims)
     assert claims.reach(best, 0, 0.9).promoted
     claims.settle(best, Outcome.FAILED)
-    reopen_trial(engine, best.trial_id, from_start=True, rungs=RUNGS)
+    reopen_trial(engine, study_id, best.trial_id, from_start=True, rungs=RUNGS)
     assert rows(engine, "SELECT number FROM hpsearch_rungs JOIN trials USING (trial_id)") == [(0,)]
     assert take(claims).number == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 
 import optuna
 import pytest
@@ -13,6 +12,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import ATTEMPT, REASON, SPEC, STOPPED, WORKER
+from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.trials.claims import ClaimLostError, Lost, Nothing, Stopped, running_now
 from hpsearch.storage.trials.settle import Outcome
@@ -184,11 +184,8 @@ def test_an_infinite_value_settles_a_trial(storage: BaseStorage, study_id: int, 
         assert storage.get_trial(claim.trial_id).value == value
 
 
-@dataclass(frozen=True)
-class File:
-    path: str
-    sha256: str = "0" * 64
-    size: int = 1
+def stored(path: str) -> Stored:
+    return Stored(path, "0" * 64, 1)
 
 
 def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
@@ -198,14 +195,14 @@ def test_a_checkpoint_is_noted_with_its_epoch_and_two_are_kept(
     claim = take(claims)
     query = "SELECT epoch, attempt, path FROM hpsearch_checkpoints ORDER BY epoch"
     for epoch in range(4):
-        claims.report(claim, epoch, 0.5, File(f"{epoch}-1.pt") if epoch != 2 else None)
+        claims.report(claim, epoch, 0.5, stored(f"{epoch}-1.pt") if epoch != 2 else None)
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 1, "3-1.pt")]
     claims.settle(claim, Outcome.RELEASED)
     again = take(claims)
-    claims.report(again, 3, 0.5, File("3-2.pt"))  # resumed from epoch 1, whose value is there already
+    claims.report(again, 3, 0.5, stored("3-2.pt"))  # resumed from epoch 1, whose value is there already
     assert [tuple(row) for row in rows(engine, query)] == [(1, 1, "1-1.pt"), (3, 2, "3-2.pt")]
     with pytest.raises(ClaimLostError):
-        claims.report(claim, 4, 0.5, File("4-1.pt"))
+        claims.report(claim, 4, 0.5, stored("4-1.pt"))
     assert len(rows(engine, query)) == 2
 
 
@@ -269,12 +266,12 @@ def test_an_attempt_that_got_on_costs_the_later_ones_nothing(
     budget(storage, study_id, n_trials=1, retries=2)
     for epoch in range(5):
         claims = join()
-        claims.report(claim := take(claims), epoch, 0.5, File(f"{epoch}.pt"))
+        claims.report(claim := take(claims), epoch, 0.5, stored(f"{epoch}.pt"))
         assert claims.failures(claim) == 0
         kill(engine, claim)
     for again in range(2):
         claims = join()
-        claims.report(claim := take(claims), 4, 0.5, File("4.pt"))  # trained again: nothing is added
+        claims.report(claim := take(claims), 4, 0.5, stored("4.pt"))  # trained again: nothing is added
         claims.report(claim, 5 + again, 0.5)  # and without a checkpoint it would be lost
         kill(engine, claim)
     lost = join().claim()

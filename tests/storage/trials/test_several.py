@@ -137,14 +137,14 @@ def test_who_waited_in_vain_ends_with_all_values_of_its_last_epoch(
 
 @pytest.mark.parametrize("from_start", [False, True])
 def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
-    claims: Claims, engine: sa.Engine, from_start: bool
+    claims: Claims, engine: sa.Engine, study_id: int, from_start: bool
 ) -> None:
     claim = take(claims)
     for step in range(2):
         stored = _Stored(f"at-{step}") if step == 0 else None
         claims.report(claim, step, 0.5, stored, metrics=[0.5, float(step)])
     claims.settle(claim, Outcome.FAILED)
-    assert reopen_trial(engine, claim.trial_id, from_start=from_start) == (True, None if from_start else 0)
+    assert reopen_trial(engine, study_id, claim.trial_id, from_start=from_start) == (True, None if from_start else 0)
     assert known(engine) == ([] if from_start else [(0, 0, [0.5, 0.0])])
     again = take(claims)
     claims.report(again, 1, 0.5, metrics=[0.5, 7.0])

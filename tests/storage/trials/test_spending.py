@@ -139,7 +139,7 @@ def test_what_is_forgotten_to_start_anew_is_not_counted(
     claims.report(claim, 0, 0.5)
     claims.settle(claim, Outcome.FAILED)
     assert spent(engine, study_id) == 1
-    assert reopen_trial(engine, claim.trial_id, from_start=True)[0]
+    assert reopen_trial(engine, study_id, claim.trial_id, from_start=True)[0]
     assert spent(engine, study_id) == 0
 
 

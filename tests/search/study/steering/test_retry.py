@@ -12,6 +12,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.study.steering import retry_trial
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import INFEASIBLE, REASON
+from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.study_storage.reading import rung_key
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.claims import Claim, Claims, Lost
@@ -24,7 +25,7 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
     """Run a trial that fails, or is infeasible, after some epochs; `checkpoint` is the last one that has one."""
     claim = take(claims)
     for epoch in range(epochs):
-        kept = Kept(f"{epoch}.pt") if checkpoint is not None and epoch <= checkpoint else None
+        kept = Stored(f"{epoch}.pt", "0" * 64, 1) if checkpoint is not None and epoch <= checkpoint else None
         claims.report(claim, epoch, 0.1 * epoch, kept)
     if state == "FAIL":
         claims.settle(claim, Outcome.FAILED, attrs={REASON: "a bug"})
@@ -32,13 +33,6 @@ def failed(claims: Claims, *, epochs: int = 0, checkpoint: int | None = None, st
         claims.report(claim, epochs, math.nan)
         claims.settle(claim, Outcome.INFEASIBLE, value=0.5, attrs={REASON: "NaN", INFEASIBLE: True})
     return claim
-
-
-class Kept:
-    """A checkpoint as the database knows it."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.sha256, self.size = path, "0" * 64, 1
 
 
 def test_a_failed_trial_is_the_next_to_be_run_with_its_number_and_parameters(

@@ -29,7 +29,9 @@ from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import FORESEEN, GIVEN_UP, SPEC
 from hpsearch.storage.embedded.stack import StackInfo
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
+from hpsearch.storage.study_storage.studies import set_attrs_by
 from hpsearch.storage.trials.budget import give_up
+from hpsearch.storage.trials.claim_sql import STUDY
 from hpsearch.storage.trials.claims import Claims, Nothing
 from hpsearch.storage.trials.settle import Outcome
 from tests.factories import X, spec_of
@@ -157,6 +159,22 @@ def test_of_two_that_decide_at_once_one_writes(study: optuna.Study, stored: Stor
         )
     assert sum(one is not None for one in written) == 1
     assert len(rows(database_url, f"SELECT FROM study_user_attributes WHERE key = '{GIVEN_UP}'")) == 1
+
+
+def test_a_claim_that_waits_while_the_rest_is_given_up_begins_nothing(
+    study: optuna.Study, stored: StoredStudy, claims: Claims, database_url: str
+) -> None:
+    ran(study, np.linspace(1, 0, FIRST))
+    waits = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with ThreadPoolExecutor(1) as pool:
+        with stored.engine.begin() as connection:
+            connection.execute(STUDY, {"study": stored.study_id})
+            given_up = {"gain": 0.001, "threshold": 0.01, "started": FIRST, "budget": 100}
+            set_attrs_by(connection, stored.study_id, {GIVEN_UP: given_up})
+            claim = pool.submit(claims.claim)
+            while not rows(database_url, waits):
+                assert not claim.done()
+        assert isinstance(claim.result(timeout=60), Nothing)
 
 
 def test_what_somebody_enqueued_is_run_first(study: optuna.Study, stored: StoredStudy, claims: Claims) -> None:
