@@ -1,8 +1,9 @@
-"""Files, written whole or not at all, and how large they are."""
+"""Files: atomic writes, locks, hashes and sizes."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -60,6 +61,43 @@ def link_or_copy(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
+
+
+def append_whole(descriptor: int, data: bytes, size: int) -> None:
+    """Append all of `data` to an open file of `size` bytes, or nothing.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written; the file is unchanged.
+    """
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, size)  # a torn record would hide those behind it
+        raise
+
+
+def lock_file(path: Path) -> int | None:
+    """Lock a file, which is created if it is missing.
+
+    A file system without locks admits every process.
+
+    Returns:
+        The descriptor, which holds the lock until it is closed; None if another process holds the lock.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # no locks here
+        pass
+    return descriptor
 
 
 def make_folder(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import itertools
 import os
@@ -19,6 +18,7 @@ from hpsearch.search.fleet.fork import ForkedProcess, can_fork, gpus_of, load_ah
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.join import join_study
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.files import lock_file
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
@@ -91,15 +91,10 @@ class Fleet:
 
     def _take(self, log: Path) -> bool:
         """Keep a log for this fleet, unless another one that lives has it: two runs of a study are two fleets."""
-        file = log.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
+        descriptor = lock_file(log)
+        if descriptor is None:
             return False
-        except OSError:  # a disk that knows no locks
-            pass
-        self._locks.enter_context(file)
+        self._locks.callback(os.close, descriptor)
         return True
 
     def close(self) -> None:

@@ -1,12 +1,17 @@
-"""The size of a folder, while others write and remove in it."""
+"""Appends that are whole or absent, locks of files, and sizes of folders that change."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 import threading
 from pathlib import Path
 
-from hpsearch.storage.files import size_of
+import pytest
+
+from hpsearch.storage.files import append_whole, lock_file, size_of
 
 
 def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
@@ -31,3 +36,42 @@ def test_the_size_of_a_folder_that_changes_meanwhile(tmp_path: Path) -> None:
         end.set()
         other.join()
     assert size_of(tmp_path / "nothing") == 0
+
+
+def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "file", os.write
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    append_whole(descriptor, b"first\n", 0)
+
+    def torn(descriptor: int, data: bytes) -> int:
+        if len(data) < 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:3])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", torn)
+        with pytest.raises(OSError, match="No space left"):
+            append_whole(descriptor, b"second\n", 6)
+    assert path.read_bytes() == b"first\n"
+    append_whole(descriptor, b"second\n", 6)
+    os.close(descriptor)
+    assert path.read_bytes() == b"first\nsecond\n"
+
+
+def test_a_lock_of_a_file_has_one_holder(tmp_path: Path) -> None:
+    descriptor = lock_file(tmp_path / "lock")
+    assert descriptor is not None
+    assert lock_file(tmp_path / "lock") is None
+    os.close(descriptor)
+    again = lock_file(tmp_path / "lock")
+    assert again is not None
+    os.close(again)
+
+
+def test_a_file_system_without_locks_admits_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    held = [lock_file(tmp_path / "lock") for _ in range(2)]
+    assert None not in held
