@@ -27,9 +27,8 @@ from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.trial_run import model_record, run_params, write_model
 from hpsearch.storage.attributes import PENDING, REMOVED, RUN_ID, TRACKING
-from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import Tracking, allowed_name
-from hpsearch.storage.mlflow.health import describe_error
+from hpsearch.storage.mlflow.health import describe_error, mlflow_request
 from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks
 
@@ -127,14 +126,10 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
         number, spec = trial.number, study.spec
         module = _exported(study, weights, best)
         tags = write_model(module, folder / "model", checkpoint=path, objective=spec.objective, number=number)
-        try:
+        with mlflow_request(f"take the model of trial {number}"):
             epoch = _epoch(tracking, run_id, f"val_{spec.metric}", best)
             record = model_record(spec, number, run_params(spec, trial.params), epoch, tags)
             return make_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
-        except StorageError:
-            raise
-        except Exception as error:  # MLflow's client raises what its transport does
-            raise StorageError(f"MLflow did not take the model of trial {number}: {describe_error(error)}") from None
 
 
 def _require_kept(study: StoredStudy, trial: FrozenTrial) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.files import link_or_copy, sync_folder
+from hpsearch.storage.files import append_whole, link_or_copy, sync_folder
 from hpsearch.storage.journals.journal_records import Open, Record, decode, encode
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Position:
     Attributes:
         offset: bytes of the journal that have arrived.
         run: the run's id, once it is known.
-        creating: "run" or "model" while one is being created: a reply that was lost may have made it.
+        creating: "run" while one is created: it may exist although the reply was lost, and is looked for first.
         published: whether all that the trial made was in the journal; only its end may be missing.
         refused: why the reader will not have the rest; such a journal waits for a person.
         problem: the first thing that did not arrive and never will.
@@ -70,6 +70,10 @@ class Journal:
     """What one attempt at a trial logs; written by one thread, read by another for each reader.
 
     Attributes:
+        name: of the journal in its outbox, such as ``0007-2``.
+        path: of the journal's file.
+        files: the folder whose content, a tree, becomes the run's artifacts.
+        model: the folder of the exported model.
         live: whether this process writes it; else its writer has died.
         places: of its readers.
         lost: records for which there was no room at all.
@@ -79,6 +83,10 @@ class Journal:
         self, folder: Path, descriptor: int | None, head: Open, *, live: bool, readers: Sequence[str] = (MLFLOW,)
     ) -> None:
         self.folder = folder
+        self.name = folder.name
+        self.path = folder / JOURNAL
+        self.files = folder / "files"
+        self.model = folder / "model"
         self.live = live
         self.head = head
         self.lost = 0
@@ -93,26 +101,6 @@ class Journal:
         self._synced_files: set[Path] = set()
         self._syncing = threading.Lock()
         self._told = False
-
-    @property
-    def name(self) -> str:
-        """The journal's name in its outbox, such as ``0007-2``."""
-        return self.folder.name
-
-    @property
-    def files(self) -> Path:
-        """The folder whose content, a tree, becomes the run's artifacts."""
-        return self.folder / "files"
-
-    @property
-    def model(self) -> Path:
-        """The folder of the exported model."""
-        return self.folder / "model"
-
-    @property
-    def path(self) -> Path:
-        """The journal's file."""
-        return self.folder / JOURNAL
 
     @property
     def over(self) -> bool:
@@ -140,18 +128,19 @@ class Journal:
     def write_waiting(self) -> None:
         """Write what waits for room, where there is some now; with the mutex."""
         while self.waiting and self.descriptor is not None:
-            line, written = self.waiting[0], 0
+            line = self.waiting[0]
             try:
-                while written < len(line):
-                    written += os.write(self.descriptor, line[written:])
+                append_whole(self.descriptor, line, self.size)
             except OSError as error:
-                os.ftruncate(self.descriptor, self.size)  # a torn line must not stand before a whole one
-                self._tell(error)
+                if not self._told:
+                    self._told = True
+                    reason = f"({error.strerror}): the trial goes on, its records wait in memory"
+                    log.warning("%s cannot be written %s", self.path, reason)
                 return
-            self.size += written
+            self.size += len(line)
             self._told = False
             for place in self.places.values():
-                place.written(written)
+                place.written(len(line))
             self._drop_first()
 
     def drop_read(self) -> None:
@@ -164,16 +153,9 @@ class Journal:
     def _drop_first(self) -> None:
         self._waiting_bytes -= len(self.waiting.popleft())
 
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            log.warning(
-                "%s cannot be written (%s): the trial goes on, its records wait in memory", self.path, error.strerror
-            )
-
     def keep(self, path: Path, folder: str | None = None) -> bool:
         """Keep a file for the run's artifacts, whatever becomes of the original; return whether it could be kept."""
-        target = self.files / folder / path.name if folder else self.files / path.name
+        target = self.files / (folder or "") / path.name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
@@ -217,7 +199,7 @@ class Place:
     """One reader's place in a journal; used by the thread of that reader alone, but for what is said to be shared.
 
     Attributes:
-        position: how far the reader is for good; call `moved` after a change.
+        position: how far the reader is for good; call `save` after a change.
         ahead: how many of the lines that wait for room the reader has; shared.
     """
 
@@ -265,19 +247,15 @@ class Place:
             self.ahead += len(entries) - len(ends)
             self.journal.drop_read()
 
-    @kill_point("record position")
     def moved(self, entries: Sequence[Entry]) -> None:
-        """Note that these have arrived for good, and all that was taken; without any, note the position as it is."""
+        """Note that these have arrived for good, with all that was taken before."""
         self.taken(entries)
-        if entries:
-            self.settle()
-            return
-        self._write()
+        self.settle()
 
     def settle(self) -> None:
         """Note that all that was taken has arrived for good."""
         self.position.offset = self._cursor
-        self._write()
+        self.save()
 
     def rewind(self) -> None:
         """Read again what was taken and has not arrived."""
@@ -299,7 +277,9 @@ class Place:
                 self.position.offset += size
             self._cursor += size
 
-    def _write(self) -> None:
+    @kill_point("record position")
+    def save(self) -> None:
+        """Write the position to disk."""
         temporary = self.journal.folder / f".{self._path.name}"
         try:
             temporary.write_text(json.dumps(asdict(self.position)))

@@ -10,9 +10,14 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.database.statements import Database
+from hpsearch.storage.errors import AwayError, StorageError, one_line
 from hpsearch.storage.journals.journal import Entry, Journal, Place
 from hpsearch.storage.journals.journal_records import End
 from hpsearch.storage.trials.settle import Ended, Outcome
+
+
+class RefusedError(StorageError):
+    """A tracker that rejects a run permanently, for example because a person deleted it."""
 
 
 class NotYetError(Exception):
@@ -145,14 +150,15 @@ class Reader(ABC):
     def leave(self, place: Place) -> None:
         """Release what is held for a journal; nothing more of it is sent from here."""
 
-    @abstractmethod
     def failure(self, error: Exception) -> Failure:
-        """Return the meaning of an error raised by `ship`."""
+        """Return the meaning of an error raised by `ship`: unless it is a refusal or a bug, try again later."""
+        is_known = isinstance(error, OSError | StorageError)
+        can_pass = is_known and not isinstance(error, RefusedError)
+        is_away = isinstance(error, OSError | AwayError)
+        return Failure(one_line(error), passes=can_pass, everything=is_away, expected=is_known)
 
-    @abstractmethod
-    def refused(self, place: Place) -> None:
-        """Record that a journal waits for a person, as its position says."""
+    def refused(self, place: Place) -> None:  # noqa: B027 optional
+        """Record that a journal waits for a person, as its position says; by default nothing else records it."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything, also what `ship` waits for in another thread."""
+    def close(self) -> None:  # noqa: B027 optional
+        """Release everything, also what `ship` waits for in another thread; by default there is nothing."""

@@ -23,11 +23,20 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 5.0  # seconds between two tries while somethi
 _ENOUGH = 3  # failures in a row after which nobody waits for what is away
 
 
-class ReaderThread:
-    """Brings the journals that it is given to a reader, again and again.
+class ReaderThread(threading.Thread):
+    """Sends the journals that it is given to a reader, again and again.
+
+    Its attributes are used with `changed`, which is notified after a change.
+
+    Attributes:
+        places: of the journals that are sent.
+        due: the time of the next round, of `time.monotonic`.
+        closing: whether to stop after the request that is on its way.
+        away: why nothing is sent now.
+        rounds: the number of rounds that are done.
 
     Args:
-        reader: what is told of them.
+        reader: receives the journals.
         changed: notified when a round is done; held for a moment only.
         folder: where what is not told yet waits, for messages.
         begin: called before each round; it may add journals.
@@ -44,41 +53,24 @@ class ReaderThread:
         begin: Callable[[], None],
         left: Callable[[Journal], Callable[[], None]],
     ) -> None:
+        super().__init__(name=f"{reader.name}-sender", daemon=True)
         self.reader = reader
         self.places: list[Place] = []
-        self.away: str | None = None  # why nothing is told now
+        self.due = time.monotonic()
+        self.closing = False
+        self.away: str | None = None
         self.rounds = 0
         self._changed, self._folder, self._begin, self._left = changed, folder, begin, left
-        self._due = time.monotonic()  # of the next round
-        self._closing = False
         self._failures = 0  # in a row
         self._locked = 0  # rounds in a row in which somebody else was at the trial of a journal
-        self._thread = threading.Thread(target=self._work, name=f"{reader.name}-sender", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether it is at work."""
-        return self._thread.is_alive()
-
-    def add(self, place: Place) -> None:
-        """Tell of a journal from now on; with `changed`."""
-        self.places.append(place)
 
     def wake(self, *, at_once: bool) -> bool:
         """Say that something was written; return whether `changed`, which the caller has, is to be notified."""
         due = time.monotonic() + (0.0 if at_once else INTERVAL)
-        if due >= self._due or self._failures:
+        if due >= self.due or self._failures:
             return False
-        self._due = due
+        self.due = due
         return True
-
-    def hurry(self) -> None:
-        """Begin a round now, even where the reader was away; with `changed`, which is to be notified."""
-        self._due = time.monotonic()
 
     def idle(self, since: int, *, in_vain: bool) -> bool:
         """Whether nothing is to be waited for after the round `since`; with `changed`.
@@ -88,25 +80,17 @@ class ReaderThread:
             in_vain: whether what has been away for some tries is waited for no longer.
         """
         away = in_vain and max(self._failures, self._locked) >= _ENOUGH
-        return not self.alive or (self.rounds > since and (away or not self.places))
+        return not self.is_alive() or (self.rounds > since and (away or not self.places))
 
-    def stop(self) -> None:
-        """Stop after the request that is on its way; with `changed`, which is to be notified."""
-        self._closing = True
-
-    def join(self, timeout: float) -> None:
-        """Wait for its end."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout=timeout)
-
-    def _work(self) -> None:
+    def run(self) -> None:
+        """Work until `closing`."""
         while True:
             with self._changed:
-                while not self._closing and (wait := self._due - time.monotonic()) > 0:
+                while not self.closing and (wait := self.due - time.monotonic()) > 0:
                     self._changed.wait(wait)
-                if self._closing:
+                if self.closing:
                     return
-                self._due = time.monotonic() + LEFT_EVERY
+                self.due = time.monotonic() + LEFT_EVERY
             self._begin()
             away = self._round()
             with self._changed:
@@ -124,7 +108,7 @@ class ReaderThread:
             if place.journal.live:
                 place.journal.sync()
         for place in places:
-            if self._closing:
+            if self.closing:
                 break
             try:
                 if self.reader.ship(place):
@@ -134,7 +118,9 @@ class ReaderThread:
             except LockHeldError:
                 locked = True
             except Exception as error:  # a journal that cannot be told must not end the telling
-                failure = self._failure(error)
+                failure = self.reader.failure(error)
+                if isinstance(error, SQLAlchemyError):  # the study's own database, whoever the reader is
+                    failure = Failure(failure.text, passes=True, everything=True)
                 if not failure.passes:
                     self._refuse(place, failure, error)
                     continue
@@ -144,16 +130,10 @@ class ReaderThread:
         self._locked = self._locked + 1 if locked else 0
         return away
 
-    def _failure(self, error: Exception) -> Failure:
-        found = self.reader.failure(error)
-        if isinstance(error, SQLAlchemyError):  # the study's own database, whoever the reader is
-            return Failure(found.text, passes=True, everything=True)
-        return found
-
     def _over(self, place: Place) -> None:
         place.position.over = True
         if len(place.journal.places) > 1:  # else the journal goes at once
-            place.moved([])
+            place.save()
         self._drop(place)
 
     def _drop(self, place: Place) -> None:
@@ -171,7 +151,7 @@ class ReaderThread:
             exc_info=None if failure.expected else error,
         )
         place.position.refused = failure.text
-        place.moved([])
+        place.save()
         with contextlib.suppress(SQLAlchemyError):
             self.reader.refused(place)
         self._drop(place)
@@ -184,9 +164,9 @@ class ReaderThread:
                 log.warning("%s is told later (%s); until then it waits in %s", title, self.away, self._folder)
             wait = min(_FIRST_WAIT * 2**self._failures, _LONGEST_WAIT)
             self._failures += 1
-            self._due = time.monotonic() + wait * random.uniform(0.5, 1.0)  # noqa: S311 not for secrets
+            self.due = time.monotonic() + wait * random.uniform(0.5, 1.0)  # noqa: S311 not for secrets
         elif self._failures:
             log.warning("%s is told again", title)
             self._failures = 0
         if self._locked:
-            self._due = min(self._due, time.monotonic() + _LONGEST_WAIT)
+            self.due = min(self.due, time.monotonic() + _LONGEST_WAIT)

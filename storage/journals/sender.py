@@ -70,7 +70,7 @@ class Sender:
         with self._changed:
             self._held.append(journal)
             for thread in self._threads:
-                thread.add(journal.places[thread.reader.name])
+                thread.places.append(journal.places[thread.reader.name])
         self.wake(at_once=True)
 
     def wake(self, *, at_once: bool = False) -> None:
@@ -103,7 +103,7 @@ class Sender:
             before, seen = self.sent, [thread.rounds for thread in self._threads]
             self._left_due = time.monotonic()
             for thread in self._threads:
-                thread.hurry()
+                thread.due = time.monotonic()
             self._changed.notify_all()
             while time.monotonic() < deadline:
                 in_vain = time.monotonic() > began + starting
@@ -121,14 +121,15 @@ class Sender:
         """Stop after the requests that are on their way; what is left is for others to send."""
         with self._changed:
             for thread in self._threads:
-                thread.stop()
+                thread.closing = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.reader.close()
         deadline = time.monotonic() + _LONGEST_REQUEST
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        if not any(thread.alive for thread in self._threads):
+            if thread.is_alive():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in self._threads):
             for journal in self._held:
                 journal.close()
             self._outbox.tidy()
@@ -158,7 +159,7 @@ class Sender:
                 if place.position.refused and not (found and self._retry_refused):
                     continue
                 place.position.refused = None
-                thread.add(place)
+                thread.places.append(place)
                 thread.wake(at_once=True)  # it may be between two looks of its own
             self._changed.notify_all()
             after = self._left(journal)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,8 +20,9 @@ import tenacity
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow.health import is_away, is_duplicate, unless_missing
-from hpsearch.storage.mlflow.tag_names import REASON, STATE, STUDY, STUDY_ID, TRIAL
+from hpsearch.storage.journals.reader import RefusedError
+from hpsearch.storage.mlflow.health import all_pages, is_away, is_duplicate, unless_missing
+from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.settle import Outcome
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _CLIENT_SETTINGS = {
 }
 
 
-class RunDeletedError(StorageError):
+class RunDeletedError(RefusedError):
     """Somebody deleted the run in the MLflow UI."""
 
 
@@ -136,8 +137,10 @@ class Tracking:
         if known is not None and self.has_run(known):
             return known
         # A study deleted and made again under its name is another study: its number tells them apart.
-        if found := self._find(f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'", child=False):
-            return found
+        query = f"tags.`{STUDY_ID}` = '{study_id}' AND tags.`{STUDY}` = '{study_name}'"
+        for found in self.client.search_runs([self.experiment_id], query, max_results=5):
+            if "mlflow.parentRunId" not in found.data.tags:
+                return str(found.info.run_id)
         may_create()
         run = self._create(study_name, {STUDY: study_name, STUDY_ID: str(study_id)})
         self.log(run, params=params)
@@ -145,9 +148,8 @@ class Tracking:
 
     def find_trial_run(self, study_name: str, number: int, *, parent: str) -> str | None:
         """Return the run of a trial, looked for by its tags."""
-        # By the study's name too: its finalists, whose trials are numbered anew, have the same parent.
-        mine = f"tags.`{STUDY}` = '{study_name}' AND tags.`{TRIAL}` = '{number}'"
-        return self._find(f"tags.`mlflow.parentRunId` = '{parent}' AND {mine}", child=True)
+        runs = self._trial_runs(study_name, parent, f"tags.`{TRIAL}` = '{number}'")
+        return next((str(run.info.run_id) for run in runs), None)
 
     @kill_point("create run")
     def create_trial_run(
@@ -159,16 +161,17 @@ class Tracking:
 
     def open_trial_runs(self, study_name: str, parent: str) -> dict[int, str]:
         """Return the runs of a study's trials that nobody has ended: trial number to run id."""
-        under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
-        query = f"attributes.status = 'RUNNING' AND {under}"
-        runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=1000)
+        runs = self._trial_runs(study_name, parent, "attributes.status = 'RUNNING'")
         return {int(run.data.tags[TRIAL]): str(run.info.run_id) for run in runs if TRIAL in run.data.tags}
 
     def tagged_trial_runs(self, study_name: str, parent: str, tag: str) -> set[str]:
         """Return the ids of the runs of a study's trials whose tag is ``true``."""
+        return {str(run.info.run_id) for run in self._trial_runs(study_name, parent, f"tags.`{tag}` = 'true'")}
+
+    def _trial_runs(self, study_name: str, parent: str, condition: str) -> Iterator[Run]:
+        # By the study's name too: its finalists, whose trials have numbers of their own, have the same parent.
         under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
-        runs: list[Run] = self.client.search_runs([self.experiment_id], f"tags.`{tag}` = 'true' AND {under}")
-        return {str(run.info.run_id) for run in runs}
+        return all_pages(self.client.search_runs, [self.experiment_id], f"{condition} AND {under}")
 
     @_again
     def reopen(self, run_id: str) -> None:
@@ -186,12 +189,9 @@ class Tracking:
         self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], step: int, finished: bool
     ) -> None:
         """Write what came of a study to its parent run, and end the run when the study is `finished`."""
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        self.log(run_id, metrics=[Metric(key, value, now, step) for key, value in metrics.items()], tags=tags)
+        self.log(run_id, metrics=epoch_metrics(step, time.time(), metrics), tags=tags)
         if finished:
-            self.client.set_terminated(run_id, status="FINISHED", end_time=now)
+            self.client.set_terminated(run_id, status="FINISHED")
 
     @_again
     def annotate(self, run_id: str, *, tags: Mapping[str, str], metrics: Mapping[str, float], at: float) -> None:
@@ -262,13 +262,6 @@ class Tracking:
             raise RunDeletedError(f"its run {run_id} was deleted in the MLflow UI; restore it there")
         return True
 
-    def _find(self, query: str, *, child: bool) -> str | None:
-        runs: list[Run] = self.client.search_runs([self.experiment_id], query, max_results=5)
-        for run in runs:
-            if ("mlflow.parentRunId" in run.data.tags) == child:
-                return str(run.info.run_id)
-        return None
-
     def _create(self, name: str, tags: Mapping[str, str], *, began: int | None = None) -> str:
         tags = {**tags, "mlflow.user": _user(), "mlflow.source.name": "hpsearch"}
         run = self.client.create_run(self.experiment_id, start_time=began, tags=dict(tags), run_name=name)
@@ -283,6 +276,12 @@ def epoch_metrics(
 
     at = int(timestamp * 1000)
     return [Metric(allowed_name(key), float(value), at, epoch, model_id=model_id) for key, value in values.items()]
+
+
+def models_of(run: Run) -> list[str]:
+    """Return the ids of a run's logged models: the one that its tag names first, then the latest."""
+    outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
+    return [str(model_id) for model_id in (run.data.tags.get(MODEL_ID), *reversed(outputs)) if model_id]
 
 
 _LONGEST_NAME, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 5000

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error, unless_missing
+from hpsearch.storage.mlflow.client import Tracking, models_of
+from hpsearch.storage.mlflow.health import all_pages, mlflow_request, unless_missing
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -47,26 +45,16 @@ class RunStorage:
 
     def untouched(self, parent: str) -> dict[str, Run]:
         """Return the runs under a study's run of which nothing was removed yet: id to run."""
-        found: dict[str, Run] = {}
-        token = None
-        while True:
-            with _telling(f"list the runs of {parent}"):
-                page = self._client.search_runs(
-                    [self._tracking.experiment_id],
-                    f"tags.`mlflow.parentRunId` = '{parent}'",
-                    max_results=1000,
-                    page_token=token,
-                )
-            found.update({str(run.info.run_id): run for run in page if tag_names.REMOVED not in run.data.tags})
-            if not (token := page.token):
-                return found
+        query = f"tags.`mlflow.parentRunId` = '{parent}'"
+        with mlflow_request(f"list the runs of {parent}"):
+            runs = list(all_pages(self._client.search_runs, [self._tracking.experiment_id], query))
+        return {str(run.info.run_id): run for run in runs if tag_names.REMOVED not in run.data.tags}
 
     def look(self, run: Run) -> Kept:
         """Return what a run has on the server."""
         run_id = str(run.info.run_id)
-        outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
-        model_id = run.data.tags.get(tag_names.MODEL_ID) or (outputs[-1] if outputs else None)
-        with _telling(f"list the files of run {run_id}"):
+        model_id = next(iter(models_of(run)), None)
+        with mlflow_request(f"list the files of run {run_id}"):
             if model_id is not None and unless_missing(self._client.get_logged_model, model_id) is None:
                 model_id = None
             return Kept(
@@ -81,7 +69,7 @@ class RunStorage:
 
         MLflow keeps the rows of a removed model until ``mlflow gc`` is run on the server.
         """
-        with _telling(f"remove the model of run {kept.run_id}"):
+        with mlflow_request(f"remove the model of run {kept.run_id}"):
             run = self._client.get_run(kept.run_id)
             if kept.model_id and (model := unless_missing(self._client.get_logged_model, kept.model_id)):
                 self._remove_files(str(model.artifact_location), of=kept.model_id)
@@ -105,18 +93,3 @@ def _size(list_files: Any, of: str, path: str | None = None) -> int:
         _size(list_files, of, entry.path) if entry.is_dir else int(entry.file_size or 0)
         for entry in list_files(of, path)
     )
-
-
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Turn what a client raises into one line."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except StorageError:
-        raise
-    except MlflowException as error:
-        raise StorageError(f"MLflow did not {what}: {describe_error(error)}") from None
-    except Exception as error:  # a store of artifacts has errors of its own
-        raise StorageError(f"MLflow did not {what}: {type(error).__name__}: {error}") from None

@@ -8,12 +8,12 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hpsearch.storage.errors import AwayError, StorageError, one_line
-from hpsearch.storage.journals.reader import Failure
 
 T = TypeVar("T")
 
@@ -140,12 +140,32 @@ def describe_error(error: BaseException) -> str:
     return one_line(error, _LONGEST)
 
 
-def failure(error: Exception) -> Failure:
-    """Return what an error means that came of telling MLflow something."""
-    known = isinstance(error, StorageError | OSError)
-    return Failure(
-        describe_error(error),
-        passes=is_away(error) or isinstance(error, StorageError),
-        everything=unreachable(error),
-        expected=known or type(error).__module__.startswith("mlflow"),
-    )
+@contextmanager
+def mlflow_request(what: str) -> Iterator[None]:
+    """Turn every error of MLflow's client into a `StorageError` of one line.
+
+    Args:
+        what: the request, after "MLflow did not": ``list the runs of 12``.
+
+    Raises:
+        StorageError: the request failed.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:  # the client passes on errors of its transport and of artifact stores
+        kind = "" if isinstance(error, MlflowException) else f"{type(error).__name__}: "
+        raise StorageError(f"MLflow did not {what}: {kind}{describe_error(error)}") from error
+
+
+def all_pages(search: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """Yield all results of a paginated search of MLflow's client."""
+    token = None
+    while True:
+        page = search(*arguments, max_results=1000, page_token=token)
+        yield from page
+        if not (token := page.token):
+            return

@@ -14,7 +14,7 @@ from hpsearch.kill_points import kill_point
 from hpsearch.storage.attributes import MODEL
 from hpsearch.storage.journals.journal_records import Model
 from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.client import Tracking, epoch_metrics
+from hpsearch.storage.mlflow.client import Tracking, epoch_metrics, models_of
 from hpsearch.storage.mlflow.run_links import RunLinks
 
 if TYPE_CHECKING:
@@ -101,18 +101,11 @@ def _signature(
     return ModelSignature(inputs=Schema(taken), outputs=None if given is None else Schema(given))
 
 
-def find_model(client: MlflowClient, experiment_id: str, run_id: str) -> str | None:
-    """Return the id of the model that a run has already."""
-    found = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1)
-    return str(found[0].model_id) if found else None
-
-
 def link_model(client: MlflowClient, model_id: str, run_id: str, *, step: int) -> None:
     """Tell a run of its model, once; call it while nobody else does."""
     from mlflow.entities import LoggedModelOutput
 
-    outputs = client.get_run(run_id).outputs
-    if model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+    if model_id not in models_of(client.get_run(run_id)):
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=step)])
 
 
@@ -149,14 +142,6 @@ def create_model(tracking: Tracking, run_id: str, record: Model) -> str:
     return str(model.model_id)
 
 
-def fill_model(tracking: Tracking, model_id: str, run_id: str, record: Model, folder: Path) -> None:
-    """Give a model its metrics and the files that `export_model` wrote to `folder`; safe to repeat."""
-    # The points are in the run already: sent again with the model's id they are linked to it.
-    linked = epoch_metrics(record.step, record.at, record.metrics, model_id)
-    tracking.log(run_id, metrics=linked, tags={tag_names.MODEL_ID: model_id})
-    upload_model(tracking.client, model_id, run_id, folder)
-
-
 def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, record: Model, folder: Path) -> str:
     """Make the model of a run that has none, or go on with one that was begun; return its id.
 
@@ -174,12 +159,15 @@ def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, 
     """
     client = tracking.client
     with links.locked(trial_id) as noted:
-        # What the database notes is not asked: somebody may have deleted that one.
-        model = find_model(client, tracking.experiment_id, run_id)
-        model = model or create_model(tracking, run_id, record)
+        # The server is asked, not the database: a person may have deleted the model that the database names.
+        found = client.search_logged_models([tracking.experiment_id], f"source_run_id = '{run_id}'", max_results=1)
+        model = str(found[0].model_id) if found else create_model(tracking, run_id, record)
         link_model(client, model, run_id, step=record.step)
         noted.note({MODEL: model})
-    fill_model(tracking, model, run_id, record, folder)
+    # The run has these points already: sent again with the model's id, they are linked to it.
+    linked = epoch_metrics(record.step, record.at, record.metrics, model)
+    tracking.log(run_id, metrics=linked, tags={tag_names.MODEL_ID: model})
+    upload_model(client, model, run_id, folder)
     return model
 
 

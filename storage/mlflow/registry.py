@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
-from hpsearch.storage.mlflow import tag_names
-from hpsearch.storage.mlflow.health import describe_error, unless_missing
+from hpsearch.storage.mlflow.client import models_of
+from hpsearch.storage.mlflow.health import all_pages, mlflow_request, unless_missing
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,25 +101,19 @@ class Registry:
 
     def aliases(self) -> dict[tuple[str, str], int]:
         """Return what every alias names, (model, alias) to version: one request for a thousand models."""
-        found: dict[tuple[str, str], int] = {}
-        token = None
-        while True:
-            with _telling("list its models"):
-                page = self._client.search_registered_models(max_results=1000, page_token=token)
-            for model in page:
-                found.update({(model.name, alias): int(version) for alias, version in model.aliases.items()})
-            if not (token := page.token):
-                return found
+        with mlflow_request("list its models"):
+            models = list(all_pages(self._client.search_registered_models))
+        return {(model.name, alias): int(version) for model in models for alias, version in model.aliases.items()}
 
     def version(self, model: str, number: int) -> Version | None:
         """Return a version, or None where there is none of that number."""
-        with _telling(f"look up version {number} of {model!r}"):
+        with mlflow_request(f"look up version {number} of {model!r}"):
             found = unless_missing(self._client.get_model_version, model, str(number))
         return None if found is None else _version(found)
 
     def version_by_alias(self, model: str, alias: str) -> Version | None:
         """Return the version that an alias names, or None."""
-        with _telling(f"look up {model}@{alias}"):
+        with mlflow_request(f"look up {model}@{alias}"):
             # Of an alias that is not there MLflow says that the request is invalid.
             found = unless_missing(
                 self._client.get_model_version_by_alias, model, alias, also="INVALID_PARAMETER_VALUE"
@@ -132,31 +125,25 @@ class Registry:
         found: list[Version] = []
         for start in range(0, len(run_ids), 100):
             names = ", ".join(f"'{run_id}'" for run_id in run_ids[start : start + 100])
-            token = None
-            while True:
-                with _telling("list the versions of its models"):
-                    page = self._client.search_model_versions(f"run_id IN ({names})", page_token=token)
-                found += map(_version, page)
-                if not (token := page.token):
-                    break
+            with mlflow_request("list the versions of its models"):
+                found += map(_version, all_pages(self._client.search_model_versions, f"run_id IN ({names})"))
         return found
 
     def model_of(self, run_id: str) -> str | None:
         """Return the logged model of a run that can be registered, or None."""
-        with _telling(f"look up run {run_id}"):
+        with mlflow_request(f"look up run {run_id}"):
             run = unless_missing(self._client.get_run, run_id)
         if run is None:
             return None
-        outputs = [output.model_id for output in (run.outputs.model_outputs if run.outputs else [])]
-        for model_id in filter(None, [run.data.tags.get(tag_names.MODEL_ID), *reversed(outputs)]):
-            with _telling(f"look up the model of run {run_id}"):
+        for model_id in models_of(run):
+            with mlflow_request(f"look up the model of run {run_id}"):
                 if (model := unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
                     return str(model_id)
         return None
 
     def knows_run(self, run_id: str) -> bool:
         """Whether this server has, or had, a run: a study may have been tracked by another one."""
-        with _telling(f"look up run {run_id}"):
+        with mlflow_request(f"look up run {run_id}"):
             return unless_missing(self._client.get_run, run_id) is not None
 
     def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
@@ -171,8 +158,8 @@ class Registry:
         for version in self.versions_of_runs([run_id]):
             if version.model == model and version.model_id == model_id:
                 return version
-        with _telling(f"register {model!r}"):
-            _unless_there(self._client.create_registered_model, model)
+        with mlflow_request(f"register {model!r}"):
+            unless_missing(self._client.create_registered_model, model, also="RESOURCE_ALREADY_EXISTS")
             made = self._client.create_model_version(
                 model,
                 source=f"models:/{model_id}",
@@ -186,7 +173,7 @@ class Registry:
     def describe(self, version: Version, *, tags: Mapping[str, str], description: str) -> None:
         """Set a version's tags and description, where they are not so already; tags of others stay."""
         number = str(version.number)
-        with _telling(f"write the tags of version {number} of {version.model!r}"):
+        with mlflow_request(f"write the tags of version {number} of {version.model!r}"):
             for key, value in tags.items():
                 if version.tags.get(key) != value[:TAG_LIMIT]:
                     self._client.set_model_version_tag(version.model, number, key, value[:TAG_LIMIT])
@@ -195,7 +182,7 @@ class Registry:
 
     def set_alias(self, version: Version, alias: str) -> None:
         """Let an alias name a version, and no longer what it named before."""
-        with _telling(f"set alias {alias!r} of {version.model!r}"):
+        with mlflow_request(f"set alias {alias!r} of {version.model!r}"):
             self._client.set_registered_model_alias(version.model, alias, str(version.number))
 
 
@@ -211,24 +198,3 @@ def _version(found: Any) -> Version:
         tags=dict(found.tags),
         description=found.description or "",
     )
-
-
-def _unless_there(call: Any, *arguments: Any) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        call(*arguments)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Turn what a client raises into one line."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        raise StorageError(f"the model registry of MLflow did not {what}: {describe_error(error)}") from None

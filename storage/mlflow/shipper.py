@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.kill_points import kill_point
-from hpsearch.storage.attributes import MODEL, PENDING, RUN_ID, RUN_URL
+from hpsearch.storage.attributes import PENDING, RUN_ID, RUN_URL
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Place
-from hpsearch.storage.journals.reader import Failure, Reader
-from hpsearch.storage.mlflow import model as exported_model
+from hpsearch.storage.journals.reader import Failure, Reader, RefusedError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
-from hpsearch.storage.mlflow.client import RunDeletedError, Tracking, allowed_name, epoch_metrics
-from hpsearch.storage.mlflow.health import describe_error, failure, is_away
-from hpsearch.storage.mlflow.model import create_model, fill_model
+from hpsearch.storage.mlflow.client import Tracking, allowed_name, epoch_metrics
+from hpsearch.storage.mlflow.health import describe_error, is_away, unreachable
+from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
 from hpsearch.storage.trials.settle import Outcome
 
@@ -101,17 +101,21 @@ class Shipper(Reader):
             return True
 
     def failure(self, error: Exception) -> Failure:
-        """Return what an error of `ship` means."""
-        return Failure(str(error), passes=False) if isinstance(error, RunDeletedError) else failure(error)
+        """Return the meaning of an error raised by `ship`."""
+        if isinstance(error, RefusedError):
+            return Failure(str(error), passes=False)
+        return Failure(
+            describe_error(error),
+            passes=is_away(error) or isinstance(error, StorageError),
+            everything=unreachable(error),
+            expected=isinstance(error, StorageError | OSError) or type(error).__module__.startswith("mlflow"),
+        )
 
     def refused(self, place: Place) -> None:
         """Note at a trial that has ended what MLflow will not have of it."""
         trial = place.journal.head.trial
         if self._links.ended(trial) is not None:
             self._links.delivered(trial, f"refused: {place.position.refused}")
-
-    def close(self) -> None:
-        """Nothing: a request ends by itself."""
 
     @kill_point("send records")
     def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
@@ -241,7 +245,8 @@ class Shipper(Reader):
         """
         if place.position.run is None:
             place.position.run = self._find_or_make(place)
-            place.moved([])
+            place.position.creating = None  # the database has the run
+            place.save()
         return place.position.run
 
     def _find_or_make(self, place: Place) -> str:
@@ -255,18 +260,13 @@ class Shipper(Reader):
             if run is not None:
                 self._tracking.reopen(run)
             else:
-                self._creating(place, "run")
+                place.position.creating = "run"
+                place.save()
                 run = self._tracking.create_trial_run(
                     head.study, head.number, parent=parent, tags=head.tags, began=head.began
                 )
             noted.note({RUN_ID: run, RUN_URL: self._tracking.run_url(run)})
-        self._creating(place, None)  # it is noted for good: until then the next try looks for it first
         return run
-
-    def _creating(self, place: Place, what: str | None) -> None:
-        if place.position.creating != what:
-            place.position.creating = what
-            place.moved([])
 
     # What stands alone in a journal.
 
@@ -298,18 +298,7 @@ class Shipper(Reader):
         self._tracking.client.log_artifacts(run, str(folder))
 
     def _make_model(self, place: Place, record: journal_records.Model) -> None:
-        client, experiment, run = self._tracking.client, self._tracking.experiment_id, self._run(place)
-        with self._links.locked(place.journal.head.trial) as noted:
-            model = noted.read(MODEL)
-            if model is None and (place.journal.head.resumed or not place.journal.live or place.position.creating):
-                model = exported_model.find_model(client, experiment, run)
-            if model is None:
-                self._creating(place, "model")
-                model = create_model(self._tracking, run, record)
-            exported_model.link_model(client, model, run, step=record.step)
-            noted.note({MODEL: model})
-        self._creating(place, None)
-        fill_model(self._tracking, model, run, record, place.journal.model)
+        make_model(self._tracking, self._links, place.journal.head.trial, self._run(place), record, place.journal.model)
 
     def _conclude(self, place: Place, end: journal_records.End) -> None:
         self._tracking.end_trial_run(self._run(place), end.outcome, end.reason, at=end.at)

@@ -141,7 +141,7 @@ def test_a_server_that_is_away_is_one_line(tracked: Tracked, monkeypatch: pytest
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     elsewhere = type(tracked.client)("http://127.0.0.1:9")
     monkeypatch.setattr(tracked.tracking, "client", elsewhere)
-    with pytest.raises(StorageError, match=r"^the model registry of MLflow did not look up run .*") as told:
+    with pytest.raises(StorageError, match=r"^MLflow did not look up run .*") as told:
         promote(tracked.stored, tracked.tracking)
     assert "\n" not in str(told.value)
 
