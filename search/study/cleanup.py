@@ -15,7 +15,7 @@ from pathlib import Path
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.study.checkpoints import StudyCheckpoints, open_checkpoints
-from hpsearch.search.study.study import StoredStudy, load_study, runs_folder
+from hpsearch.search.study.study import StoredStudy, finalist_trials, runs_folder
 from hpsearch.search.study.summary import summarise
 from hpsearch.storage.attributes import ATTEMPT, INFEASIBLE, REMOVED, RUN_ID, TRACKING
 from hpsearch.storage.database.locks import name_lock
@@ -26,7 +26,6 @@ from hpsearch.storage.mlflow.disk_usage import RunStorage
 from hpsearch.storage.mlflow.registry import Registry
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.records.test_openings import read_opening
-from hpsearch.storage.trials.history import finalist_studies
 
 KEEP_TOP = 5
 _BY_GC = "hpsearch gc removed its model and its best checkpoint"
@@ -156,12 +155,8 @@ def _best(study: StoredStudy, keep_top: int) -> set[int]:
 
 def _needed_trials(study: StoredStudy) -> set[int]:
     """Return the trials that were ever finalists, or that the test set was opened for."""
-    engine = study.engine
-    needed: set[int] = set()
-    for name in finalist_studies(engine, study.study_id):
-        of = load_study(study.storage, name).spec.finalists_of
-        needed.update(of.trials if of is not None else ())
-    if (opening := read_opening(engine, study.study_id)) is not None:
+    needed = finalist_trials(study)
+    if (opening := read_opening(study.engine, study.study_id)) is not None:
         needed.add(opening.trial_number)
     # What is on its way to MLflow would find half of it gone.
     needed.update(trial.number for trial in study.trials() if TRACKING in trial.user_attrs)

@@ -27,6 +27,7 @@ from hpsearch.storage.mlflow.health import check_server
 from hpsearch.storage.study_storage.storage import PostgresStorage
 from hpsearch.storage.trials.budget import GivenUp, Spending, done, read_spending
 from hpsearch.storage.trials.claims import Claim
+from hpsearch.storage.trials.history import finalist_studies
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,15 @@ def find_study(storage: PostgresStorage, name: str) -> int | None:
         return storage.get_study_id_from_name(name)
     except KeyError:
         return None
+
+
+def finalist_trials(study: StoredStudy) -> set[int]:
+    """Return the numbers of the trials of a study that were ever finalists."""
+    numbers: set[int] = set()
+    for name in finalist_studies(study.engine, study.study_id):
+        of = load_study(study.storage, name).spec.finalists_of
+        numbers.update(of.trials if of is not None else ())
+    return numbers
 
 
 def parent_of(chosen: StoredStudy) -> StoredStudy:

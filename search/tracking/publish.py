@@ -21,7 +21,7 @@ from hpsearch.search.finalists.text import confirmation_lines, optimism, ranked
 from hpsearch.search.report.show import foreseen_line, promotion_lines
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value
-from hpsearch.search.study.study import StoredStudy, load_study, parent_of
+from hpsearch.search.study.study import StoredStudy, finalist_trials, load_study, parent_of
 from hpsearch.search.study.summary import Summary, format_value, rung_lines, summarise
 from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
@@ -39,7 +39,6 @@ from hpsearch.storage.mlflow.tag_names import (
     WINNER_RUN_ID,
 )
 from hpsearch.storage.records.test_openings import Opening, read_opening
-from hpsearch.storage.trials.history import finalist_studies
 from hpsearch.storage.trials.settle import Outcome
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ def _tell_finalists(
             metrics={key: value for key, value in figures.items() if value is not None},
             at=ended,
         )
-    for number in _others(study, found):
+    for number in finalist_trials(study) - {row.trial for row in found.rows}:
         if number in runs:
             _annotate(tracking, runs[number], tags={FINALIST: "of another set"}, metrics={}, at=ended)
 
@@ -115,15 +114,6 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
         if is_away(error):
             raise
         log.warning("run %s is not told: %s", run, describe_error(error))
-
-
-def _others(study: StoredStudy, found: Finalists) -> set[int]:
-    """Return the trials that are finalists of other sets only."""
-    numbers: set[int] = set()
-    for name in finalist_studies(study.engine, study.study_id):
-        of = load_study(study.storage, name).spec.finalists_of
-        numbers.update(of.trials if of is not None else [])
-    return numbers - {row.trial for row in found.rows}
 
 
 def table_record(study: StoredStudy, found: Finalists) -> dict[str, Any]:
