@@ -92,8 +92,6 @@ class Study:
             from hpsearch.search.api.actions import reference_of
 
             given["objective"] = reference_of(objective)
-        if isinstance(folder := given.get("tensorboard"), Path):
-            given["tensorboard"] = str(folder)
         given = named(given)
         check_settings(given)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, ValidationInfo, model_validator
 
 from hpsearch.objectives.loading import current_reference
 from hpsearch.objectives.measured import value_of
@@ -59,17 +59,18 @@ def _study_names(given: Any) -> Any:
     return names
 
 
-def _folder(given: Any) -> Any:
-    """A folder as an absolute path: workers begin elsewhere."""
-    if not isinstance(given, str):
+def _folder(given: Any, info: ValidationInfo) -> Any:
+    """A local folder as an absolute path: workers start in other folders."""
+    if not isinstance(given, str | Path):
         return given
-    if not given or "://" in given:
-        what = "object stores take no event files, which grow" if given else "it is empty"
-        raise ValueError(f"--tensorboard {given!r}: give a folder that this machine sees ({what})")
+    folder = str(given)
     try:
-        return os.path.normpath(Path(given).expanduser().absolute())
-    except RuntimeError as error:  # ~somebody, whom this machine does not know
-        raise ValueError(f"--tensorboard {given!r}: give a folder that this machine sees ({error})") from None
+        if not folder or "://" in folder:
+            raise RuntimeError("an object store takes no files that grow" if folder else "it is empty")
+        return os.path.normpath(Path(folder).expanduser().absolute())
+    except RuntimeError as error:  # also ~user for a user that this machine does not have
+        setting = typed(str(info.field_name))
+        raise ValueError(f"{setting} {folder!r}: give a folder that this machine sees ({error})") from None
 
 
 def _project(given: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.search.console import counted
-from hpsearch.search.errors import SearchError
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.study import StoredStudy, outbox_folder, parent_of
@@ -28,46 +27,37 @@ from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
 from hpsearch.storage.mlflow.run_links import RunLinks
 from hpsearch.storage.mlflow.shipper import Shipper
-from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
-from hpsearch.storage.tensorboard.reader import is_installed as has_tensorboard
-from hpsearch.storage.trials.claims import Lost, Retired
+from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
+from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
+from hpsearch.storage.trials.claims import Claim, Lost, Retired
 from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.wandb_runs.reader import WandbRuns, check_account
-from hpsearch.storage.wandb_runs.reader import is_installed as has_wandb
+
+TRACKERS: tuple[type[OptionalTracker], ...] = (TensorBoard, WandbRuns)  # in addition to MLflow
 
 
 def check_readers(spec: StudySpec) -> None:
-    """Refuse a study whose readers cannot be told anything from here, before it is created or joined.
+    """Check that this machine can send trials to every tracker of a study, before it is created or joined.
 
     Raises:
-        SearchError: a package is missing.
-        StorageError: a folder cannot be written, or a key is missing.
+        StorageError: a package or a key is missing, or a folder cannot be written.
     """
-    if spec.tensorboard is not None:
-        if not has_tensorboard():
-            raise SearchError(
-                f"--tensorboard {spec.tensorboard}: the package tensorboard is not installed: {_install('tensorboard')}"
-            )
-        check_folder(Path(spec.tensorboard))
-    if spec.wandb is not None:
-        if not has_wandb():
-            raise SearchError(f"--wandb {spec.wandb}: the package wandb is not installed: {_install('wandb')}")
-        check_account(spec.wandb)
+    for tracker, setting in _optional_trackers(spec):
+        tracker.check(setting)
 
 
 def readers_of(study: StoredStudy, home: Path) -> list[Reader]:
-    """Return the readers of a study beside MLflow; what they keep on this machine is in its `home`."""
-    spec, readers = study.spec, list[Reader]()
-    if spec.tensorboard is not None:
-        readers.append(TensorBoard(Path(spec.tensorboard), spec.name, study.folder, TrialEnds(study.engine)))
-    if spec.wandb is not None:
-        folder = home / "wandb" / study.folder
-        readers.append(WandbRuns(spec.wandb, spec.name, study.folder, folder, TrialEnds(study.engine)))
-    return readers
+    """Return the readers of a study in addition to MLflow; their files on this machine are in its `home`."""
+    return [
+        tracker(setting, study.spec.name, study.folder, home, TrialEnds(study.engine))
+        for tracker, setting in _optional_trackers(study.spec)
+    ]
 
 
-def _install(extra: str) -> str:
-    return f"./hpsearch add {extra} (or: pip install 'hpsearch[{extra}]') on all machines"
+def _optional_trackers(spec: StudySpec) -> list[tuple[type[OptionalTracker], str]]:
+    """Return the trackers whose settings a study has, with the values of the settings."""
+    settings = [(tracker, getattr(spec, tracker.name)) for tracker in TRACKERS]
+    return [(tracker, setting) for tracker, setting in settings if setting is not None]
 
 
 def open_parent_run(study: StoredStudy, tracking: Tracking) -> str:
@@ -160,55 +150,42 @@ class Tracker:
         refused: bool = False,
     ) -> None:
         self._study = study
-        self._tracking = tracking
         self._tags = tags or {}
-        self._parent: str | None = None
-        self._making = threading.Lock()
-        links = RunLinks(study.engine)
-        mlflow = Shipper(tracking, links, parent=self.parent, delivered=checkpoints.forget_trial)
+        parent = functools.cache(lambda: open_parent_run(study, tracking))
+        mlflow = Shipper(tracking, RunLinks(study.engine), parent=parent, delivered=checkpoints.forget_trial)
         readers: list[Reader] = [mlflow, *readers_of(study, home)]
         self.outbox = Outbox(outbox_folder(home, study), [reader.name for reader in readers])
         self.sender = Sender(self.outbox, readers, refused=refused)
         self.system_metrics = SystemMetrics() if system_metrics else None
 
-    def parent(self) -> str:
-        """Return the study's run, made if it is missing; all processes of all machines get the same one."""
-        with self._making:
-            if self._parent is None:
-                self._parent = open_parent_run(self._study, self._tracking)
-            return self._parent
-
-    def begin(self, name: str, *, trial_id: int, number: int, attempt: int, resumed: bool, **tags: str) -> Journal:
-        """Begin the journal of an attempt, which is shipped from now on.
+    def begin(self, trial: Claim | Lost | Retired, *, resumed: bool, suffix: str = "", **tags: str) -> Journal:
+        """Begin the journal of an attempt, which is sent from now on.
 
         Args:
-            name: the journal's.
-            trial_id: the trial.
-            number: its number.
-            attempt: the attempt, which is ignored in favour of a later one.
+            trial: the trial and the attempt; the journals of later attempts have precedence.
             resumed: whether the trial may have a run already.
-            tags: of its run.
+            suffix: the end of the journal's name.
+            tags: of the trial's run.
         """
         spec = self._study.spec
         head = journal_records.Open(
             study=spec.name,
-            trial=trial_id,
-            number=number,
-            attempt=attempt,
+            trial=trial.trial_id,
+            number=trial.number,
+            attempt=trial.attempt,
             resumed=resumed,
             metric=f"val_{spec.metric}",
             began=int(time.time() * 1000),
-            tags={tag_names.OBJECTIVE: spec.objective, tag_names.ATTEMPT: str(attempt), **self._tags, **tags},
+            tags={tag_names.OBJECTIVE: spec.objective, tag_names.ATTEMPT: str(trial.attempt), **self._tags, **tags},
         )
-        journal = self.outbox.open(name, head)
+        journal = self.outbox.open(f"{trial.number:04d}-{trial.attempt}{suffix}", head)
         self.sender.add(journal)
         return journal
 
     @kill_point("log retired trial")
     def settled(self, trial: Lost | Retired) -> None:
         """End the run of a trial that no worker runs: its workers died, or it waited at a rung and will not go on."""
-        name = f"{trial.number:04d}-{trial.attempt}-{type(trial).__name__.lower()}"
-        journal = self.begin(name, trial_id=trial.trial_id, number=trial.number, attempt=trial.attempt, resumed=True)
+        journal = self.begin(trial, resumed=True, suffix=f"-{type(trial).__name__.lower()}")
         if isinstance(trial, Retired) and trial.grounds:
             journal.append(pruning_tags(trial.grounds))
         outcome = Outcome.PRUNED if isinstance(trial, Retired) else Outcome.LOST

@@ -20,7 +20,7 @@ def event_points(folder: Path, number: int, tag: str = "loss/val") -> list[tuple
 
 def wandb_rows(home: Path, number: int) -> list[tuple[int, float]]:
     """Step and value of all rows in the offline files of a trial's run."""
-    from hpsearch.storage.wandb_runs.process import rows
+    from tests.storage.trackers.wandb_runs.history import rows
 
     files = sorted(home.glob(f"wandb/*/wandb/offline-run-*/run-*-{number:04d}.wandb"))
     return [(row["_step"], row["val_loss"]) for path in files for row in rows(path)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import choose
-from hpsearch.search.spec.spec import FinalistsOf, parse_spec
-from hpsearch.search.tracking.tracker import check_readers
+from hpsearch.search.spec.spec import FinalistsOf, StudySpec, _folder, parse_spec
+from hpsearch.search.tracking.tracker import TRACKERS, check_readers
+from hpsearch.storage.errors import StorageError
 from tests.factories import BASE
 
 
@@ -21,8 +23,8 @@ from tests.factories import BASE
         ({"tensorboard": ""}, "--tensorboard '': give a folder that this machine sees (it is empty)"),
         (
             {"tensorboard": "s3://bucket/runs"},
-            "--tensorboard 's3://bucket/runs': give a folder that this machine sees (object stores take no event "
-            "files, which grow)",
+            "--tensorboard 's3://bucket/runs': give a folder that this machine sees (an object store takes no files "
+            "that grow)",
         ),
         ({"tensorboard": 5}, "--tensorboard is 5: it must be a valid string"),
         ({"wandb": "a/b/c"}, "--wandb 'a/b/c': give a project of Weights & Biases, or entity/project, such as me/wine"),
@@ -42,6 +44,7 @@ def test_a_folder_is_the_same_from_everywhere(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     assert parse_spec({**BASE, "tensorboard": "a/../runs"}).tensorboard == str(tmp_path / "runs")
     assert parse_spec({**BASE, "tensorboard": "~/runs"}).tensorboard == str(tmp_path / "me" / "runs")
+    assert parse_spec({**BASE, "tensorboard": Path("runs")}).tensorboard == str(tmp_path / "runs")
     stored = parse_spec({**BASE, "tensorboard": "runs"}).model_dump()
     monkeypatch.chdir("/")
     assert parse_spec(stored).model_dump() == stored
@@ -58,12 +61,27 @@ def test_finalists_and_a_refit_have_the_trackers_of_their_search(refit: int | No
 @pytest.mark.parametrize(("setting", "value"), [("tensorboard", "/runs"), ("wandb", "me/wine")])
 def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, setting: str, value: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SearchError) as error:
+    with pytest.raises(StorageError) as error:
         check_readers(parse_spec({**BASE, setting: value}))
     assert str(error.value) == (
         f"--{setting} {value}: the package {setting} is not installed: ./hpsearch add {setting} "
         f"(or: pip install 'hpsearch[{setting}]') on all machines"
     )
+
+
+class OtherTracker(BaseModel):
+    """A spec with another folder."""
+
+    csv: Annotated[str | None, BeforeValidator(_folder)] = None
+
+
+def test_a_wrong_folder_is_named_by_its_setting() -> None:
+    with pytest.raises(ValidationError, match="csv 's3://runs': give a folder that this machine sees"):
+        OtherTracker(csv="s3://runs")
+
+
+def test_every_tracker_has_a_setting_of_its_name() -> None:
+    assert {tracker.name for tracker in TRACKERS} <= StudySpec.model_fields.keys()
 
 
 def test_without_these_settings_nothing_is_asked_for() -> None:

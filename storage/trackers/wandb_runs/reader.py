@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import netrc
 import os
 import re
@@ -15,12 +14,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.errors import AwayError, StorageError, one_line
+from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
+from hpsearch.storage.journals.reader import RefusedError, TrialEnds
+from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbAwayError
 from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
 
 _HOSTED = (
     "api.forge.coreweave.com",
@@ -43,21 +43,6 @@ def server() -> str:
     return os.environ.get("WANDB_BASE_URL") or f"https://{_HOSTED[0]}"
 
 
-def check_account(project: str) -> None:
-    """Check that there is a key where one is needed.
-
-    Raises:
-        StorageError: there is none, or WANDB_MODE is no mode.
-    """
-    if (mode := os.environ.get("WANDB_MODE", "online")) not in _MODES:
-        raise StorageError(f"WANDB_MODE {mode!r}: set it to online or offline, or leave it out")
-    if is_online() and not _has_key():
-        raise StorageError(
-            f"--wandb {project}: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb "
-            "login; or set WANDB_MODE=offline and send later with wandb sync"
-        )
-
-
 def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -75,7 +60,7 @@ def _has_key() -> bool:
     return False
 
 
-def check_reachable() -> None:
+def _check_reachable() -> None:
     """Check that something answers where the server is; what it says is no matter.
 
     Raises:
@@ -95,15 +80,6 @@ _OPEN, _TELL, _FINISH = 60.0, 30.0, 60.0  # seconds in which the process has to 
 _SYSTEM = "system/"  # how the machine's load is named, whose steps are seconds
 
 
-class RunRefusedError(StorageError):
-    """Weights & Biases will not have a run, however often it is told."""
-
-
-def is_installed() -> bool:
-    """Whether the package `wandb` is installed here."""
-    return importlib.util.find_spec("wandb") is not None
-
-
 @dataclass
 class _Run:
     """A run that is open in the process of a generation."""
@@ -113,25 +89,29 @@ class _Run:
     load: dict[str, float] = field(default_factory=dict)  # of the machine, to go with the next epoch
 
 
-class WandbRuns(Reader):
-    """Tells Weights & Biases of the trials of one study.
-
-    Args:
-        project: of Weights & Biases, or entity/project.
-        study: the study's name.
-        owner: which no other study has, not even a later one of the same name.
-        folder: what is kept on this machine.
-        ends: what the study's database says of trials.
-    """
+class WandbRuns(OptionalTracker):
+    """Sends the trials of one study to the Weights & Biases project, or entity/project, that the setting names."""
 
     name, title = "wandb", "Weights & Biases"
 
-    def __init__(self, project: str, study: str, owner: str, folder: Path, ends: TrialEnds) -> None:
-        super().__init__(ends)
-        self._entity, _, self._project = project.rpartition("/")
-        self._study, self._owner, self._folder = study, owner, folder
-        self._process = Connection(folder)
+    def __init__(self, setting: str, study: str, owner: str, home: Path, ends: TrialEnds) -> None:
+        super().__init__(setting, study, owner, home, ends)
+        self._entity, _, self._project = setting.rpartition("/")
+        self._folder = home / "wandb" / owner
+        self._process = Connection(self._folder)
         self._runs: dict[Place, _Run] = {}
+
+    @classmethod
+    def check(cls, setting: str) -> None:
+        """Check that the package is installed, and that there is a key where one is needed."""
+        super().check(setting)
+        if (mode := os.environ.get("WANDB_MODE", "online")) not in _MODES:
+            raise StorageError(f"WANDB_MODE {mode!r}: set it to online or offline, or leave it out")
+        if is_online() and not _has_key():
+            raise StorageError(
+                f"--{cls.name} {setting}: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run "
+                "wandb login; or set WANDB_MODE=offline and send later with wandb sync"
+            )
 
     def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
         """Tell the trial's run of these; its journal has arrived when its end has."""
@@ -178,18 +158,9 @@ class WandbRuns(Reader):
             self._finish(place, None)
             place.settle()
 
-    def refused(self, place: Place) -> None:
-        """Nobody else need know."""
-
     def close(self) -> None:
         """Let the process end."""
         self._process.close()
-
-    def failure(self, error: Exception) -> Failure:
-        """Return what an error means."""
-        known = isinstance(error, OSError | StorageError)
-        passes = known and not isinstance(error, RunRefusedError)
-        return Failure(str(error), passes=passes, everything=isinstance(error, OSError | AwayError), expected=known)
 
     def _known(self, place: Place) -> _Run | None:
         run = self._runs.get(place)
@@ -200,7 +171,7 @@ class WandbRuns(Reader):
         if (run := self._known(place)) is not None:
             return run
         if is_online():
-            check_reachable()
+            _check_reachable()
         head = place.journal.head
         made = re.sub(r"[^A-Za-z0-9_-]", "-", f"{self._owner}-{head.number:04d}")
         more = {"entity": self._entity} if self._entity else {}
@@ -228,5 +199,5 @@ class WandbRuns(Reader):
             return answer
         told = one_line(error, 200)
         if "deleted" in told:  # a person's wish: no run is made in its place
-            raise RunRefusedError(told)
+            raise RefusedError(told)
         raise WandbAwayError(told)

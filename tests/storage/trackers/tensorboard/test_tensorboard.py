@@ -27,8 +27,8 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
-from hpsearch.storage.tensorboard.files import EventFiles
-from hpsearch.storage.tensorboard.reader import TensorBoard, check_folder
+from hpsearch.storage.trackers.tensorboard.files import EventFiles
+from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
 from hpsearch.storage.trials.settle import Outcome
 from tests.storage.journals.post import Post, log
 
@@ -39,7 +39,7 @@ def post(database_url: str, tmp_path: Path) -> Post:
 
 
 def reader_of(post: Post, root: Path, owner: str = "owner") -> TensorBoard:
-    return TensorBoard(root, post.study, owner, post.ends)
+    return TensorBoard(str(root), post.study, owner, root.parent, post.ends)
 
 
 @pytest.fixture
@@ -117,12 +117,12 @@ def test_an_attempt_goes_on_in_the_history_of_the_one_before(post: Post, root: P
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.storage.tensorboard.files import EventFiles
-from hpsearch.storage.tensorboard.files import scalars
+from hpsearch.storage.trackers.tensorboard.files import EventFiles
+from hpsearch.storage.trackers.tensorboard.files import scalars
 files = EventFiles(Path(sys.argv[1]))
 for step in range(3):
     with files.alone():
-        files.add(scalars({"loss/val": step / 10}, step=step, at=float(step)), ("loss/val", step))
+        files.add(scalars({"loss/val": step / 10}), step=step, at=float(step))
         files.flush()
 with next(Path(sys.argv[1]).glob("events*")).open("ab") as file:
     file.write(b"torn in the midst of an eve")
@@ -241,7 +241,7 @@ def test_a_repeated_epoch_of_one_journal_is_there_once(post: Post, root: Path) -
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as told:
-        check_folder(tmp_path / "file" / "runs")
+        TensorBoard.check(str(tmp_path / "file" / "runs"))
     assert str(told.value) == (
         f"--tensorboard {tmp_path}/file/runs: cannot be written (Not a directory): give a folder of this user's"
     )

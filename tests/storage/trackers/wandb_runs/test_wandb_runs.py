@@ -22,11 +22,12 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
+from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.process import records
+from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
 from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.wandb_runs.connection import Connection, WandbAwayError
-from hpsearch.storage.wandb_runs.process import records, rows
-from hpsearch.storage.wandb_runs.reader import WandbRuns, check_account
 from tests.storage.journals.post import Post, log
+from tests.storage.trackers.wandb_runs.history import rows
 
 KEY = "a" * 40
 
@@ -47,19 +48,19 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Readers(list[WandbRuns]):
-    def __init__(self, post: Post, folder: Path) -> None:
+    def __init__(self, post: Post, home: Path) -> None:
         super().__init__()
-        self.post, self.folder = post, folder
+        self.post, self.home = post, home
 
     def new(self) -> WandbRuns:
         """One as another process would have it."""
         owner = f"{self.post.study}-0f0f"
-        self.append(WandbRuns("me/demo", self.post.study, owner, self.folder, self.post.ends))
+        self.append(WandbRuns("me/demo", self.post.study, owner, self.home, self.post.ends))
         return self[-1]
 
     @property
     def files(self) -> list[Path]:
-        return sorted(self.folder.glob("wandb/offline-run-*/*.wandb"))
+        return sorted(self.home.glob("wandb/*/wandb/offline-run-*/*.wandb"))
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for path in self.files for row in rows(path)]
@@ -70,7 +71,7 @@ class Readers(list[WandbRuns]):
 
 @pytest.fixture
 def readers(post: Post, tmp_path: Path) -> Iterator[Readers]:
-    made = Readers(post, tmp_path / "wandb")
+    made = Readers(post, tmp_path)
     yield made
     for reader in made:
         reader.close()
@@ -162,7 +163,7 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers:
     reader, journal = readers.new(), post.open()
     log(journal, range(3))
     assert not post.ship(reader, journal)
-    named = {"process": "hpsearch.storage.wandb_runs.process", "service": "wandb-core"}[victim]
+    named = {"process": "hpsearch.storage.trackers.wandb_runs.process", "service": "wandb-core"}[victim]
     [found_one] = [pid for pid, command in children().items() if pid not in before and named in command]
     os.kill(found_one, signal.SIGKILL)
     log(journal, [3], end=Outcome.COMPLETE)
@@ -174,7 +175,7 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(post: Post, readers:
 _PUPPET = """
 import os, signal, sys
 from pathlib import Path
-from hpsearch.storage.wandb_runs.connection import Connection
+from hpsearch.storage.trackers.wandb_runs.connection import Connection
 line = Connection(Path(sys.argv[1]))
 assert line.ask(120, "open", run_id="x", folder=sys.argv[1], project="p", config={}) == {}
 line.ask(120, "tell", run_id="x", config={}, rows=[[0, {"a": 1}], [1, {"a": 2}]], summary={})
@@ -268,10 +269,10 @@ def test_a_key_that_is_missing_is_one_line(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if known:
-        check_account("me/demo")
+        WandbRuns.check("me/demo")
         return
     with pytest.raises(StorageError) as told:
-        check_account("me/demo")
+        WandbRuns.check("me/demo")
     assert str(told.value) == (
         "--wandb me/demo: no key of Weights & Biases: set WANDB_API_KEY, or WANDB_API_KEY_FILE, or run wandb login; "
         "or set WANDB_MODE=offline and send later with wandb sync"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection as Line
 
 from hpsearch.storage.errors import AwayError
 
@@ -31,7 +34,7 @@ class Connection:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: tuple[subprocess.Popen[bytes], Line] | None = None
         self._services: list[psutil.Process] = []  # what the process has started
         self._asking = threading.Lock()
         self._closing = False
@@ -44,68 +47,63 @@ class Connection:
             WandbAwayError: it does not answer within so many seconds, or has died; it is started anew next time.
         """
         with self._asking:
-            process = self._process or self._start()
-            assert process.stdin is not None
+            process, line = self._process or self._start()
             try:
-                process.stdin.write(json.dumps({"do": do, **request}, default=str).encode() + b"\n")
-                process.stdin.flush()
-                answer = self._answer(process, timeout)
-            except (OSError, WandbAwayError) as error:
-                self._kill()
+                line.send_bytes(json.dumps({"do": do, **request}, default=str).encode())
+                answer = self._answer(line, timeout)
+            except (OSError, EOFError, WandbAwayError) as error:
+                self._end(kill=True)
                 raise WandbAwayError(str(error) or "its process has died") from None
             if "error" in answer:  # the package keeps what it began, and would refuse to begin it again
-                self._kill()
+                self._end(kill=True)
             elif do == "open":
                 self._services = _children(process.pid)
             return answer
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Line]:
         if self._closing:
             raise WandbAwayError("this process is about to end")
         self._folder.mkdir(parents=True, exist_ok=True)
         environment = {"WANDB_ERROR_REPORTING": "false", **os.environ}
-        command = [sys.executable, "-P", "-m", "hpsearch.storage.wandb_runs.process"]
-        with (self._folder / "process.log").open("ab") as log:
-            self._process = subprocess.Popen(
+        line, other_end = multiprocessing.Pipe()
+        number = other_end.fileno()
+        command = [sys.executable, "-P", "-m", "hpsearch.storage.trackers.wandb_runs.process", str(number)]
+        with other_end, (self._folder / "process.log").open("ab") as log:
+            process = subprocess.Popen(
                 command,
                 env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+        self._process = process, line
         self.generation += 1
         return self._process
 
-    def _answer(self, process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any]:
-        assert process.stdout is not None
-        deadline, line = time.monotonic() + timeout, b""
-        while not line.endswith(b"\n"):
+    def _answer(self, line: Line, timeout: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while not line.poll(0.5):
             if self._closing or time.monotonic() > deadline:
                 raise WandbAwayError(f"no answer within {timeout:g} s")
-            if not select.select([process.stdout], [], [], 0.5)[0]:
-                continue
-            if not (read := os.read(process.stdout.fileno(), 1 << 16)):
-                raise WandbAwayError("its process has died")
-            line += read
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line.recv_bytes())
         return answer
 
-    def _kill(self) -> None:
-        """End the process and what it has started: a run that is opened anew must be written by nobody else."""
+    def _end(self, *, kill: bool = False) -> None:
+        """Close the line, at which the process ends, or kill it with the processes that it has started.
+
+        A run that is opened again must not be written by an earlier process.
+        """
         if self._process is None:
             return
-        for victim in {*_children(self._process.pid), *self._services}:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
-        self._process.kill()
-        self._end(self._process)
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
+        process, line = self._process
+        if kill:
+            for victim in {*_children(process.pid), *self._services}:
+                with contextlib.suppress(psutil.Error):
+                    victim.kill()
+            process.kill()
+        line.close()
         self._process, self._services = None, []
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.0 if self._closing else 5.0)
@@ -114,8 +112,7 @@ class Connection:
         """Let the process end, which finishes runs that are open, and let go of a request that waits for it."""
         self._closing = True
         with self._asking:
-            if self._process is not None:
-                self._end(self._process)
+            self._end()
 
 
 def _children(pid: int) -> list[psutil.Process]:

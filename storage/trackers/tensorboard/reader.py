@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import importlib.util
+import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hpsearch.storage.errors import AwayError, StorageError, one_line
+from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
-from hpsearch.storage.journals.reader import Failure, Reader, TrialEnds
-from hpsearch.storage.tensorboard import files as events
-from hpsearch.storage.tensorboard.files import EventFiles
+from hpsearch.storage.journals.reader import Failure, TrialEnds
+from hpsearch.storage.trackers.optional_tracker import OptionalTracker
+from hpsearch.storage.trackers.tensorboard import files as events
+from hpsearch.storage.trackers.tensorboard.files import EventFiles
 
 _OWNER = ".study"  # a file in a study's folder: whose it is
 
 
-def is_installed() -> bool:
-    """Whether TensorBoard is installed here."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-def check_folder(folder: Path) -> None:
-    """Make a folder for event files.
-
-    Raises:
-        StorageError: it cannot be made, or nobody of this machine may write there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable, why = os.access(folder, os.W_OK | os.X_OK), "this user may not write there"
-    except OSError as error:
-        writable, why = False, str(error.strerror)
-    if not writable:
-        raise StorageError(f"--tensorboard {folder}: cannot be written ({why}): give a folder of this user's")
-
-
-class TensorBoard(Reader):
-    """Writes the trials of one study as event files.
-
-    Args:
-        folder: of all studies.
-        study: the study's name.
-        owner: which no other study has, not even a later one of the same name.
-        ends: what the study's database says of trials.
-    """
+class TensorBoard(OptionalTracker):
+    """Writes the trials of one study as event files to the folder that the setting names."""
 
     name, title = "tensorboard", "TensorBoard"
 
-    def __init__(self, folder: Path, study: str, owner: str, ends: TrialEnds) -> None:
-        super().__init__(ends)
-        self._folder, self._study, self._owner = folder, study, owner
+    def __init__(self, setting: str, study: str, owner: str, home: Path, ends: TrialEnds) -> None:
+        super().__init__(setting, study, owner, home, ends)
+        self._folder = Path(setting)
         self._open: dict[Place, EventFiles] = {}
+
+    @classmethod
+    def check(cls, setting: str) -> None:
+        """Check that TensorBoard is installed, and that this user can write to the folder, which is created."""
+        super().check(setting)
+        try:
+            Path(setting).mkdir(parents=True, exist_ok=True)
+            if not os.access(setting, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "this user may not write there")
+        except OSError as error:
+            raise StorageError(
+                f"--{cls.name} {setting}: cannot be written ({error.strerror}): give a folder of this user's"
+            ) from None
 
     def tell(self, place: Place, entries: Sequence[Entry]) -> bool:
         """Write what the trial's files lack of these."""
@@ -82,17 +70,12 @@ class TensorBoard(Reader):
         """Nothing is open between two flushes."""
         self._open.pop(place, None)
 
-    def refused(self, place: Place) -> None:
-        """Nobody else need know."""
-
-    def close(self) -> None:
-        """Nothing is waited for."""
-
     def failure(self, error: Exception) -> Failure:
-        """Return what an error means: a folder that cannot be written today may be tomorrow."""
-        known = isinstance(error, OSError | StorageError)
-        text = f"{self._folder}: {error.strerror}" if isinstance(error, OSError) and error.strerror else one_line(error)
-        return Failure(text, passes=known, everything=isinstance(error, OSError | AwayError), expected=known)
+        """Return the meaning of an error, with the folder that cannot be written."""
+        found = super().failure(error)
+        if isinstance(error, OSError) and error.strerror:
+            return replace(found, text=f"{self._folder}: {error.strerror}")
+        return found
 
     def _files(self, place: Place) -> EventFiles:
         if place not in self._open:
@@ -124,27 +107,18 @@ class TensorBoard(Reader):
         match record:
             case journal_records.Open():
                 files.reopen()
-                self._add_table(files, "about", head.tags, step=head.attempt, at=began)
+                files.add(events.text("about", events.table(head.tags)), step=head.attempt, at=began)
             case journal_records.Params(values):
-                if not files.has(events.start_tag(), 0):
-                    start = events.session_start(values, trial=f"{self._study}/{head.number:04d}", at=began)
-                    files.add(start, (events.start_tag(), 0))
+                start = events.session_start(values, trial=f"{self._study}/{head.number:04d}", at=began)
+                files.add(start, step=0, at=began)
             case journal_records.Epoch(step, at, values) | journal_records.Metrics(step, at, values):
                 named = {events.tag_of(name): float(value) for name, value in values.items()}
-                new = {tag: value for tag, value in named.items() if not files.has(tag, step)}
-                if new:
-                    files.add(events.scalars(new, step=step, at=at), *((tag, step) for tag in new))
+                files.add(events.scalars(named), step=step, at=at)
             case journal_records.Tags(values):
-                self._add_table(files, ", ".join(values), values, step=head.attempt, at=began)
-
-    def _add_table(self, files: EventFiles, tag: str, values: dict[str, str], *, step: int, at: float) -> None:
-        if values and not files.has(tag, step):
-            files.add(events.text(tag, events.table(values), step=step, at=at), (tag, step))
+                files.add(events.text(", ".join(values), events.table(values)), step=head.attempt, at=began)
 
     def _end(self, files: EventFiles, place: Place, end: journal_records.End) -> None:
-        at, step = end.at / 1000, place.journal.head.attempt
-        if not files.has("outcome", step):
-            words = f"{end.outcome.run_state}: {end.reason}"
-            files.add(events.text("outcome", words, step=step, at=at), ("outcome", step))
-            files.flush()
-        files.write_end(events.session_end(end.outcome, at=at))
+        at, words = end.at / 1000, f"{end.outcome.run_state}: {end.reason}"
+        files.add(events.text("outcome", words), step=place.journal.head.attempt, at=at)
+        files.flush()
+        files.write_end(end.outcome, at=at)

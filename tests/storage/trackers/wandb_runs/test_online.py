@@ -14,12 +14,12 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
+from hpsearch.storage.trackers.wandb_runs import reader as wandb_reader
+from hpsearch.storage.trackers.wandb_runs.connection import WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
 from hpsearch.storage.trials.settle import Outcome
-from hpsearch.storage.wandb_runs import reader as wandb_reader
-from hpsearch.storage.wandb_runs.connection import WandbAwayError
-from hpsearch.storage.wandb_runs.reader import WandbRuns
 from tests.storage.journals.post import Post, log
-from tests.storage.wandb_runs.fake_server import FakeServer, fake_server
+from tests.storage.trackers.wandb_runs.fake_server import FakeServer, fake_server
 from tests.waiting import wait_for
 
 KEY = "a" * 40
@@ -48,7 +48,7 @@ def new_reader(post: Post, server: FakeServer, tmp_path: Path) -> Iterator[Calla
     made: list[WandbRuns] = []
 
     def new() -> WandbRuns:
-        made.append(WandbRuns("me/demo", post.study, "owner", tmp_path / "wandb", post.ends))
+        made.append(WandbRuns("me/demo", post.study, "owner", tmp_path, post.ends))
         return made[-1]
 
     yield new

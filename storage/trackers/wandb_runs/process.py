@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -11,15 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from hpsearch.storage.files import lock_file
 
 _HEADER, _BLOCK = 7, 32768
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a run's file, up to where it is torn."""
+    """Yield the records of a run's file, up to the place where it is torn; the package has no reader in Python."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for data in _chunks(path.read_bytes()):
@@ -44,18 +47,10 @@ def _chunks(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's history, each with its step as `_step`."""
-    for record in records(path):
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-            yield {"_step": record.history.step.num, **row}
-
-
 def steps_of(folder: Path, run: str) -> set[int]:
-    """Return the steps of a run that files have which wait for `wandb sync`."""
-    return {int(row["_step"]) for path in folder.glob(f"offline-run-*/run-{run}.wandb") for row in rows(path)}
+    """Return the steps of a run in the files that wait for `wandb sync`."""
+    found = (record for path in folder.glob(f"offline-run-*/run-{run}.wandb") for record in records(path))
+    return {record.history.step.num for record in found if record.WhichOneof("record_type") == "history"}
 
 
 _LAST_WORDS = 20.0  # seconds to finish runs when whoever started this is gone
@@ -67,23 +62,15 @@ class Runs:
     """The runs that are open, by their ids."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, Any] = {}
-        self._known: dict[str, set[int]] = {}
-        self._locks: dict[str, int] = {}
+        self._runs: dict[str, tuple[Any, set[int], int]] = {}  # each with its known steps and its lock
 
     def open(self, *, run_id: str, folder: str, **settings: Any) -> dict[str, Any]:
         """Begin a run or go on with it; the steps that it has are not logged again."""
         import wandb
 
-        lock = os.open(Path(folder) / f".{run_id}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+        lock = lock_file(Path(folder) / f".{run_id}.lock")
+        if lock is None:
             return {"busy": True}
-        except OSError:
-            pass  # a file system without locks
-        self._locks[run_id] = lock
         quiet = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
             x_disable_machine_info=True, x_save_requirements=False, init_timeout=_INIT,
@@ -91,8 +78,7 @@ class Runs:
         )  # fmt: skip
         known = steps_of(Path(folder) / "wandb", run_id)
         run = wandb.init(id=run_id, dir=folder, resume="allow", reinit="create_new", settings=quiet, **settings)
-        self._runs[run_id] = run
-        self._known[run_id] = known | set(range(run.step))  # a run that the server has begins there
+        self._runs[run_id] = run, known | set(range(run.step)), lock  # a run that the server has begins there
         return {}
 
     def tell(
@@ -104,7 +90,7 @@ class Runs:
         summary: dict[str, Any],
     ) -> dict[str, Any]:
         """Log rows at their steps, each once, and set what a run has one of."""
-        run, known = self._runs[run_id], self._known[run_id]
+        run, known, _ = self._runs[run_id]
         if config:
             run.config.update(config, allow_val_change=True)
         for step, values in rows:
@@ -123,15 +109,14 @@ class Runs:
             exit_code: 0 if it ended well.
             left: whether it was left, to be gone on with.
         """
-        run = self._runs.pop(run_id)
+        run, _, lock = self._runs.pop(run_id)
         if left:
             run.mark_preempting()
         file = Path(run.settings.sync_file) if run.offline else None
         run.finish(exit_code=exit_code)
         if file is not None:
             _await_end(file)
-        del self._known[run_id]
-        os.close(self._locks.pop(run_id))
+        os.close(lock)
         return {}
 
     def finish_all(self) -> None:
@@ -158,20 +143,18 @@ def main() -> None:
     """Answer until the input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # those that stop a worker: it has yet to say what it logged
         signal.signal(number, signal.SIG_IGN)
-    requests = os.fdopen(os.dup(0), "r")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the package prints is no answer
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    line = Connection(int(sys.argv[1]))
+    os.set_inheritable(line.fileno(), False)
     runs = Runs()
     known: dict[str, Callable[..., dict[str, Any]]] = {"open": runs.open, "tell": runs.tell, "finish": runs.finish}
-    for line in requests:
-        request = json.loads(line)
-        try:
-            answer = known[request.pop("do")](**request)
-        except Exception as error:  # whatever the package raises is for the process that asked
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    with suppress(EOFError, OSError):  # the other end is closed
+        while True:
+            request = json.loads(line.recv_bytes())
+            try:
+                answer = known[request.pop("do")](**request)
+            except Exception as error:  # whatever the package raises is for the process that asked
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            line.send_bytes(json.dumps(answer).encode())
     end = threading.Timer(_LAST_WORDS, os._exit, (1,))
     end.daemon = True
     end.start()

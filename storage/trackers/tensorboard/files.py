@@ -1,8 +1,7 @@
-"""TensorBoard event files: encode and append events."""
+"""TensorBoard event files: build and append events."""
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.database.locks import LockHeldError
+from hpsearch.storage.files import append_whole, lock_file
 from hpsearch.storage.trials.settle import Outcome
 
 _END = ".end"  # of the file that says how the trial ended
@@ -37,9 +37,9 @@ class EventFiles:
         self._file: Path | None = None
         self._size = 0  # of our own file
         self._earliest = 0  # the time that the name of the next file may have
-        self._points: set[tuple[str, int]] = set()  # tag and step of what is there
+        self._points: set[tuple[str, int]] = set()  # tag and step of what is there or was added
         self._read: dict[str, int] = {}  # sizes of the others' files that were read
-        self._added: set[tuple[str, int]] = set()
+        self._added: set[tuple[str, int]] = set()  # the points that are not written yet
         self._events: list[Any] = []
 
     @contextmanager
@@ -51,29 +51,31 @@ class EventFiles:
             OSError: the folder cannot be used.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = lock_file(self.folder / _LOCK)
+        if descriptor is None:
+            raise LockHeldError(f"{self.folder}: another process writes there")
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LockHeldError(f"{self.folder}: another process writes there") from None
-            except OSError:
-                pass  # a file system without locks: two that write at once are rare
             self._catch_up()
             yield
         finally:
+            self._points -= self._added
             self._events.clear()
             self._added.clear()
             os.close(descriptor)
 
-    def has(self, tag: str, step: int) -> bool:
-        """Whether there is a point, of this process or another."""
-        return (tag, step) in self._points or (tag, step) in self._added
+    def add(self, summary: Any, *, step: int, at: float) -> None:
+        """Add those values of a summary that no process has written yet.
 
-    def add(self, event: Any, *points: tuple[str, int]) -> None:
-        """Add an event (`tensorboard.compat.proto.event_pb2.Event`) and the points that it has."""
-        self._events.append(event)
-        self._added.update(points)
+        Args:
+            summary: a `tensorboard.compat.proto.summary_pb2.Summary`.
+            step: the step of its values.
+            at: the time of the event, in unix seconds.
+        """
+        if values := [value for value in summary.value if (value.tag, step) not in self._points]:
+            self._events.append(_event(values, step, at))
+            points = {(value.tag, step) for value in values}
+            self._points |= points
+            self._added |= points
 
     @kill_point("write events")
     def flush(self) -> None:
@@ -84,41 +86,28 @@ class EventFiles:
         """
         if not self._events:
             return
-        if self._file is None:
-            self._file, first = self._new_file(), [_version()]
-        else:
-            first = []
-        self._append(self._file, [*first, *self._events])
-        self._points.update(self._added)
+        self._file = self._file or self._new_file()
+        data = _records([*([] if self._size else [_version()]), *self._events])
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            append_whole(descriptor, data, self._size)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._size += len(data)
         self._events.clear()
         self._added.clear()
 
-    def _append(self, path: Path, events: list[Any]) -> None:
-        data = _records(events)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            written = 0
-            try:
-                while written < len(data):
-                    written += os.write(descriptor, data[written:])
-                os.fsync(descriptor)
-            except OSError:
-                os.ftruncate(descriptor, self._size)  # a torn event would hide what follows
-                raise
-            self._size += written
-        finally:
-            os.close(descriptor)
+    def write_end(self, outcome: Outcome, *, at: float) -> None:
+        """Write how the trial ended at unix seconds `at`, in place of an earlier end.
 
-    def write_end(self, event: Any) -> None:
-        """Write the one event that says how the trial ended, in place of an earlier one.
-
-        It has a file of its own, for of such events readers take the first: see `reopen`.
+        The event has a file of its own, because readers use the first event of this kind: see `reopen`.
 
         Raises:
             OSError: there is no room.
         """
         path, hidden = self._new_file(_END), self.folder / f".end-{os.getpid()}"
-        data = _records([_version(), event])
+        data = _records([_version(), _session_end(outcome, at)])
         with hidden.open("wb") as file:
             file.write(data)
             file.flush()
@@ -189,24 +178,18 @@ def tag_of(metric: str) -> str:
     return f"{name}/{kind}" if kind in {"train", "val"} and name else metric
 
 
-def scalars(values: Mapping[str, float], *, step: int, at: float) -> Any:
-    """Return the event of metrics by their tags, at unix seconds `at`."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+def scalars(values: Mapping[str, float]) -> Any:
+    """Return the summary of metrics by their tags."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
-    return _event([Summary.Value(tag=t, simple_value=v, metadata=metadata) for t, v in values.items()], step, at)
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
-def text(tag: str, words: str, *, step: int, at: float) -> Any:
-    """Return the event of a text, in Markdown."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+def text(tag: str, words: str) -> Any:
+    """Return the summary of a text, in Markdown."""
+    from tensorboard.plugins.text.summary_v2 import text_pb
 
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[words.encode()], tensor_shape=shape)
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return _event([Summary.Value(tag=tag, tensor=tensor, metadata=metadata)], step, at)
+    return text_pb(tag, words)
 
 
 def table(values: Mapping[str, str]) -> str:
@@ -216,51 +199,30 @@ def table(values: Mapping[str, str]) -> str:
 
 
 def session_start(params: Mapping[str, Any], *, trial: str, at: float) -> Any:
-    """Return the event by which a trial is a row of the HParams tab.
+    """Return the summary by which a trial is a row of the HParams tab.
 
     Args:
-        params: a column each; what is neither number nor truth value is shown as text.
-        trial: what the row is called.
-        at: when it began, in unix seconds.
+        params: one column per parameter; a value that is neither a number nor a boolean is shown as text.
+        trial: the name of the row.
+        at: the start of the trial, in unix seconds.
     """
-    from tensorboard.plugins.hparams import metadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-    info = SessionStartInfo(group_name=trial, start_time_secs=at)
-    for name, value in params.items():
-        if isinstance(value, bool):
-            info.hparams[name].bool_value = value
-        elif isinstance(value, int | float):
-            info.hparams[name].number_value = value
-        else:
-            info.hparams[name].string_value = str(value)
-    return _hparams(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info), at)
+    shown = {name: value if isinstance(value, int | float) else str(value) for name, value in params.items()}
+    return hparams_pb(shown, trial_id=trial, start_time_secs=at)
 
 
-def session_end(outcome: Outcome, *, at: float) -> Any:
+def _session_end(outcome: Outcome, at: float) -> Any:
     """Return the event that ends a trial's row, at unix seconds `at`."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata
     from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
     status = STATUS_SUCCESS if outcome in {Outcome.COMPLETE, Outcome.PRUNED} else STATUS_FAILURE
-    info = SessionEndInfo(status=status, end_time_secs=at)
-    return _hparams(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info), at)
-
-
-def start_tag() -> str:
-    """Return the tag of `session_start`."""
-    from tensorboard.plugins.hparams import metadata
-
-    return str(metadata.SESSION_START_INFO_TAG)
-
-
-def _hparams(tag: str, data: Any, at: float) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
+    data = HParamsPluginData(session_end_info=SessionEndInfo(status=status, end_time_secs=at))
     made = metadata.create_summary_metadata(data)
-    return _event([Summary.Value(tag=tag, metadata=made, tensor=metadata.NULL_TENSOR)], 0, at)
+    return _event([Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=made, tensor=metadata.NULL_TENSOR)], 0, at)
 
 
 def _event(values: list[Any], step: int, at: float) -> Any:
