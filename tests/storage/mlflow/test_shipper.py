@@ -407,3 +407,15 @@ def test_a_trial_whose_run_is_held_by_a_frozen_process_keeps_the_others_from_not
     sender.close()
     assert sending() == 0
     assert post.points("val_loss") == [(0, 1.0)]
+
+
+def test_all_open_runs_of_a_study_are_found_on_all_pages(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, search = f"pages-{secrets.token_hex(4)}", tracking.client.search_runs
+    parent = tracking.study_run(study, next(_numbers), params={}, known=None)
+    made = {number: tracking.create_trial_run(study, number, parent=parent, tags={}) for number in range(3)}
+
+    def one_by_one(*arguments: Any, page_token: str | None, **_: int) -> Any:
+        return search(*arguments, max_results=1, page_token=page_token)
+
+    monkeypatch.setattr(tracking.client, "search_runs", one_by_one)
+    assert tracking.open_trial_runs(study, parent) == made

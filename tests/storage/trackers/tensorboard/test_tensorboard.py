@@ -17,7 +17,9 @@ pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
 
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2
@@ -27,7 +29,7 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal_records import Epoch, Metrics, Tags
-from hpsearch.storage.trackers.tensorboard.files import EventFiles
+from hpsearch.storage.trackers.tensorboard.files import EventFiles, scalars
 from hpsearch.storage.trackers.tensorboard.reader import TensorBoard
 from hpsearch.storage.trials.settle import Outcome
 from tests.storage.journals.post import Post, log
@@ -169,6 +171,27 @@ def test_a_disk_that_is_full_in_the_midst_of_an_event_leaves_none_torn(
     assert (failure.passes, failure.text) == (True, f"{root}: No space left on device")
     post.ship(reader, journal)
     assert [step for step, _, _ in points(root / post.study / "0000")] == [0, 1, 2]
+
+
+def test_a_file_whose_first_events_found_no_room_begins_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = EventFiles(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with files.alone():
+            files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+            with pytest.raises(OSError, match="No space left"):
+                files.flush()
+    with files.alone():
+        files.add(scalars({"loss/val": 0.5}), step=0, at=0.0)
+        files.flush()
+    [path] = tmp_path.glob("events*")
+    assert Event.FromString(next(RawEventFileLoader(str(path)).Load())).file_version == "brain.Event:2"
+    assert points(tmp_path) == [(0, 0.0, 0.5)]
 
 
 def test_a_failed_trial_that_is_tried_again_ends_as_it_then_does(post: Post, root: Path) -> None:
