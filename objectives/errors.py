@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -41,7 +42,10 @@ def how_to_install(error: BaseException) -> str:
     if not module or "." in module or module in sys.stdlib_module_names:
         return ""
     if module in _FORMER:
-        return " (the classes of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`)"
+        return (
+            " (of hpsearch: `from hpsearch import Objective, Splits, TrainConfig`; a package of your own must be "
+            "next to the objective's file)"
+        )
     return f" (where it is a package: `{installing(_PACKAGES.get(module, module))}`)"
 
 
@@ -51,7 +55,7 @@ def installing(package: str) -> str:
     return f"{wrapper} add {package}" if wrapper else f"pip install {package}"
 
 
-_OWN = Path(__file__).resolve().parent
+_OWN = tuple(Path(__file__).resolve().parents[1] / name for name in _FORMER)
 _LIBRARIES = tuple(
     Path(folder).resolve()
     for key, folder in sysconfig.get_paths().items()
@@ -87,6 +91,15 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
+def source_file(cls: type) -> Path | None:
+    """Return the file that defines a class; None for a class made in a console."""
+    try:
+        source = inspect.getsourcefile(cls)
+    except (TypeError, OSError):
+        return None
+    return Path(source).resolve() if source and Path(source).exists() else None
+
+
 def blame(error: BaseException, file: Path | None = None) -> str:
     """`my_objective.py:12: NameError: name 'x' is not defined`: an error with the user's file and line.
 
@@ -107,7 +120,7 @@ def _is_users(filename: str, file: Path | None) -> bool:
     path = Path(filename).resolve()
     if file is not None and path == file.resolve():
         return True
-    return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, _OWN))
+    return not any(path.is_relative_to(folder) for folder in (*_LIBRARIES, *_OWN))
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hpsearch.objectives.errors import ObjectiveError, blame, nearest, shown
+from hpsearch.objectives.errors import ObjectiveError, blame, nearest, shown, source_file
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.own_loop.loop_objective import objective_of
 
@@ -59,7 +59,7 @@ def load_objective(reference: str) -> BaseObjective:
     try:
         objective = cls()
     except Exception as error:  # whatever the user's code raises
-        raise ObjectiveError(f"{cls.__name__} cannot be made: {blame(error, _file_of(cls))}") from error
+        raise ObjectiveError(f"{cls.__name__} cannot be made: {blame(error, source_file(cls))}") from error
     _check(objective)
     return objective
 
@@ -79,7 +79,7 @@ def objective_reference(reference: str) -> str:
 
 def source_hash(objective: BaseObjective) -> str:
     """SHA-256, in hexadecimal, of the file that defines the objective's class."""
-    path = _file_of(type(objective))
+    path = source_file(type(objective))
     if path is None:
         raise ObjectiveError(f"{type(objective).__name__} has no source file: define it in a module or a file")
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -125,6 +125,7 @@ def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     with _telling_import_errors(path):
         content = path.read_bytes()
+        _search_first(path.parent)
     # A name of its own, so that a file called search.py or numpy.py hides nothing, and a notebook may write it anew.
     name = f"hpsearch_objective_{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:8]}"
     if name in sys.modules:
@@ -134,7 +135,6 @@ def _import_file(path: Path) -> ModuleType:
         raise ObjectiveError(f"objective file {shown(path)} must end in .py")
     loader = spec.loader
     module = importlib.util.module_from_spec(spec)
-    _search_also(path.parent)
     sys.modules[name] = module
     try:
         with _telling_import_errors(path):
@@ -148,7 +148,7 @@ def _import_file(path: Path) -> ModuleType:
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not the name of a module")
-    _search_also(Path.cwd())
+    _search_first(Path.cwd())
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -174,11 +174,33 @@ def _telling_import_errors(file: Path | None) -> Iterator[None]:
         raise ObjectiveError(blame(error, file)) from error
 
 
-def _search_also(folder: Path) -> None:
-    """Let the user's code import its neighbours; after installed packages, and before the working folder's modules."""
-    if str(folder) not in sys.path:
-        behind = sys.path[-1:] == [str(Path.cwd())]  # such as a clone, which has folders of common names
-        sys.path.insert(len(sys.path) - behind, str(folder))
+_FOLDERS: list[str] = []  # that objectives were loaded from and that the search path got for them
+_ASIDE: dict[str, dict[str, ModuleType]] = {}  # by folder: its modules while another folder's have their names
+
+
+def _search_first(folder: Path) -> None:
+    """Let the user's code import its neighbours, also where another objective's folder has modules of the same names.
+
+    The folder is searched after installed packages, and before the working folder and those of other objectives.
+    """
+    own, others = str(folder), [other for other in _FOLDERS if other != str(folder)]
+    behind = {*others, *(path for path in sys.path[-1:] if path == str(Path.cwd()))}  # it may be a clone of hpsearch
+    first = next((place for place, path in enumerate(sys.path) if path in behind), len(sys.path))
+    if own not in sys.path[:first]:
+        sys.path[:] = [*sys.path[:first], own, *(path for path in sys.path[first:] if path != own)]
+        _FOLDERS[:] = [own, *others]
+    names = {entry.stem for entry in folder.iterdir() if entry.is_dir() or entry.suffix == ".py"}
+    for name in names & sys.modules.keys():
+        if (other := _folder_of(sys.modules[name])) in others:
+            parts = [part for part in sys.modules if part == name or part.startswith(f"{name}.")]
+            _ASIDE.setdefault(other, {}).update({part: sys.modules.pop(part) for part in parts})
+    sys.modules.update(_ASIDE.pop(own, {}))
+
+
+def _folder_of(module: ModuleType) -> str:
+    """Return the folder in which a module or package was found; empty for one without files."""
+    paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    return str(Path(paths[0]).parent) if paths[0] else ""
 
 
 def _objectives_in(module: ModuleType) -> dict[str, type[BaseObjective]]:
@@ -219,14 +241,6 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
             "function"
         )
     return value
-
-
-def _file_of(cls: type) -> Path | None:
-    try:
-        source = inspect.getsourcefile(sys.modules.get(cls.__module__, cls))
-    except TypeError:
-        return None
-    return Path(source) if source else None
 
 
 def _check(objective: BaseObjective) -> None:

@@ -1,4 +1,7 @@
 """The service: study definition, worker loop, fleets, report, Python API and command line."""
 
 if __name__ != "hpsearch.search":
-    raise ImportError(f"the package {__name__!r} is part of hpsearch; write `from hpsearch import Study`")
+    raise ImportError(
+        f"the package {__name__!r} of this folder is part of hpsearch: write `from hpsearch import Study`; "
+        f"for a package {__name__!r} of your own, put it next to the objective's file"
+    )

@@ -91,6 +91,20 @@ def test_a_file_finds_its_neighbours_before_those_of_the_working_folder(write, m
     assert type(load_objective("project/mine.py")).__name__ == "Mine"
 
 
+def test_each_objective_has_the_packages_of_its_own_folder(write):
+    data = "import common_pack.inner as inner; return inner.WIDTH"
+    text = "import common_pack, common_pack.inner\n" + GOOD.format(name="Mine").replace("...", data, 1)
+    for number, folder in enumerate(("first", "second")):
+        write(f"{folder}/common_pack/__init__.py", "")
+        write(f"{folder}/common_pack/inner.py", f"WIDTH = {number}")
+        write(f"{folder}/mine.py", text)
+    first, second = (load_objective(f"{folder}/mine.py") for folder in ("first", "second"))
+    found = [vars(sys.modules[type(one).__module__])["common_pack"].inner.WIDTH for one in (first, second)]
+    assert found == [0, 1]
+    assert second.data(0) == 1, "also where it is imported later"
+    assert load_objective("first/mine.py").data(0) == 0
+
+
 def test_an_imported_objective_is_not_one_of_the_file(write):
     write("mine.py", "from hpsearch.objectives.builtin.digits import Digits\n" + GOOD.format(name="Mine"))
     assert type(load_objective("mine.py")).__name__ == "Mine"
@@ -184,6 +198,24 @@ def test_a_module_that_is_not_installed_is_told_with_its_package(write, monkeypa
     assert told.startswith("mine.py:1: ")
     remedy = f"(where it is a package: `{f'{wrapper} add' if wrapper else 'pip install'} {package}`)"
     assert told.endswith(remedy) if package else "a package:" not in told
+
+
+@pytest.mark.parametrize("in_clone", [True, False])
+@pytest.mark.parametrize("name", ["search", "objectives", "storage"])
+def test_a_package_called_as_one_of_hpsearch_is_told_with_both_remedies(write, monkeypatch, in_clone, name):
+    """It may be meant as hpsearch's, or as one of the user's project."""
+    path = write("project/mine.py", f"import {name}\n" + GOOD.format(name="Mine"))
+    clone = Path(__file__).parents[2]
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(clone))])
+    if in_clone:
+        monkeypatch.chdir(clone)
+        sys.path.append(str(clone))
+    told = _refused(str(path))
+    assert "hpsearch" in told.partition(":1: ")[2]
+    assert "of your own" in told
+    assert "next to the objective's file" in told
+    write(f"project/{name}/__init__.py", "")
+    assert type(load_objective(str(path))).__name__ == "Mine"
 
 
 def test_an_installed_objective_is_blamed_by_its_own_line(write, tmp_path, monkeypatch):
