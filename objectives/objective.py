@@ -7,7 +7,7 @@ import inspect
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -26,36 +26,6 @@ if TYPE_CHECKING:
     from hpsearch.objectives.training.data.splits import Splits
     from hpsearch.objectives.training.evaluation.metrics import Metrics
     from hpsearch.objectives.training.evaluation.step import Step
-
-
-def prepared_folder(name: str, cls: type, prepare: Callable[[Path], None]) -> Path:
-    """The folder that `prepare` filled on this machine; filled now, where it was not.
-
-    It is in `prepared` of $HPSEARCH_HOME, else of the user's cache, by the objective's name and its source.
-
-    Args:
-        name: of the objective.
-        cls: its class, whose source stands for what is prepared.
-        prepare: fills an empty folder. Others wait meanwhile, and start over where it was killed.
-
-    Raises:
-        ObjectiveError: it failed.
-    """
-    import platformdirs
-    from filelock import FileLock
-
-    home = os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")
-    folder = Path(home).expanduser() / "prepared" / f"{name}-{_source_digest(cls)}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            with users_code(f"{cls.__name__}.prepare"):
-                prepare(unfinished)
-            unfinished.rename(folder)
-    return folder
 
 
 def _source_digest(cls: type) -> str:
@@ -154,8 +124,28 @@ class BaseObjective(ABC):
 
     @property
     def prepared(self) -> Path:
-        """The folder that `prepare` filled on this machine."""
-        return prepared_folder(self.name, type(self), self.prepare)
+        """The folder that `prepare` filled on this machine; filled now, where it was not.
+
+        It is in `prepared` of $HPSEARCH_HOME, else of the user's cache, by the objective's name and its source.
+
+        Raises:
+            ObjectiveError: `prepare` failed.
+        """
+        import platformdirs
+        from filelock import FileLock
+
+        home = os.environ.get("HPSEARCH_HOME") or platformdirs.user_cache_dir("hpsearch")
+        folder = Path(home).expanduser() / "prepared" / f"{self.name}-{_source_digest(type(self))}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = folder.with_name(f"{folder.name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                with users_code(f"{type(self).__name__}.prepare"):
+                    self.prepare(unfinished)
+                unfinished.rename(folder)
+        return folder
 
 
 def _take_first(cls: type[BaseObjective]) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler
 
 from hpsearch.objectives.adapters.names import bare_names
 from hpsearch.objectives.errors import ObjectiveError
+from hpsearch.objectives.training.data.tree import map_tensors
 from hpsearch.objectives.training.reproducibility.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -134,9 +135,8 @@ class _Memory(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked in
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002 Lightning's
         """Take it, but for the hyperparameters: the module is made from the trial's configuration."""
-        self.checkpoint = {
-            name: _plain(part) for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)
-        }
+        kept = {name: part for name, part in checkpoint.items() if not name.endswith(_HYPERPARAMETERS)}
+        self.checkpoint = map_tensors(lambda tensor: tensor, kept)  # mappings of other classes become dictionaries
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:  # noqa: ARG002 Lightning's
         """Give it."""
@@ -231,10 +231,3 @@ def _loaders(data: Any) -> dict[str, Any]:
 
 def _listed(given: Callback | list[Any] | None) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-
-
-def _plain(tree: Any) -> Any:
-    """Mappings of classes of their own as dictionaries, which a checkpoint can hold."""
-    if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
-    return type(tree)(map(_plain, tree)) if type(tree) in (list, tuple) else tree

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CLASSES = 10
 _LR = {"adamw": (1e-4, 1e-1), "sgd": (1e-3, 1.0)}  # each optimizer has its own scale
+_WIDTH: dict[str, Any] = {"cnn": {"low": 8, "high": 32, "step": 8}, "mlp": {"low": 32, "high": 256, "log": True}}
 
 
 class Digits(Objective):
@@ -56,7 +57,12 @@ class Digits(Objective):
             batch_size=trial.suggest_categorical("batch_size", [32, 64, 128]),
             schedule=trial.suggest_categorical("schedule", ["cosine", "one_cycle", "constant"]),
             label_smoothing=trial.suggest_float("label_smoothing", 0.0, 0.2),
-            model=_suggest_cnn(trial) if kind == "cnn" else _suggest_mlp(trial),
+            model={
+                "kind": kind,
+                "layers": trial.suggest_int(f"{kind}_layers", 1, 3),
+                "width": trial.suggest_int(f"{kind}_width", **_WIDTH[kind]),
+                "dropout": trial.suggest_float(f"{kind}_dropout", 0.0, 0.5),
+            },
         )
 
     def data(self, seed: int) -> Splits:
@@ -71,24 +77,6 @@ class Digits(Objective):
         settings = {**self.default_config().model, **config.model}
         net = _NETWORKS[settings.pop("kind")](**settings)
         return nn.Sequential(Standardize.fit(train.x, dim=(0, 2, 3)), net)
-
-
-def _suggest_cnn(trial: SearchSpace) -> dict[str, str | int | float]:
-    return {
-        "kind": "cnn",
-        "layers": trial.suggest_int("cnn_layers", 1, 3),
-        "width": trial.suggest_int("cnn_width", 8, 32, step=8),
-        "dropout": trial.suggest_float("cnn_dropout", 0.0, 0.5),
-    }
-
-
-def _suggest_mlp(trial: SearchSpace) -> dict[str, str | int | float]:
-    return {
-        "kind": "mlp",
-        "layers": trial.suggest_int("mlp_layers", 1, 3),
-        "width": trial.suggest_int("mlp_width", 32, 256, log=True),
-        "dropout": trial.suggest_float("mlp_dropout", 0.0, 0.5),
-    }
 
 
 def cnn(layers: int, width: int, dropout: float) -> nn.Sequential:

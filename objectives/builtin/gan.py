@@ -68,7 +68,7 @@ class Gan(LoopObjective):
             parts[name].load_state_dict(state)
         for _ in trial.epochs():
             losses = [
-                train_step(real[rows.to(trial.device)], trial.config, **parts)
+                train_step(real[rows.to(trial.device)], trial.config, parts)
                 for rows in torch.split(torch.randperm(len(real)), trial.config.batch_size)
             ]
             drawing, judging = (sum(loss) / len(losses) for loss in zip(*losses, strict=True))
@@ -128,16 +128,9 @@ class Pixels(nn.Module):
         return 16 * x.sigmoid()
 
 
-def train_step(
-    real: Tensor,
-    config: GanConfig,
-    *,
-    drawing: nn.Module,
-    judging: nn.Module,
-    draws: torch.optim.Optimizer,
-    judges: torch.optim.Optimizer,
-) -> tuple[float, float]:
+def train_step(real: Tensor, config: GanConfig, parts: dict[str, Any]) -> tuple[float, float]:
     """A step of what judges, then one of what draws, with the loss that does not saturate; both losses, in nats."""
+    drawing, judging, draws, judges = parts.values()
     entropy = functional.binary_cross_entropy_with_logits
     fake = drawing(torch.randn(len(real), config.noise, device=real.device))
     yes, no = torch.ones(len(real), 1, device=real.device), torch.zeros(len(real), 1, device=real.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset
-from hpsearch.objectives.training.data.tree import Tree, refilled, tensors
+from hpsearch.objectives.training.data.tree import Tree, leaves, refilled, tensors
 from hpsearch.objectives.training.evaluation.step import Call
 
 _ROWS = 4  # in an example: an exporter takes a dimension of 1 for a constant
@@ -62,14 +62,6 @@ def exportable(model: nn.Module, call: Call, x: Tree) -> tuple[nn.Module, list[t
     parts = list(tensors(x))
     if isinstance(x, Tensor):
         return model, parts
-    if not parts or _holds_objects(x):
+    if not parts or not all(isinstance(leaf, (Tensor, int, float, str, type(None))) for _, leaf in leaves(x)):
         raise ObjectiveError(f"its inputs are no tensors but {type(x).__name__}")
     return Positional(model, call, x), parts
-
-
-def _holds_objects(tree: Tree) -> bool:
-    if isinstance(tree, dict):
-        return any(map(_holds_objects, tree.values()))
-    if isinstance(tree, (tuple, list)):
-        return any(map(_holds_objects, tree))
-    return not isinstance(tree, (Tensor, int, float, str, bool, type(None)))

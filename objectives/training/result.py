@@ -84,6 +84,7 @@ class RunResult(ABC):
         best_path, last_path: checkpoints in the run's directory, where there are any.
         resume_note: why resumes of this run were not exact (another machine, another torch), and which options it
             had to do without; None when there is nothing of the kind.
+        fresh: the score of a run on a fresh division; None of any other.
     """
 
     status: Status
@@ -92,6 +93,7 @@ class RunResult(ABC):
     best_path: Path | None
     last_path: Path | None
     resume_note: str | None = None
+    fresh: FreshScore | None = None
 
     @property
     def best_epoch(self) -> int:
@@ -112,11 +114,6 @@ class RunResult(ABC):
     def history(self) -> list[EpochRecord]:
         """One record per epoch, those before a resume included."""
         return self.curve.history
-
-    @property
-    def fresh(self) -> FreshScore | None:
-        """The score of a run on a fresh division; None of any other."""
-        return None
 
     @property
     def has_model(self) -> bool:
@@ -151,7 +148,6 @@ class FitResult(RunResult):
         train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
             for the report, and None without a run directory.
         memory: most bytes of the device's memory that the run held at once; None on a CPU.
-        fresh_score: of a run on a fresh division.
     """
 
     model: nn.Module
@@ -161,12 +157,6 @@ class FitResult(RunResult):
     val: Dataset
     memory: int | None = None
     train_scores: dict[str, float] | None = None
-    fresh_score: FreshScore | None = None
-
-    @property
-    def fresh(self) -> FreshScore | None:
-        """The score of a run on a fresh division; None of any other."""
-        return self.fresh_score
 
     @property
     def data_digest(self) -> tuple[str, int] | None:

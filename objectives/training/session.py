@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.ranks import Ranks
@@ -134,21 +134,17 @@ class Session(Protocol):
     @property
     def run_dir(self) -> Path | None:
         """Directory of the run's configuration, log, numbers and plots; None writes none."""
-        ...
 
     @property
     def curve(self) -> Curve | None:
         """The learning curve that the run extends; None lets the run make its own."""
-        ...
 
     @property
     def shards(self) -> Path | None:
         """Folder to which ranks may write their parts of a large state; None keeps each state in one file."""
-        ...
 
     def restore(self) -> dict[str, Any] | None:
         """The last checkpoint's state, or None when the run starts."""
-        ...
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Keeps the state after an epoch, before it is reported.
@@ -156,7 +152,6 @@ class Session(Protocol):
         The tensors are the run's own: write or copy them before returning. `best`: the epoch is the best so far,
         and `promotable(state)` is what a promotion needs of it.
         """
-        ...
 
     def due(self, left: Callable[[], float]) -> Due:
         """Asked after each optimizer step: whether the run's state is to be saved there, or the run to be left.
@@ -164,11 +159,9 @@ class Session(Protocol):
         Args:
             left: the seconds that the epoch will yet take, its validation and checkpoint included, by its pace so far.
         """
-        ...
 
     def save_within(self, state: dict[str, Any]) -> None:
         """Keeps the state in the midst of an epoch: as `save`, but nothing of that epoch is known yet."""
-        ...
 
     def report(self, record: EpochRecord) -> Verdict:
         """Takes an epoch's numbers and says whether to go on. Idempotent by epoch.
@@ -176,11 +169,9 @@ class Session(Protocol):
         A restored run reports its whole history again, so that a death between save and report loses nothing; a
         session that has an epoch already answers CONTINUE.
         """
-        ...
 
     def log(self, path: Path) -> None:
         """Takes a file that the run made: configuration, metrics, log, plots."""
-        ...
 
 
 class LocalSession:
@@ -258,12 +249,12 @@ class RankedSession:
     """What a run on ranks asks of its trial: rank 0 asks, and its answers, or its errors, hold for all.
 
     Args:
-        session: of the trial; None on ranks but the first, and where a run is kept nowhere.
+        session: of the trial; None on ranks but the first.
         ranks: that train together.
     """
 
     def __init__(self, session: Session | None, ranks: Ranks) -> None:
-        self._session, self._ranks = session, ranks
+        self._session, self._ranks = cast("Session", session), ranks  # rank 0 alone uses the session
         self.curve = None if session is None else session.curve
         self.run_dir, self.shards = ranks.told((None, None) if session is None else (session.run_dir, session.shards))
         self._steps = 0  # until the ranks agree again
@@ -275,7 +266,7 @@ class RankedSession:
         read: list[dict[str, Any] | None] = []
 
         def lean() -> dict[str, Any] | None:
-            state = None if self._session is None else self._session.restore()
+            state = self._session.restore()
             read.append(state)
             if state is None or "shards" not in state or not state["best"]:
                 return state
@@ -286,7 +277,7 @@ class RankedSession:
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Rank 0 keeps the state after an epoch; nobody goes on before it is kept."""
-        self._ranks.led(lambda: None if self._session is None else self._session.save(state, best=best))
+        self._ranks.led(lambda: self._session.save(state, best=best))
 
     def due(self, left: Callable[[], float]) -> Due:
         """The same on all ranks, at the same step: asked at steps that are some time apart, not at each."""
@@ -305,20 +296,19 @@ class RankedSession:
         now = time.monotonic()
         pace = max((now - self._asked) / self._apart, 1e-6)
         self._asked = now
-        due = Due.NOTHING if self._session is None else self._session.due(left)
-        return due, max(1, min(int(_ASKED / pace), 2 * self._apart))
+        return self._session.due(left), max(1, min(int(_ASKED / pace), 2 * self._apart))
 
     def save_within(self, state: dict[str, Any]) -> None:
         """Rank 0 keeps the state in the midst of an epoch."""
-        self._ranks.led(lambda: None if self._session is None else self._session.save_within(state))
+        self._ranks.led(lambda: self._session.save_within(state))
 
     def report(self, record: EpochRecord) -> Verdict:
         """Rank 0 reports; all ranks leave in the same epoch."""
-        return self._ranks.led(lambda: Verdict.CONTINUE if self._session is None else self._session.report(record))
+        return self._ranks.led(lambda: self._session.report(record))
 
     def log(self, path: Path) -> None:
         """Rank 0 takes a file that the run made; the others make none."""
-        if self._session is not None:
+        if self._ranks.first:
             self._session.log(path)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,47 +29,81 @@ from hpsearch.objectives.training.reports.run_dir import RunDir
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import repeatable_cublas, reproducible, set_seed
 from hpsearch.objectives.training.result import FitResult, status_of
-from hpsearch.objectives.training.session import Due, LocalSession, Session, Verdict, on_ranks
+from hpsearch.objectives.training.session import Curve, Due, LocalSession, Session, Verdict, on_ranks
 
 if TYPE_CHECKING:
     from hpsearch.objectives.objective import Objective
 
 
-def conclude(run: Run, verdict: Verdict, files: RunDir) -> FitResult:
-    """The result of a run that has ended, with its best weights put back."""
-    best, val = run.curve.best, run.splits.val
-    if best:  # none yet, where the run was left in its first epoch
-        run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
-    status = status_of(verdict, finished=run.finished)
-    reported = run.ranks.told(files.path is not None) and status != "stopped"
-    train_scores = run.judge_train() if reported else None
-    model = plain(run.strategy.plain(run.judged)).eval()
-    fresh = None
-    if run.fresh is not None and status == "completed" and run.ranks.first:
-        fresh = run.fresh.score(run.curve.metric, best.get("value", math.nan), run.stepping, run.device)
-    return FitResult(
-        status=status,
-        verdict=verdict,
-        curve=run.curve,
-        model=model,
-        example=example_of(val),
-        call=call_in(run.stepping),
-        best_path=files.existing("best.pt"),
-        last_path=files.existing("last.pt"),
-        split_hash=run.identity["split_hash"],
-        val=val,
-        resume_note="; ".join(run.notes) or None,
-        memory=peak_memory(run.device),
-        train_scores=train_scores,
-        fresh_score=fresh,
-    )
+class BaseTrainer:
+    """What every training loop has: its session, its files and its device.
+
+    Args:
+        config: the configuration to train.
+        plan: its epochs and seeds.
+        session: keeps the run and may end it; None is `LocalSession(run_dir)`.
+        run_dir: directory for configuration, log and numbers; None is the session's.
+        device: such as "cpu" or "cuda:1"; None is an accelerator if there is one.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        plan: RunPlan,
+        *,
+        session: Session | None = None,
+        run_dir: Path | None = None,
+        device: str | None = None,
+    ) -> None:
+        if run_dir is None and session is not None:
+            run_dir = session.run_dir
+        self.config, self.plan, self.ranks = config, plan, current()
+        if not self.ranks.first:  # only rank 0 uses the session and writes files
+            session = run_dir = None
+        self.kept = LocalSession(run_dir) if session is None and run_dir is not None else session
+        self.session = self.kept if self.ranks.alone else on_ranks(self.kept, self.ranks)
+        self.files = RunDir(run_dir, told=self.ranks.first)
+        self.device = device_named(device)
+        self.curve = None if self.session is None else self.session.curve
+
+    def start(self, curve: Curve, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> Verdict:
+        """Write the run's configuration, and report the epochs of a restored curve again."""
+        self.files.start(resolved, changes, resumed_at=resumed_at)
+        for record in curve.history:
+            if (verdict := self.report(record)) != Verdict.CONTINUE:
+                return verdict
+        return Verdict.CONTINUE
+
+    def report(self, record: EpochRecord) -> Verdict:
+        """Report an epoch to the session, then write its record."""
+        # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
+        verdict = Verdict.CONTINUE if self.session is None else self.session.report(record)
+        self.files.record(record)
+        return verdict
+
+    def shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
+        """Return the fields of a `RunResult`; `finished` is whether nothing was left to train."""
+        return {
+            "status": status_of(verdict, finished=finished),
+            "verdict": verdict,
+            "curve": curve,
+            "best_path": self.files.existing("best.pt"),
+            "last_path": self.files.existing("last.pt"),
+            "resume_note": "; ".join(notes) or None,
+        }
+
+    def log_files(self, paths: Iterable[Path]) -> None:
+        """Give files that the run made to the session."""
+        for path in paths:
+            if self.session is not None:
+                self.session.log(path)
 
 
 class _LeftError(Exception):
     """The epoch is left in its midst, and its state is saved."""
 
 
-class Trainer:
+class Trainer(BaseTrainer):
     """Trains one configuration of an objective.
 
     Args:
@@ -110,20 +144,11 @@ class Trainer:
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise ObjectiveError(f"the configuration must be a TrainConfig, not {type(config).__name__}")
-        if run_dir is None and session is not None:
-            run_dir = session.run_dir
-        self.objective, self.config = objective, config
-        self.plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, division, refit)
-        self.ranks = current()
-        if not self.ranks.first:  # it speaks to nobody and writes nothing
-            session, run_dir, instruments = None, None, NONE
-        if session is None and run_dir is not None:
-            session = LocalSession(run_dir)
-        self.session = session if self.ranks.alone else on_ranks(session, self.ranks)
-        self.files = RunDir(run_dir, told=self.ranks.first)
-        self.device = device_named(device)
-        self.instruments = instruments
-        instruments.check(run_dir)
+        plan = RunPlan(epochs, seed, seed if split_seed is None else split_seed, division, refit)
+        super().__init__(config, plan, session=session, run_dir=run_dir, device=device)
+        self.objective = objective
+        self.instruments = instruments if self.ranks.first else NONE
+        self.instruments.check(self.files.path)
 
     def fit(self) -> FitResult:
         """Trains until the budget or the patience is spent, or the session ends it.
@@ -149,7 +174,7 @@ class Trainer:
         started -= sums.seconds
         try:
             with self.instruments.profiler(run, self.files.path):
-                trained = train_epoch(run, epoch, sums, partial(self._within, run, started))
+                train_epoch(run, epoch, sums, partial(self._within, run, started))
         except _LeftError:
             return Verdict.STOP
         training = time.perf_counter() - started
@@ -161,13 +186,13 @@ class Trainer:
         measured = self._measured(run, scores, epoch)
         run.schedule.end_epoch(scores[self.objective.metric])
         metrics = {
-            **{f"train_{name}": value for name, value in trained.scores.items()},
+            **{f"train_{name}": value for name, value in sums.scores.items()},
             **{f"val_{name}": value for name, value in scores.items()},
             **measured,
-            "lr": trained.lr,
-            "grad_norm": trained.grad_norm,
+            "lr": sums.lr,
+            "grad_norm": sums.grad_norm,
             "epoch_seconds": time.perf_counter() - started,
-            "samples_per_second": trained.samples / training,
+            "samples_per_second": sums.samples / training,
         }
         if not run.ranks.alone:
             metrics["samples_per_second_per_device"] = metrics["samples_per_second"] / run.ranks.world
@@ -180,8 +205,8 @@ class Trainer:
         if self.session is not None:
             self.session.save(run.state_dict(), best=best)
         run.conclusion = time.perf_counter() - started - training
-        self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", _shown(metrics))
-        return self._report(record)
+        self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", shown(metrics))
+        return self.report(record)
 
     def _measured(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
         """What is measured beside a validation, once all that decides is found to be there and finite.
@@ -248,14 +273,14 @@ class Trainer:
             self.plan,
             device=self.device,
             ranks=self.ranks,
-            curve=None if self.session is None else self.session.curve,
+            curve=self.curve,
         )
         run.measuring.require_device()
         run.shards = None if self.session is None else self.session.shards
         where = (
             str(self.device) if self.ranks.alone else f"{self.ranks.world} devices ({self.device}, {run.strategy.name})"
         )
-        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, _shown(untrained))
+        self.files.log.info("%s on %s, untrained: %s", self.objective.name, where, shown(untrained))
         for note in [*run.notes, *oddities(run)]:
             self.files.log.warning("%s", note)
         return run
@@ -271,36 +296,52 @@ class Trainer:
             within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
-        self.files.start(resolved, run.changes, resumed_at=run.step if state else None)
-        for record in run.curve.history:
-            verdict = self._report(record)
-            if verdict != Verdict.CONTINUE:
-                return verdict
-        return Verdict.CONTINUE
+        return self.start(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
         with users_code(f"{type(self.objective).__name__}.on_epoch"):
             self.objective.on_epoch(run.model, epoch, self.config)
 
-    def _report(self, record: EpochRecord) -> Verdict:
-        # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
-        verdict = Verdict.CONTINUE if self.session is None else self.session.report(record)
-        self.files.record(record)
+    def report(self, record: EpochRecord) -> Verdict:
+        """Report an epoch to the session, then write its record."""
+        verdict = super().report(record)
         self.instruments.record(record, self.files.path)
         return verdict
 
     def _finish(self, run: Run, verdict: Verdict) -> FitResult:
-        """Hands over the run's files, unless it is to go on later, and the result."""
-        result = conclude(run, verdict, self.files)
+        """Return the result; a run that is not to be resumed also gives its files to the session."""
+        result = self._result(run, verdict)
         best = f"best epoch {result.best_epoch + 1}, {run.curve.key}={result.best_value:.6g}"
         self.files.log.info("%s: %s", result.status, best if run.curve.best else "no epoch is done")
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))
             write = partial(write_report, run=run, result=result, objective=self.objective)
-            for path in self.files.finish(result, names, write):
-                if self.session is not None:
-                    self.session.log(path)
+            self.log_files(self.files.finish(result, names, write))
         return result
+
+    def _result(self, run: Run, verdict: Verdict) -> FitResult:
+        """Return the result of a run that has ended, with its best weights restored."""
+        best, val = run.curve.best, run.splits.val
+        if best:  # none yet, where the run was left in its first epoch
+            run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
+        shared = self.shared_result(run.curve, verdict, run.notes, finished=run.finished)
+        reported = run.ranks.told(self.files.path is not None) and shared["status"] != "stopped"
+        train_scores = run.judge(run.splits.train) if reported else None
+        model = plain(run.strategy.plain(run.judged)).eval()
+        fresh = None
+        if run.fresh is not None and shared["status"] == "completed" and run.ranks.first:
+            fresh = run.fresh.score(best.get("value", math.nan), run.stepping)
+        return FitResult(
+            **shared,
+            model=model,
+            example=example_of(val),
+            call=call_in(run.stepping),
+            split_hash=run.identity["split_hash"],
+            val=val,
+            memory=peak_memory(run.device),
+            train_scores=train_scores,
+            fresh=fresh,
+        )
 
 
 def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
@@ -311,7 +352,8 @@ def _require_finite(numbers: Mapping[str, float], run: Run, epoch: int) -> None:
             )
 
 
-def _shown(metrics: dict[str, float]) -> str:
+def shown(metrics: dict[str, float]) -> str:
+    """Return metrics as a line of text."""
     return " ".join(f"{name}={value:.5g}" for name, value in metrics.items())
 
 

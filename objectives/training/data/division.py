@@ -149,8 +149,6 @@ def halved(labels: Rows | None, samples: int, blocks: Blocks | None, seed: int) 
     """
     rows = np.arange(samples)
     numbers = None if blocks is None else blocks.numbers
-    if numbers is not None and len(numbers) != samples:  # somebody took a part of them
-        numbers = None
     if samples < 2 * _LEAST or (numbers is not None and len(np.unique(numbers)) < 2):
         return None
     if numbers is not None and blocks is not None and blocks.ordered:

@@ -49,20 +49,13 @@ def _joined(found: list[Any], names: Sequence[int], collate: Collate, *, own: bo
     try:
         return collate(found)
     except Exception as error:  # as above
-        for name, sample in zip(names, found, strict=True):
-            try:
-                collate([sample])
-            except Exception as alone:  # as above
-                raise ObjectiveError(f"collate fails at sample {name}: {blame(alone)}") from alone
-        if own:
-            for count in range(2, len(found)):
+        for count, name in enumerate(names, start=1):
+            alone, together = ("", [found[count - 1]]), (f", the {count}th of a batch", found[:count])
+            for where, samples in (alone, together) if own else (alone,):
                 try:
-                    collate(found[:count])
-                except Exception as together:  # as above
-                    raise ObjectiveError(
-                        f"collate fails at sample {names[count - 1]}, the {count}th of a batch: {blame(together)}"
-                    ) from together
-            raise ObjectiveError(f"collate fails at sample {names[-1]}, the last of a batch: {blame(error)}") from error
+                    collate(samples)
+                except Exception as reason:  # as above
+                    raise ObjectiveError(f"collate fails at sample {name}{where}: {blame(reason)}") from reason
         first = str(error).strip().splitlines()[0]
         raise ObjectiveError(
             f"samples {names[0]} to {names[-1]} make no batch ({first}): give collate=, which makes one of a list"

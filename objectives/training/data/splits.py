@@ -17,7 +17,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.data.dataset import Dataset, as_inputs, as_tree, is_arrays, known_targets
 from hpsearch.objectives.training.data.division import Blocks, Rows, by_time, divide, moved_back, trained_on, wanted
 from hpsearch.objectives.training.data.samples import Collate, Mapped, as_target, digest
-from hpsearch.objectives.training.data.tree import Tree, form, map_tensors, refilled, tensors
+from hpsearch.objectives.training.data.tree import Tree, concatenated, form, map_tensors, tensors
 
 
 def _hash(*parts: tuple[str, Dataset]) -> str:
@@ -293,10 +293,5 @@ def joined(splits: Splits, *, by_make: bool) -> Splits:
         if form(one) != form(other):
             raise ObjectiveError(f"a refit cannot join train and validation: {what} is {form(one)} and {form(other)}")
     rows = None if train.rows is None or val.rows is None else torch.cat([train.rows, val.rows])
-    return replace(splits, train=replace(train, x=_cat(train.x, val.x), y=_cat(train.y, val.y), rows=rows))
-
-
-def _cat(one: Tree, other: Tree) -> Tree:
-    """The samples of two trees of one form, one after the other."""
-    pairs = zip(tensors(one), tensors(other), strict=True)
-    return refilled(one, (torch.cat([first, second]) for (_, first), (_, second) in pairs))
+    x, y = concatenated([train.x, val.x]), concatenated([train.y, val.y])
+    return replace(splits, train=replace(train, x=x, y=y, rows=rows))

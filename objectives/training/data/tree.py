@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,18 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return tree
 
 
-def tensors(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Each tensor with where it stands, in the order of the tree: ``ids``, ``pair.0``, or nothing for a lone one."""
-    if isinstance(tree, Tensor):
+def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over what is in the structure with its place: ``ids``, ``pair.0``, or nothing for a single tensor."""
+    if not isinstance(tree, (Mapping, tuple, list)):
         yield name, tree
-    elif isinstance(tree, (Mapping, tuple, list)):
-        inner = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in inner:
-            yield from tensors(value, f"{name}.{key}" if name else str(key))
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def tensors(tree: Tree) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors with their places, in the order of the tree."""
+    return ((name, leaf) for name, leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def moved(tree: Tree, device: torch.device | str) -> Tree:
@@ -40,6 +44,11 @@ def moved(tree: Tree, device: torch.device | str) -> Tree:
     if isinstance(tree, (Tensor, Mapping, tuple, list)):
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
     return tree.to(device) if hasattr(tree, "to") else tree
+
+
+def on_cpu(tree: Tree) -> Tree:
+    """The tree on the CPU once it is copied: what `moved` copies from a GPU may be read too early."""
+    return moved(map_tensors(Tensor.cpu, tree), "cpu")
 
 
 def taken(tree: Tree, rows: Tensor | slice) -> Tree:
@@ -61,3 +70,9 @@ def form(tree: Tree) -> str:
 def refilled(tree: Tree, parts: Iterator[Tensor]) -> Tree:
     """The tree with its tensors replaced by these, in its order."""
     return map_tensors(lambda _: next(parts), tree)
+
+
+def concatenated(trees: Sequence[Tree]) -> Tree:
+    """The samples of trees of one structure, one after the other, as one tree."""
+    columns = zip(*([tensor for _, tensor in tensors(tree)] for tree in trees), strict=True)
+    return refilled(trees[0], (torch.cat(column) for column in columns))

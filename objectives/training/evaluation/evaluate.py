@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch, Dataset
 from hpsearch.objectives.training.data.loader import loaded
-from hpsearch.objectives.training.data.tree import taken
+from hpsearch.objectives.training.data.tree import moved, taken
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import LossStep, Step, Stepping
 from hpsearch.objectives.training.ranks import ALONE, Ranks
@@ -30,10 +30,23 @@ class InParts(Protocol):
 
     def add(self, step: Step, rows: range) -> None:
         """Add a batch of the samples at `rows`, which are none if the batch belongs to another rank."""
-        ...
 
 
-@torch.inference_mode()
+@contextmanager
+def evaluating(model: nn.Module, device: torch.device, purpose: str) -> Iterator[None]:
+    """Return a region in evaluation mode and without gradients, with generators seeded by `purpose`.
+
+    The model's mode and the generators are restored at its end.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode(), seeded_on(device, purpose):
+            yield
+    finally:
+        model.train(training)
+
+
 def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
     model: nn.Module,
     dataset: Dataset,
@@ -62,25 +75,18 @@ def evaluate(  # noqa: PLR0913 all that an evaluation is made of, by keyword
         also: what sees each batch, too.
     """
     stepping, device = LossStep(step) if isinstance(step, nn.Module) else step, torch.device(device)
-    training = model.training
-    model.eval()
-    try:
+    # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
+    with evaluating(model, device, "evaluation"):
         metrics.reset()
-        sums = Means(device)
-        # A step may draw at random: always the same, so that weights are judged alike in each epoch and afterwards.
-        with seeded_on(device, "evaluation"):
-            for batch, rows in batches(
-                dataset, batch_size, device, num_workers, ranks, None if also is None else also.cut
-            ):
-                found = stepping(model, batch, nullcontext())
-                sums.add(found, len(rows))
-                if rows and found.outputs is not None:
-                    metrics.update(found.outputs, found.targets)
-                if also is not None:
-                    also.add(found, rows)
+        sums, cut = Means(device), None if also is None else also.cut
+        for batch, rows in batches(dataset, batch_size, device, num_workers, ranks, cut):
+            found = stepping(model, batch, nullcontext())
+            sums.add(found, len(rows))
+            if rows and found.outputs is not None:
+                metrics.update(found.outputs, found.targets)
+            if also is not None:
+                also.add(found, rows)
         return ranks.told(as_floats({**sums.compute(ranks), **metrics.compute()}))
-    finally:
-        model.train(training)
 
 
 def evaluation_rows(config: TrainConfig) -> int:
@@ -121,10 +127,8 @@ class Means:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self._loss = state["loss"].to(self._device)
-        self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
-        weight = state["weight"]
-        self.weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
+        state = moved(state, self._device)
+        self._loss, self._sums, self.weight = state["loss"], state["sums"], state["weight"]
 
 
 def batches(

@@ -138,13 +138,16 @@ def mean(loss: nn.Module, output: Any, target: Any, size: int) -> Tensor:
     value: Tensor = loss(_full(output), target).float()
     if value.ndim == 0:
         return value
-    shapes = [tensor.shape for tree in (output, target) for _, tensor in tensors(tree)]
-    if value.shape[0] != size or (value.ndim > 1 and value.shape not in shapes):
+    if value.shape[0] != size or (value.ndim > 1 and value.shape not in _shapes(output, target)):
         raise ObjectiveError(
             f"the loss gave {list(value.shape)} for outputs {_shape(output)} and targets {_shape(target)}: "
             "give one value a sample [n], or the mean"
         )
     return value.mean()
+
+
+def _shapes(*trees: Any) -> list[torch.Size]:
+    return [tensor.shape for tree in trees for _, tensor in tensors(tree)]
 
 
 def _full(output: Any) -> Any:

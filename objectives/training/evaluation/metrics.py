@@ -31,19 +31,15 @@ class Metrics(Protocol):
 
     def update(self, output: Tensor, target: Tensor) -> None:
         """Adds a batch of outputs [n, ...] and targets [n, ...]."""
-        ...
 
     def compute(self) -> Mapping[str, Any]:
         """Each metric by name, a scalar, over all that was added since the last reset."""
-        ...
 
     def reset(self) -> None:
         """Forgets all batches."""
-        ...
 
     def to(self, device: torch.device) -> Any:
         """Moves what was gathered to a device."""
-        ...
 
 
 def metrics_for(metric: str, train: Dataset) -> Metrics:

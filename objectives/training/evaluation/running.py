@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpsearch.objectives.training.data.tree import moved
+from hpsearch.objectives.training.data.tree import moved, on_cpu
 from hpsearch.objectives.training.evaluation import gathered
 from hpsearch.objectives.training.evaluation.evaluate import Means
 from hpsearch.objectives.training.evaluation.metrics import Metrics, synchronises
@@ -125,7 +125,7 @@ class _Gathered:
         of_this_rank(inner)  # such as one that somebody's class holds: it would sum once more
 
     def update(self, output: Any, target: Any) -> None:
-        self._kept.append((moved(output, "cpu"), moved(target, "cpu")))
+        self._kept.append((on_cpu(output), on_cpu(target)))
 
     def compute(self) -> Mapping[str, Any]:
         found = self._each(self._kept)

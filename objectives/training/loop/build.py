@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import SequentialSampler
 
-from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.errors import ObjectiveError, source_file, users_code
 from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import RunPlan, TrainConfig
 from hpsearch.objectives.training.data.batches import build_feed
@@ -50,11 +49,6 @@ from hpsearch.objectives.training.strategies.fsdp import Sharded
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Replicated, Sharded)}
 
 
-def build_strategy(config: TrainConfig, ranks: Ranks) -> Strategy:
-    """What the configuration says, where there are several ranks."""
-    return Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)
-
-
 # What the peak rate is multiplied by on so many devices (Goyal et al. 2017; Krizhevsky 2014).
 _SCALINGS: dict[str, Callable[[int], float]] = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 
@@ -78,7 +72,7 @@ def build(
     who = type(objective).__name__
     splits, split_hash = prepared_splits(objective, plan.split_seed, plan.division if plan.refit is None else "all")
     check_ranks(who, splits, split_hash, ranks)
-    strategy = build_strategy(config, ranks)
+    strategy = Strategy(ranks, config) if ranks.alone else STRATEGIES[config.strategy](ranks, config)
     set_seed(plan.seed, "init")
     with users_code(f"{who}.model"):
         model = as_module(objective.model(config, splits.train), "model").to(device)
@@ -93,9 +87,8 @@ def build(
         augment = objective.augment(config)
         if augment is not None:
             augment(splits.train.inputs(slice(0, 2)))
-    in_memory = config.num_workers is None and splits.val.in_memory
     val = splits.val if fresh is None or fresh.rows is None else splits.val.take(fresh.rows)
-    val = val.to(device) if in_memory else val
+    val = val.to(device) if config.num_workers is None else val
     with users_code(f"{who}.sampler"):
         order = _order(objective, config, splits.train, plan.seed)
     epoch_steps = order.steps
@@ -113,7 +106,7 @@ def build(
     if config.optimizer == "sam":
         sharpness = Sharpness(optimizer)
         optimizer = sharpness.base
-    source = _source(objective)
+    source = source_file(type(objective))
     run = Run(
         identity={
             "format": FORMAT,
@@ -165,15 +158,7 @@ def _metrics(
     with users_code(f"{who}.metrics"):
         metrics = as_metrics(objective.metrics(splits.train), objective.metric)
     if plan.division is not None:
-        fresh = build_fresh(
-            objective,
-            splits,
-            metrics,
-            split_seed=plan.split_seed,
-            division=plan.division,
-            device=device,
-            ranks=ranks,
-        )
+        fresh = build_fresh(objective, splits, metrics, plan, device=device, ranks=ranks)
     with users_code(f"{who}.metrics"):
         metrics = over_ranks(metrics, ranks)
         if hasattr(metrics, "to"):
@@ -202,8 +187,7 @@ def _groups(objective: Objective, model: nn.Module, config: TrainConfig) -> Grou
     if not overrides(objective, "on_epoch"):
         return parameter_groups(model, config)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+    model.requires_grad_(True)
     try:
         return parameter_groups(model, config)
     finally:
@@ -230,11 +214,3 @@ def _trial_step(run: Run) -> None:
     finally:
         run.model.zero_grad(set_to_none=True)
         run.model.load_state_dict(kept)
-
-
-def _source(objective: Objective) -> Path | None:
-    try:
-        source = inspect.getsourcefile(type(objective))
-    except (TypeError, OSError):  # a class made in a console has none
-        return None
-    return Path(source).resolve() if source and Path(source).exists() else None

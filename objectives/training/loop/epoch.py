@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.batches import Pending
 from hpsearch.objectives.training.data.dataset import Batch
+from hpsearch.objectives.training.data.tree import moved
 from hpsearch.objectives.training.evaluation.evaluate import as_floats
 from hpsearch.objectives.training.evaluation.running import RunningMetrics
 from hpsearch.objectives.training.loop.guards import Point
@@ -23,27 +23,6 @@ from hpsearch.objectives.training.loop.run import FORMAT, WITHIN, Run
 from hpsearch.objectives.training.reproducibility.environment import differences
 from hpsearch.objectives.training.reproducibility.seeds import restore_generators, set_seed
 from hpsearch.objectives.training.strategies.base import Strategy
-
-
-def nothing(_: object) -> None:
-    """After a step."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What an epoch of training came to.
-
-    Attributes:
-        scores: the mean `loss`, and each metric.
-        lr: learning rate of the last step.
-        grad_norm: mean over the steps, before clipping.
-        samples: number trained on.
-    """
-
-    scores: dict[str, float]
-    lr: float
-    grad_norm: float
-    samples: int
 
 
 class Stepped(NamedTuple):
@@ -64,36 +43,46 @@ class EpochSums:
     """What the steps of an epoch came to so far: its mean loss and metrics, and at which step it is.
 
     Attributes:
+        loss, norm: sums over the steps, the loss by its weight.
+        weight: sum of the weights of the losses.
+        samples: number trained on.
         steps: optimizer steps of the epoch that are done.
         seconds: that earlier attempts spent on them.
+        lr: learning rate of the last step.
+        scores: the mean `loss`, and each metric; of a whole epoch.
+        grad_norm: mean over the steps, before clipping; of a whole epoch.
     """
+
+    scores: dict[str, float]
+    grad_norm: float
+    _KEPT = ("loss", "norm", "weight", "samples", "steps", "seconds", "lr")
 
     def __init__(self, run: Run) -> None:
         self._running = RunningMetrics(run.metrics, run.ranks)
-        self._loss = torch.zeros((), dtype=torch.float64, device=run.device)
-        self._norm = torch.zeros_like(self._loss)
-        self._weight: Tensor | float = 0
+        self.loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        self.norm = torch.zeros_like(self.loss)
+        self.weight: Tensor | float = 0
         self._device = run.device
-        self._samples, self.steps, self.seconds, self._lr = 0, 0, 0.0, 0.0
+        self.samples, self.steps, self.seconds, self.lr = 0, 0, 0.0, 0.0
 
     def step(self, run: Run, window: Sequence[Pending], epoch: int) -> None:
         """Takes an optimizer step over a window, and adds it."""
-        self._lr = float(run.optimizer.param_groups[0]["lr"])
-        step = train_step(run, window, Point(epoch, run.step, self.steps, self._lr), self._running)
+        self.lr = float(run.optimizer.param_groups[0]["lr"])
+        step = train_step(run, window, Point(epoch, run.step, self.steps, self.lr), self._running)
         if isinstance(step.weight, int):
-            self._loss.add_(step.loss, alpha=step.weight)
+            self.loss.add_(step.loss, alpha=step.weight)
         else:
-            self._loss += step.loss * step.weight
-        self._weight = self._weight + step.weight
-        self._norm += step.norm
-        self._samples += sum(batch.size for batch in window)
+            self.loss += step.loss * step.weight
+        self.weight = self.weight + step.weight
+        self.norm += step.norm
+        self.samples += sum(batch.size for batch in window)
         self.steps += 1
 
-    def compute(self) -> Trained:
-        """What the epoch came to."""
-        means = {"loss": self._loss / self._weight, "grad_norm": self._norm / self.steps}
-        scores = as_floats({**means, **self._running.compute()})
-        return Trained(grad_norm=scores.pop("grad_norm"), scores=scores, lr=self._lr, samples=self._samples)
+    def compute(self) -> None:
+        """Compute the scores and the gradient norm of the epoch, once all of its steps are done."""
+        means = {"loss": self.loss / self.weight, "grad_norm": self.norm / self.steps}
+        self.scores = as_floats({**means, **self._running.compute()})
+        self.grad_norm = self.scores.pop("grad_norm")
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain values and tensors.
@@ -101,32 +90,20 @@ class EpochSums:
         Raises:
             UnkeptError: the metrics hold what is not plain.
         """
-        return {
-            "running": self._running.state_dict(),
-            "loss": self._loss,
-            "norm": self._norm,
-            "weight": self._weight,
-            "samples": self._samples,
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "lr": self._lr,
-        }
+        return {"running": self._running.state_dict(), **{name: getattr(self, name) for name in self._KEPT}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave; where `running` is None, without the metrics."""
         if state["running"] is not None:
             self._running.load_state_dict(state["running"], self._device)
-        self._loss, self._norm = state["loss"].to(self._device), state["norm"].to(self._device)
-        weight = state["weight"]
-        self._weight = weight.to(self._device) if isinstance(weight, Tensor) else weight
-        self._samples, self.steps = state["samples"], state["steps"]
-        self.seconds, self._lr = state["seconds"], state["lr"]
+        for name in self._KEPT:
+            setattr(self, name, moved(state[name], self._device))
 
 
 @kill_point("train epoch")
 def train_epoch(
-    run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = nothing
-) -> Trained:
+    run: Run, epoch: int, sums: EpochSums | None = None, after_step: Callable[[EpochSums], None] = lambda _: None
+) -> EpochSums:
     """Trains on every sample once, in an order drawn from (seed, epoch).
 
     The mean loss and the metrics are those of the outputs as training saw them.
@@ -146,7 +123,8 @@ def train_epoch(
         _validate_within(run, epoch)
         after_step(sums)
     run.guard.flush()
-    return sums.compute()
+    sums.compute()
+    return sums
 
 
 def training_mode(model: nn.Module) -> None:
@@ -182,7 +160,7 @@ def train_step(run: Run, window: Sequence[Pending], point: Point, running: Runni
         loss, weight = _gradient(run, batches, counts, size, running)
         with run.sharpness.displaced(run.model):
             _gradient(run, batches, counts, size, None)
-    run.precision.unscale(run.optimizer)
+    run.precision.scaler.unscale_(run.optimizer)
     run.steplog.note(point, loss)
     norm = clip(run.strategy, run.optimizer, run.config)
     run.guard.check(point, loss, norm, scaled=run.precision.scaled)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpsearch.objectives.errors import ObjectiveError, users_code
+from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.data.division import Rows, halved
 from hpsearch.objectives.training.data.splits import Splits
-from hpsearch.objectives.training.data.tree import map_tensors, refilled, taken, tensors
+from hpsearch.objectives.training.data.tree import concatenated, leaves, moved, on_cpu, taken, tensors
 from hpsearch.objectives.training.evaluation.evaluate import Means, as_floats
 from hpsearch.objectives.training.evaluation.losses import mean
 from hpsearch.objectives.training.evaluation.metrics import Metrics, as_metrics
@@ -34,38 +34,18 @@ if TYPE_CHECKING:
 MOST = 32 << 20  # bytes of outputs and targets that are kept to be resampled: they are in every checkpoint
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What the model gave for samples, and what it should have.
-
-    Attributes:
-        rows: positions of the samples [n].
-        outputs, targets: [n, ...], or trees of such.
-    """
+class Outputs(TypedDict):
+    """Outputs and targets of samples: positions `rows` of the samples [n], and two trees of tensors [n, ...]."""
 
     rows: Tensor
     outputs: Any
     targets: Any
 
-    def take(self, rows: Tensor) -> Outputs:
-        """Those at the positions `rows`."""
-        return Outputs(self.rows[rows], taken(self.outputs, rows), taken(self.targets, rows))
 
-    def to(self, device: torch.device | str) -> Outputs:
-        """The same on a device."""
-        trees = (map_tensors(lambda tensor: tensor.to(device), tree) for tree in (self.outputs, self.targets))
-        return Outputs(self.rows, *trees)
+class Choice(TypedDict):
+    """The epoch (0-based) that one half chose by its own value, with the score and the outputs of the other half.
 
-
-@dataclass(frozen=True)
-class Choice:
-    """An epoch that one half chose.
-
-    Attributes:
-        epoch: 0-based.
-        value: of the half that chose.
-        score: of the other half.
-        outputs: of the other half; None where they are too many, or no tensors.
+    `outputs` is None if they are too large to keep, or have other parts than tensors.
     """
 
     epoch: int
@@ -105,8 +85,8 @@ class CrossFit:
         device: torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.cut, self._sizes = cut, (cut, samples - cut)
-        self._metric, self._sign = metric, 1.0 if maximize else -1.0
+        self.cut, self._samples = cut, samples
+        self.metric, self._sign = metric, 1.0 if maximize else -1.0
         self._device, self._ranks = device, ranks
         self._metrics = metrics
         self._halves: list[_Half] = []
@@ -130,7 +110,7 @@ class CrossFit:
         if half.kept is None:
             return
         found = _per_sample(step, rows)
-        if found is None or _bytes(found) / len(rows) * sum(self._sizes) > MOST:
+        if found is None or sum(part.nbytes for _, part in tensors(found)) / len(rows) * self._samples > MOST:
             half.kept = None
         else:
             half.kept.append(found)
@@ -140,7 +120,7 @@ class CrossFit:
         """After it was judged: each half has chosen it, or has not."""
         try:
             found = {
-                str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self._metric]
+                str(number): {**half.means.compute(self._ranks), **half.metrics.compute()}[self.metric]
                 for number, half in enumerate(self._halves)
             }
         except (ObjectiveError, ValueError, KeyError) as error:  # a half lacks what the metric needs, as a class
@@ -149,89 +129,64 @@ class CrossFit:
         values = self._ranks.told(as_floats(found))
         for number in range(2):
             value, score, before = values[str(number)], values[str(1 - number)], self.choices[number]
-            if before is None or math.isnan(before.value) or self._sign * value > self._sign * before.value:
-                self.choices[number] = Choice(epoch, value, score, self._gathered(self._halves[1 - number].kept))
+            if before is None or math.isnan(before["value"]) or self._sign * value > self._sign * before["value"]:
+                outputs = self._gathered(self._halves[1 - number].kept)
+                self.choices[number] = {"epoch": epoch, "value": value, "score": score, "outputs": outputs}
         self._halves = []
 
     def _gathered(self, kept: list[Outputs] | None) -> Outputs | None:
         """The outputs of all ranks, on the CPU, in the order of the samples; None where one of them kept none."""
-        own = None if kept is None else [outputs.to("cpu") for outputs in kept]
-        each = self._ranks.each(own)
+        each = self._ranks.each(on_cpu(kept))
         parts = [outputs for part in each for outputs in part or ()]
         if not parts or any(part is None for part in each):
             return None
-        whole = _joined(parts)
-        return whole.take(whole.rows.argsort())
+        whole: Outputs = concatenated(parts)
+        found: Outputs = taken(whole, whole["rows"].argsort())
+        return found
 
     @property
     def score(self) -> float | None:
         """The mean of what both halves score at the other's epoch; None before the first, or where one has no value."""
         if self.refused is not None:
             return None
-        scores = [choice.score for choice in self.choices if choice is not None]
+        scores = [choice["score"] for choice in self.choices if choice is not None]
         return math.fsum(scores) / 2 if len(scores) == 2 and all(map(math.isfinite, scores)) else None
 
     @property
     def epochs(self) -> list[int]:
         """The epochs that the halves chose, 0-based."""
-        return [choice.epoch for choice in self.choices if choice is not None]
+        return [choice["epoch"] for choice in self.choices if choice is not None]
 
-    def error(self, resampled: Callable[[Outputs], float | None]) -> float | None:
-        """The standard error of the score by the samples that it was measured on, from that of each half."""
-        errors = [
-            None if choice is None or choice.outputs is None else resampled(choice.outputs) for choice in self.choices
-        ]
+    def error(self, judge: Callable[[Outputs], float], blocks: Rows | None, seed: int) -> float | None:
+        """The standard error of the score by the samples that it was measured on, from that of each half.
+
+        For the parameters see `standard_error`; `blocks` are of all samples.
+        """
+        errors = []
+        for choice in self.choices:
+            if choice is None or (outputs := choice["outputs"]) is None:
+                return None
+            own = None if blocks is None else blocks[outputs["rows"].numpy()]
+            errors.append(standard_error(judge, moved(outputs, self._device), own, seed))
         known = [error for error in errors if error is not None]
         return math.hypot(*known) / 2 if len(known) == 2 else None
 
     def state_dict(self) -> dict[str, Any]:
         """The choices, and why there may be none, as plain values and tensors."""
-        choices = [None if choice is None else _plain(choice) for choice in self.choices]
-        return {"choices": choices, "refused": self.refused}
+        return {"choices": list(self.choices), "refused": self.refused}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self.refused = state["refused"]
-        self.choices = [
-            None if kept is None else Choice(**{**kept, "outputs": kept["outputs"] and Outputs(**kept["outputs"])})
-            for kept in state["choices"]
-        ]
-
-
-def _plain(choice: Choice) -> dict[str, Any]:
-    kept = None if choice.outputs is None else dict(vars(choice.outputs))
-    return {"epoch": choice.epoch, "value": choice.value, "score": choice.score, "outputs": kept}
+        self.choices, self.refused = state["choices"], state["refused"]
 
 
 def _per_sample(step: Step, rows: range) -> Outputs | None:
     """The outputs of a batch, where they can be taken sample by sample."""
     for tree in (step.outputs, step.targets):
-        found = [tensor for _, tensor in tensors(tree)] if _is_of_tensors(tree) else []
-        if not found or any(tensor.shape[:1] != (len(rows),) for tensor in found):
+        found = [leaf for _, leaf in leaves(tree)]
+        if not found or any(not isinstance(leaf, Tensor) or leaf.shape[:1] != (len(rows),) for leaf in found):
             return None
-    return Outputs(torch.tensor(rows), detached(step.outputs), step.targets)
-
-
-def _is_of_tensors(tree: Any) -> bool:
-    if isinstance(tree, (Mapping, tuple, list)):
-        return all(map(_is_of_tensors, tree.values() if isinstance(tree, Mapping) else tree))
-    return isinstance(tree, Tensor)
-
-
-def _bytes(outputs: Outputs) -> int:
-    return sum(tensor.nbytes for tree in (outputs.outputs, outputs.targets) for _, tensor in tensors(tree))
-
-
-def _joined(parts: list[Outputs]) -> Outputs:
-    rows = torch.cat([part.rows for part in parts])
-    joined = [_cat([getattr(part, name) for part in parts]) for name in ("outputs", "targets")]
-    return Outputs(rows, *joined)
-
-
-def _cat(trees: list[Any]) -> Any:
-    """One tree of those of several batches."""
-    columns = zip(*([tensor for _, tensor in tensors(tree)] for tree in trees), strict=True)
-    return refilled(trees[0], (torch.cat(column) for column in columns))
+    return {"rows": torch.tensor(rows), "outputs": detached(step.outputs), "targets": step.targets}
 
 
 RESAMPLES = 100  # a standard error of them is itself within 7 %
@@ -249,7 +204,7 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
         seed: of the draws.
     """
     rng = np.random.default_rng(seed)
-    numbers = np.arange(len(outputs.rows)) if blocks is None else blocks
+    numbers = np.arange(len(outputs["rows"])) if blocks is None else blocks
     order = np.argsort(numbers, kind="stable")
     _, starts, sizes = np.unique(numbers[order], return_index=True, return_counts=True)
     if len(starts) < _FEWEST:
@@ -261,7 +216,7 @@ def standard_error(value: Callable[[Outputs], float], outputs: Outputs, blocks: 
         first = np.repeat(starts[drawn] - np.cumsum(lengths) + lengths, lengths)
         rows = order[first + np.arange(int(lengths.sum()))]
         try:
-            found.append(value(outputs.take(torch.from_numpy(rows))))
+            found.append(value(taken(outputs, torch.from_numpy(rows))))
         except (ObjectiveError, ValueError, RuntimeError, KeyError):  # a metric of samples that lack what it needs
             continue
     finite = [number for number in found if math.isfinite(number)]
@@ -282,9 +237,9 @@ def value_of(metric: str, metrics: Metrics, stepping: Stepping) -> Callable[[Out
     @torch.inference_mode()
     def judged(outputs: Outputs) -> float:
         if metric == "loss" and isinstance(stepping, LossStep):
-            return float(mean(stepping.loss, outputs.outputs, outputs.targets, len(outputs.rows)))
+            return float(mean(stepping.loss, outputs["outputs"], outputs["targets"], len(outputs["rows"])))
         metrics.reset()
-        metrics.update(outputs.outputs, outputs.targets)
+        metrics.update(outputs["outputs"], outputs["targets"])
         return float(metrics.compute()[metric])
 
     return judged
@@ -307,41 +262,28 @@ class Fresh:
     division: int
     divided: bool
     sizes: tuple[int, int, int]
-    rows: Tensor | None
-    blocks: Rows | None
-    cross_fit: CrossFit | None
     metrics: Metrics
+    rows: Tensor | None = None
+    blocks: Rows | None = None
+    cross_fit: CrossFit | None = None
 
-    def score(self, metric: str, best_value: float, stepping: Stepping, device: torch.device) -> FreshScore:
+    def score(self, best_value: float, stepping: Stepping) -> FreshScore:
         """The score of the run, by its best epoch where the validation samples cannot be halved."""
-        value, error, epochs = None, None, list[int]()
-        if self.cross_fit is not None:
-            value, epochs = self.cross_fit.score, self.cross_fit.epochs
-            judge = value_of(metric, self.metrics, stepping)
-            if judge is not None:
-                error = self.cross_fit.error(partial(self._error, judge, device))
+        halves, error = self.cross_fit, None
+        value = None if halves is None else halves.score
+        if halves is not None and (judge := value_of(halves.metric, self.metrics, stepping)) is not None:
+            error = halves.error(judge, self.blocks, self.division)
         return FreshScore(
             value=best_value if value is None else value,
             error=error,
-            epochs=tuple(epochs) if value is not None else (),
+            epochs=() if halves is None or value is None else tuple(halves.epochs),
             divided=self.divided,
             sizes=self.sizes,
         )
 
-    def _error(self, judge: Callable[[Outputs], float], device: torch.device, outputs: Outputs) -> float | None:
-        blocks = None if self.blocks is None else self.blocks[outputs.rows.numpy()]
-        return standard_error(judge, outputs.to(device), blocks, self.division)
-
 
 def build_fresh(
-    objective: Objective,
-    splits: Splits,
-    metrics: Metrics,
-    *,
-    split_seed: int,
-    division: int,
-    device: torch.device,
-    ranks: Ranks,
+    objective: Objective, splits: Splits, metrics: Metrics, plan: RunPlan, *, device: torch.device, ranks: Ranks
 ) -> Fresh:
     """What the run on a fresh division needs.
 
@@ -349,24 +291,33 @@ def build_fresh(
         objective: that is trained.
         splits: of the division.
         metrics: of the run, before they are made to sum over ranks.
-        split_seed: of the study.
-        division: seed of the division.
+        plan: with the seed of the division.
         device: of the run.
         ranks: that train together.
 
     Raises:
         ObjectiveError: the metrics are one object, which cannot be copied.
     """
+    division = plan.division or 0
     samples, y, blocks = len(splits.val), splits.val.y, splits.blocks
+    if blocks is not None and len(blocks.numbers) != samples:  # somebody took a part of them
+        blocks = None
     classes = isinstance(y, Tensor) and y.ndim == 1 and not y.dtype.is_floating_point
     halves = None if splits.val.is_stream else halved(y.numpy() if classes else None, samples, blocks, division)
-    rows = None if halves is None else torch.from_numpy(np.concatenate(halves))
     with users_code(f"{type(objective).__name__}.metrics, called anew for the halves of the validation split"):
         copied, *others = (_another(objective, splits, metrics, device) for _ in range(3))
         halved_metrics = [over_ranks(other, ranks) for other in others]
-    cross_fit = None
+    fresh = Fresh(
+        division=division,
+        divided=is_divided_anew(objective, plan.split_seed, splits),
+        sizes=(len(splits.train), samples, len(splits.test)),
+        metrics=of_this_rank(copied),
+    )
     if halves is not None:
-        cross_fit = CrossFit(
+        rows = np.concatenate(halves)
+        fresh.rows = torch.from_numpy(rows)
+        fresh.blocks = None if blocks is None else blocks.numbers[rows]
+        fresh.cross_fit = CrossFit(
             len(halves[0]),
             samples,
             metric=objective.metric,
@@ -375,16 +326,7 @@ def build_fresh(
             device=device,
             ranks=ranks,
         )
-    known = blocks is not None and len(blocks.numbers) == samples
-    return Fresh(
-        division=division,
-        divided=is_divided_anew(objective, split_seed, splits),
-        sizes=(len(splits.train), samples, len(splits.test)),
-        rows=rows,
-        blocks=blocks.numbers[rows.numpy()] if rows is not None and blocks is not None and known else None,
-        cross_fit=cross_fit,
-        metrics=of_this_rank(copied),
-    )
+    return fresh
 
 
 def _another(objective: Objective, splits: Splits, metrics: Metrics, device: torch.device) -> Metrics:

@@ -127,20 +127,12 @@ class FiniteGuard:
         for (point, _, _), (loss, norm) in zip(pending, values, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
-                raise NonFiniteError(
-                    what, epoch=point.epoch, step=point.step, lr=point.lr, grad_norm=norm, batch=point.batch
-                )
+                raise NonFiniteError(what, grad_norm=norm, **point._asdict())
 
     def count(self, point: Point, grad_norm: Tensor, *, stepped: bool) -> None:
         """Counts skipped steps in a row; raises NonFiniteError when loss scaling does not recover."""
         self.skipped = 0 if stepped else self.skipped + 1
         self.skipped_in_all += not stepped
         if self.skipped >= self._max_skipped:
-            raise NonFiniteError(
-                f"{self.skipped} steps in a row had an infinite gradient",
-                epoch=point.epoch,
-                step=point.step,
-                lr=point.lr,
-                grad_norm=float(grad_norm),
-                batch=point.batch,
-            )
+            what = f"{self.skipped} steps in a row had an infinite gradient"
+            raise NonFiniteError(what, grad_norm=float(grad_norm), **point._asdict())

@@ -24,10 +24,10 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Dataset
 from hpsearch.objectives.training.data.tree import Tree, moved
+from hpsearch.objectives.training.evaluation.evaluate import evaluating
 from hpsearch.objectives.training.evaluation.step import Call, call_of
 from hpsearch.objectives.training.optimizers.optimizer import layers
 from hpsearch.objectives.training.ranks import Ranks
-from hpsearch.objectives.training.reproducibility.seeds import seeded_on
 from hpsearch.objectives.training.strategies.base import Strategy
 
 _WARM_UP, _TIMED, _FEWEST = 5, 30, 5  # calls
@@ -102,13 +102,9 @@ def plain_measures(model: nn.Module, x: Tree, device: torch.device) -> dict[str,
     model = getattr(model, "_orig_mod", model)
     if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ObjectiveError("trial.measure takes a whole model, and of this one each device has a part")
-    call, x, training = call_of(model, x), moved(x, device), model.training
-    model.eval()
-    try:
-        with torch.inference_mode(), seeded_on(device, "measures"):
-            return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **sizes(model)}
-    finally:
-        model.train(training)
+    call, x = call_of(model, x), moved(x, device)
+    with evaluating(model, device, "measures"):
+        return {"latency_ms": latency_ms(lambda: call(model, x), device), **machine_load(), **sizes(model)}
 
 
 def sizes(model: nn.Module) -> dict[str, float]:
@@ -297,7 +293,7 @@ class Measuring:
         self.known, self.peak = dict(state.get("known", {})), state.get("peak", 0)
 
     def _latency(self, model: nn.Module) -> dict[str, float]:
-        with as_served(model, self.config), self._evaluation(model):
+        with as_served(model, self.config), evaluating(model, self.device, "measures"):
             x = self._inputs()
             return {"latency_ms": latency_ms(lambda: self.call(model, x), self.device), **machine_load()}
 
@@ -314,8 +310,8 @@ class Measuring:
                 "latency_ms cannot be measured with strategy 'fsdp', where each device has a part of the model: set "
                 "strategy='ddp', or judge by model_mb or parameters"
             )
-        of = "sample" if size == 1 else "samples"
-        with self._evaluation(model), users_code(f"{who}.model, called with {size} {of} to measure latency_ms"):
+        what = f"{who}.model, called with {size} sample{'s' * (size > 1)} to measure latency_ms"
+        with evaluating(model, self.device, "measures"), users_code(what):
             self.call(model, self._inputs())
 
     def _own(self, model: nn.Module, scores: Mapping[str, float]) -> dict[str, float]:
@@ -323,20 +319,9 @@ class Measuring:
         if not overrides(self.objective, "measures"):
             return {}
         who = f"{type(self.objective).__name__}.measures"
-        with self._evaluation(model), self.strategy.explained(), users_code(who):
+        with evaluating(model, self.device, "measures"), self.strategy.explained(), users_code(who):
             found = self.objective.measures(model, self.config)
             return self.ranks.told(_floats(found, who, {*scores, *MEASURED, *_TAKEN}))
-
-    @contextmanager
-    def _evaluation(self, model: nn.Module) -> Iterator[None]:
-        """A region in evaluation mode, without gradients, that draws nothing of what the training draws."""
-        training = model.training
-        model.eval()
-        try:
-            with torch.inference_mode(), seeded_on(self.device, "measures"):
-                yield
-        finally:
-            model.train(training)
 
 
 def _floats(found: Any, who: str, taken: set[str]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from hpsearch.objectives.objective import Objective, overrides
 from hpsearch.objectives.training.config import TrainConfig
 from hpsearch.objectives.training.data.dataset import Batch
 from hpsearch.objectives.training.data.splits import Splits
+from hpsearch.objectives.training.evaluation.evaluate import evaluating
 from hpsearch.objectives.training.evaluation.losses import CountedCrossEntropy, adds_up
 from hpsearch.objectives.training.evaluation.metrics import (
     BINARY,
@@ -177,11 +178,8 @@ def _loss_adds_up(run: Run) -> bool:
 def _tried(run: Run, samples: int) -> tuple[Batch, Any]:
     """Some validation samples, and what the model makes of them."""
     batch = run.val.batch(slice(0, samples)).to(run.device)
-    training = run.judged.training
-    run.judged.eval()
-    output = call_in(run.stepping)(run.judged, batch.x)
-    run.judged.train(training)
-    return batch, output
+    with evaluating(run.judged, run.device, "rehearsal"):
+        return batch, call_in(run.stepping)(run.judged, batch.x)
 
 
 def _dims(shape: list[object]) -> str:

@@ -18,7 +18,7 @@ from hpsearch.objectives.training.data.splits import Splits
 from hpsearch.objectives.training.evaluation.evaluate import InParts, evaluate, evaluation_rows
 from hpsearch.objectives.training.evaluation.metrics import Metrics
 from hpsearch.objectives.training.evaluation.step import Stepping
-from hpsearch.objectives.training.loop.fresh import Fresh
+from hpsearch.objectives.training.loop.fresh import CrossFit, Fresh
 from hpsearch.objectives.training.loop.guards import FiniteGuard
 from hpsearch.objectives.training.loop.measuring import Measuring
 from hpsearch.objectives.training.loop.steplog import StepLog
@@ -32,10 +32,6 @@ from hpsearch.objectives.training.strategies.base import Strategy
 
 FORMAT = 2  # of a checkpoint's state after an epoch
 WITHIN = 3  # and in the midst of one: to a release that knows no such state it is of another run
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass
@@ -89,7 +85,7 @@ class Run:
     strategy: Strategy = field(kw_only=True)
     measuring: Measuring = field(kw_only=True)
     fresh: Fresh | None = None
-    on_step: Callable[[], None] = _nothing
+    on_step: Callable[[], None] = lambda: None
     step: int = 0
     notes: list[str] = field(default_factory=list)
     within: dict[str, Any] | None = None
@@ -101,6 +97,11 @@ class Run:
     def judged(self) -> nn.Module:
         """The model whose weights are judged and kept: the average of weights where there is one."""
         return self.average.judged
+
+    @property
+    def halves(self) -> CrossFit | None:
+        """The judge of the halves of the validation split, in a run on a fresh division."""
+        return None if self.fresh is None else self.fresh.cross_fit
 
     @property
     def finished(self) -> bool:
@@ -119,28 +120,26 @@ class Run:
 
     def validate(self, metrics: Metrics | None = None) -> dict[str, float]:
         """Loss and metrics of the judged model on the validation split, by the run's metrics or others."""
-        return self._judge(self.val, metrics or self.metrics)
+        return self.judge(self.val, metrics)
 
     def validate_epoch(self) -> dict[str, float]:
         """The same after the epoch that is next in the record; a run on a fresh division judges the halves too."""
-        halves = None if self.fresh is None else self.fresh.cross_fit
-        if halves is None:
+        if (halves := self.halves) is None:
             return self.validate()
         halves.begin()
-        scores = self._judge(self.val, self.metrics, halves)
+        scores = self.judge(self.val, also=halves)
         halves.end(self.curve.next_epoch)
         return scores
 
-    def judge_train(self) -> dict[str, float]:
-        """Loss and metrics of the judged model on the training split, in evaluation mode."""
-        return self._judge(self.splits.train, self.metrics)
-
-    def _judge(self, split: Dataset, metrics: Metrics, also: InParts | None = None) -> dict[str, float]:
+    def judge(
+        self, split: Dataset, metrics: Metrics | None = None, also: InParts | None = None
+    ) -> dict[str, float]:
+        """Loss and metrics of the judged model on a split, by the run's metrics or others."""
         return evaluate(
             self.judged,
             split,
             self.stepping,
-            metrics,
+            metrics or self.metrics,
             batch_size=evaluation_rows(self.config),
             device=self.device,
             num_workers=self.config.num_workers or 0,
@@ -153,7 +152,6 @@ class Run:
 
         No generator is in it: every epoch seeds them from (seed, epoch), so a resume is exact without.
         """
-        halves = None if self.fresh is None else self.fresh.cross_fit
         parts: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -165,12 +163,12 @@ class Run:
             "notes": self.notes,
             **self.strategy.kept(parts, self.shards),
             "schedule": self.schedule.state_dict(),
-            "scaler": self.precision.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
             "step": self.step,
             "skipped": self.guard.skipped,
             "skipped_in_all": self.guard.skipped_in_all,
             **self.curve.state_dict(),
-            **({} if halves is None else {"halves": halves.state_dict()}),
+            **({} if self.halves is None else {"halves": self.halves.state_dict()}),
             **({"measured": measured} if (measured := self.measuring.state_dict()) else {}),
         }
 
@@ -194,14 +192,14 @@ class Run:
         self.model.load_state_dict(own["model"])
         self.optimizer.load_state_dict(own["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        self.precision.load_state_dict(state["scaler"])
+        self.precision.scaler.load_state_dict(state["scaler"])
         if average is not None:
             self.average.load_state_dict(own["average"])
         self.step = state["step"]
         self.notes = [*state["notes"], *(note for note in self.notes if note not in state["notes"])]
         self.guard.skipped, self.guard.skipped_in_all = state["skipped"], state["skipped_in_all"]
         self.curve.load_state_dict(state)
-        if self.fresh is not None and self.fresh.cross_fit is not None:
-            self.fresh.cross_fit.load_state_dict(state["halves"])
+        if self.halves is not None:
+            self.halves.load_state_dict(state["halves"])
         self.measuring.load_state_dict(state.get("measured", {}))
         self.within = state.get("within")

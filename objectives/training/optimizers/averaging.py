@@ -13,7 +13,9 @@ from hpsearch.objectives.training.config import TrainConfig
 
 
 class Average:
-    """No average: the model itself is judged."""
+    """No average: the model itself is judged; subclasses have the average that is judged in its place."""
+
+    average: AveragedModel | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -21,12 +23,12 @@ class Average:
     @property
     def judged(self) -> nn.Module:
         """The model whose weights are judged and kept."""
-        return self._model
+        return self._model if self.average is None else self.average.module
 
     @property
     def models(self) -> list[nn.Module]:
         """The models beside the one that is trained."""
-        return []
+        return [] if self.average is None else [self.average.module]
 
     def after_step(self) -> None:
         """After an optimizer step that ran."""
@@ -36,36 +38,22 @@ class Average:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Plain values and tensors; None when there is nothing to keep."""
-        return None
+        return None if self.average is None else self.average.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restores what `state_dict` gave."""
-
-
-class _Kept(Average):
-    average: AveragedModel
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [self.average.module]
-
-    @property
-    def judged(self) -> nn.Module:
-        return self.average.module
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return self.average.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self.average.load_state_dict(state or {})
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of an average."""
+        if self.average is not None:
+            self.average.load_state_dict(state)
 
 
-class _MovingAverage(_Kept):
+class _MovingAverage(Average):
     """The exponential moving average of a model's weights, with the model's current buffers.
 
     The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that the initial weights do not dominate a short
     run.
     """
+
+    average: AveragedModel
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model)
@@ -81,11 +69,13 @@ class _MovingAverage(_Kept):
         self.average.update_parameters(self._model)
 
 
-class _EvenAverage(_Kept):
+class _EvenAverage(Average):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of epochs.
 
     Before epoch `first` the model itself is evaluated. Batch norm statistics are recomputed for the averaged weights.
     """
+
+    average: AveragedModel
 
     def __init__(self, model: nn.Module, first: int) -> None:
         super().__init__(model)

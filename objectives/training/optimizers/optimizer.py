@@ -264,21 +264,9 @@ class Precision:
         """Adds the gradient of `loss`, scaled, to the parameters' gradients."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch's
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Makes the gradients the true ones, for whoever looks at them or clips them."""
-        self.scaler.unscale_(optimizer)
-
     def step(self, optimizer: Optimizer) -> bool:
         """Step the optimizer; return False if loss scaling skipped the step."""
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
         return bool(self.scaler.get_scale() >= before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, which is empty without scaling."""
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
-        self.scaler.load_state_dict(state)

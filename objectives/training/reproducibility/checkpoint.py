@@ -189,12 +189,10 @@ class RunFiles:
     def _verified(self, state: dict[str, Any]) -> dict[str, Any]:
         for name, expected in state.get("shards", {}).get("files", {}).items():
             path = Path(state["shards"]["folder"], name)
-            try:
-                if entry(path) == expected:
-                    continue
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is gone: its checkpoint is of no use") from None
-            raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
+            if not path.exists():
+                raise CheckpointError(f"{path} is gone: its checkpoint is of no use")
+            if entry(path) != expected:
+                raise CheckpointError(f"{path} is torn or was changed: its checksum does not fit")
         return state
 
     @kill_point("save checkpoint")

@@ -54,11 +54,10 @@ class MetricsFile:
     def _mend(self) -> set[int]:
         """Drops what is torn, and returns the epochs that are whole."""
         text = self.path.read_text() if self.path.exists() else ""
-        found = {line: _epoch(line) for line in text.splitlines()}
-        whole = {line: epoch for line, epoch in found.items() if epoch is not None}
-        if len(whole) < len(found) or (text and not text.endswith("\n")):
-            self.path.write_text("".join(f"{line}\n" for line in whole))
-        return set(whole.values())
+        records = _whole(text, "epoch")
+        if len(records) < text.count("\n") or (text and not text.endswith("\n")):
+            self.path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return {int(record["epoch"]) for record in records}
 
     def clear(self) -> None:
         """Forgets what another run left."""
@@ -74,12 +73,7 @@ class StepsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """All whole records."""
-        text = self.path.read_text() if self.path.exists() else ""
-        found = []
-        for line in text.splitlines():
-            with suppress(ValueError):  # torn by a crash
-                found.append(json.loads(line))
-        return [record for record in found if isinstance(record, dict) and "step" in record]
+        return _whole(self.path.read_text(), "step") if self.path.exists() else []
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Adds records."""
@@ -98,8 +92,10 @@ def _before(record: dict[str, Any], step: int) -> bool:
     return int(record["step"]) < step or ("val_loss" in record and int(record["step"]) == step > 0)
 
 
-def _epoch(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return None
+def _whole(text: str, key: str) -> list[dict[str, Any]]:
+    """Return the records of lines of JSON that have a key; a crash tears lines."""
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict) and key in record]

@@ -105,7 +105,7 @@ class Sharded(Strategy):
 
     def own(self, state: dict[str, Any], like: Mapping[Any, Any]) -> dict[str, Any]:
         """What this rank has of rank 0's state dict with whole tensors, one dealt out after the other."""
-        outline = self._ranks.told(_outline(state) if self._ranks.first else None)
+        outline = self._ranks.told(map_tensors(_Outline.of, state) if self._ranks.first else None)
         return cast("dict[str, Any]", self._dealt(state, outline, like))
 
     def _dealt(self, value: Any, outline: Any, like: Any) -> Any:
@@ -125,9 +125,9 @@ class Sharded(Strategy):
                 below = like[key] if isinstance(like, Mapping) and key in like else like
                 found[key] = self._dealt(value[key] if self._ranks.first else None, inner, below)
             return found
-        if isinstance(outline, list):
+        if isinstance(outline, (list, tuple)):
             values = value if self._ranks.first else [None] * len(outline)
-            return [self._dealt(one, inner, like) for one, inner in zip(values, outline, strict=True)]
+            return type(outline)(self._dealt(one, inner, like) for one, inner in zip(values, outline, strict=True))
         return outline
 
     def kept(self, parts: dict[str, Any], place: Path | None) -> dict[str, Any]:
@@ -199,16 +199,12 @@ class _Outline(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Outline:
+        return cls(tensor.shape, tensor.dtype)
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _outline(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Outline(value.shape, value.dtype)
-    if isinstance(value, Mapping):
-        return {key: _outline(inner) for key, inner in value.items()}
-    return [_outline(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _part(tensor: Tensor) -> Tensor:

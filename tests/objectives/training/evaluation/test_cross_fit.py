@@ -11,7 +11,7 @@ from hpsearch import Dataset, Step
 from hpsearch.objectives.training.evaluation.evaluate import evaluate
 from hpsearch.objectives.training.evaluation.metrics import binary, classification
 from hpsearch.objectives.training.evaluation.step import LossStep
-from hpsearch.objectives.training.loop.fresh import MOST, CrossFit, Outputs, standard_error, value_of
+from hpsearch.objectives.training.loop.fresh import MOST, CrossFit, standard_error, value_of
 from tests.objectives.training.support import Wine, fit
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_each_half_chooses_the_epoch_that_the_other_is_scored_at():
     _judge(found, 2, [0, 0, 1, 1, 1, 0])  # the second half's best; the first scores 0
     _judge(found, 3, [1, 1, 1, 1, 0, 1])  # as good as their best, and later
     assert found.epochs == [1, 2]
-    assert [choice.score for choice in found.choices] == [0.25, 0.0]
+    assert [choice["score"] for choice in found.choices] == [0.25, 0.0]
     assert found.score == 0.125
 
 
@@ -104,14 +104,19 @@ def test_an_evaluation_in_halves_is_the_whole_and_its_parts():
     assert whole == pytest.approx(plain, rel=1e-6)
     parts = [data.take(torch.arange(23)), data.take(torch.arange(23, 50))]
     apart = [evaluate(model, part, loss, classification(2), **how)["accuracy"] for part in parts]
-    assert [choice.value for choice in found.choices] == apart
-    assert [len(choice.outputs.rows) for choice in found.choices] == [27, 23], "of the half that is scored"
-    assert torch.equal(found.choices[0].outputs.targets, data.y[23:])
+    assert [choice["value"] for choice in found.choices] == apart
+    assert [len(choice["outputs"]["rows"]) for choice in found.choices] == [27, 23], "of the half that is scored"
+    assert torch.equal(found.choices[0]["outputs"]["targets"], data.y[23:])
+
+
+def _outputs(outputs):
+    count = len(outputs)
+    return {"rows": torch.arange(count), "outputs": outputs, "targets": torch.zeros(count).long()}
 
 
 def test_the_error_of_a_share_is_the_binomial_one():
     right = torch.arange(400) % 4 != 0
-    outputs = Outputs(torch.arange(400), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(400).long())
+    outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
     error = standard_error(judge, outputs, None, 0)
     assert error == pytest.approx(math.sqrt(0.75 * 0.25 / 400), rel=0.25)
@@ -121,7 +126,7 @@ def test_the_error_of_a_share_is_the_binomial_one():
 def test_samples_that_belong_together_are_drawn_together():
     """Ten groups of forty that are all right or all wrong weigh as ten samples."""
     right = torch.arange(400) // 40 % 2 == 0
-    outputs = Outputs(torch.arange(400), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(400).long())
+    outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
     error = standard_error(judge, outputs, np.arange(400) // 40, 0)
     assert error == pytest.approx(math.sqrt(0.25 / 10), rel=0.25)
@@ -129,15 +134,15 @@ def test_samples_that_belong_together_are_drawn_together():
 
 def test_of_few_groups_no_error_is_known():
     right = torch.arange(40) % 2 == 0
-    outputs = Outputs(torch.arange(40), torch.stack([right.float(), 1 - right.float()], 1), torch.zeros(40).long())
+    outputs = _outputs(torch.stack([right.float(), 1 - right.float()], 1))
     judge = value_of("accuracy", classification(2), LossStep(nn.CrossEntropyLoss()))
     assert standard_error(judge, outputs, np.arange(40) // 20, 0) is None
 
 
 def test_the_loss_is_resampled_too_and_what_steps_measure_is_not():
-    outputs = Outputs(torch.arange(6), torch.randn(6, 2), torch.zeros(6).long())
+    outputs = _outputs(torch.randn(6, 2))
     judge = value_of("loss", classification(2), LossStep(nn.CrossEntropyLoss()))
-    assert judge(outputs) == pytest.approx(float(nn.CrossEntropyLoss()(outputs.outputs, outputs.targets)))
+    assert judge(outputs) == pytest.approx(float(nn.CrossEntropyLoss()(outputs["outputs"], outputs["targets"])))
     assert value_of("loss", classification(2), lambda *_: None) is None
 
 
@@ -145,7 +150,7 @@ def test_a_metric_that_refuses_most_resamples_has_no_error():
     def refuses(_):
         raise ValueError("one class only")
 
-    outputs = Outputs(torch.arange(4), torch.zeros(4, 2), torch.zeros(4).long())
+    outputs = _outputs(torch.zeros(4, 2))
     assert standard_error(refuses, outputs, None, 0) is None
 
 
