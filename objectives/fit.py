@@ -40,13 +40,13 @@ def fit(
         NonFiniteError: the configuration diverges.
         DeviceMemoryError: it does not fit the device.
     """
+    where: Any = {"session": session, "run_dir": run_dir, "device": device}
     if isinstance(objective, LoopObjective):
         if plan.refit is not None:
             model_objective(objective, "a refit")
-        plan = replace(plan, division=None)
-        return LoopRun(objective, config, plan, session=session, run_dir=run_dir, device=device).fit()
-    where: Any = {"session": session, "run_dir": run_dir, "device": device, "instruments": instruments}
-    return Trainer(model_objective(objective, "training"), config, **asdict(plan), **where).fit()
+        return LoopRun(objective, config, replace(plan, division=None), **where).fit()
+    where |= {**asdict(plan), "instruments": instruments}
+    return Trainer(model_objective(objective, "training"), config, **where).fit()
 
 
 def restore(objective: BaseObjective, best: Mapping[str, Any]) -> Restored | RestoredLoop:

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from hpsearch.objectives.errors import ObjectiveError, blame, nearest, shown, source_file
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.own_loop.loop_objective import objective_of
-
-_MADE = "__hpsearch_objective__"  # on a function: the class that was made of it
 
 BUILTIN: dict[str, str] = {
     "digits": "hpsearch.objectives.builtin.digits:Digits",
@@ -72,9 +70,9 @@ def objective_reference(reference: str) -> str:
     """
     cls = _find_class(reference)
     reference = current_reference(reference)
-    if reference in BUILTIN or not _is_path(reference):
+    if reference in BUILTIN or (file := _file_reference(reference)) is None:
         return reference
-    return f"{_split_path(reference)[0].resolve()}:{cls.__name__}"
+    return f"{file[0].resolve()}:{cls.__name__}"
 
 
 def source_hash(objective: BaseObjective) -> str:
@@ -88,8 +86,8 @@ def source_hash(objective: BaseObjective) -> str:
 def _find_class(reference: str) -> type[BaseObjective]:
     reference = current_reference(reference)
     reference = BUILTIN.get(reference, reference)
-    if _is_path(reference):
-        path, name = _split_path(reference)
+    if (file := _file_reference(reference)) is not None:
+        path, name = file
         module = _import_file(path)
         return _named_class(module, name, shown(path)) if name else _only_class(module, path)
     module_name, _, name = reference.partition(":")
@@ -106,17 +104,11 @@ def _unknown(reference: str) -> str:
     return f"unknown objective {reference!r}: {nearest(reference, list(BUILTIN))}"
 
 
-def _is_path(reference: str) -> bool:
-    return ".py" in (Path(reference).suffix, Path(reference.rpartition(":")[0]).suffix) or (
-        os.sep in reference.partition(":")[0]
-    )
-
-
-def _split_path(reference: str) -> tuple[Path, str]:
+def _file_reference(reference: str) -> tuple[Path, str] | None:
+    """Return the file and the class, which may be empty, of a reference to a file; None for other references."""
     head, _, name = reference.rpartition(":")
-    if head and not name.endswith(".py"):
-        return Path(head).expanduser(), name
-    return Path(reference).expanduser(), ""
+    path, name = (head, name) if head and not name.endswith(".py") else (reference, "")
+    return (Path(path).expanduser(), name) if Path(path).suffix == ".py" or os.sep in path else None
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -149,14 +141,13 @@ def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ObjectiveError(f"{name!r} is not the name of a module")
     _search_first(Path.cwd())
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ObjectiveError(f"no module {error.name!r} for the objective {name!r}") from error
-        raise ObjectiveError(blame(error)) from error
-    except (Exception, SystemExit) as error:  # a parent package runs its own code
-        raise ObjectiveError(blame(error)) from error
+    with _telling_import_errors(None):  # a parent package runs its own code
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError as error:
+            if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                raise ObjectiveError(f"no module {error.name!r} for the objective {name!r}") from error
+            raise
     if spec is None:
         raise ObjectiveError(f"no module {name!r}: start where it can be imported, or install its package")
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
@@ -231,10 +222,8 @@ def _named_class(module: ModuleType, name: str, where: str) -> type[BaseObjectiv
         known = list(_objectives_in(module))
         hint = nearest(name, known) if known else "it defines no Objective"
         raise ObjectiveError(f"{where} has no {name!r}: {hint}")
-    if inspect.isfunction(value):  # the same class each time
-        made = getattr(value, _MADE, None) or objective_of(value)
-        setattr(value, _MADE, made)
-        return cast("type[BaseObjective]", made)
+    if inspect.isfunction(value):
+        return objective_of(value)
     if not (inspect.isclass(value) and issubclass(value, BaseObjective)):
         raise ObjectiveError(
             f"{where}:{name} is not an Objective: it must subclass hpsearch.Objective or LoopObjective, or be a "

@@ -19,53 +19,63 @@ class SearchSpace(Protocol):
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         """A float in [low, high], uniform or uniform in its logarithm."""
-        ...
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         """An integer in [low, high], both included."""
-        ...
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """One of the choices: None, bool, int, float or str."""
-        ...
 
 
-class Given:
-    """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
+class _Answers:
+    """A search space without a study: subclasses answer a range and a choice. `values` has all answers by name."""
 
-    A given value that is not in the space raises a NotInSpaceError. `values` has all parameters that were asked for.
-    """
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """Return the given number, or the middle of [low, high] or of its logarithm, on the grid of `step`."""
-        if name in self.given:
-            value = float(self._number(name, low, high, step))
-        else:
-            middle = _middle(low, high, log=log)
-            middle = middle if step is None else low + step * round((middle - low) / step)
-            value = min(max(middle, low), high)
-        self.values[name] = value
+        """Return a number in [low, high], on the grid of `step`."""
+        self.values[name] = value = float(self._range(name, low, high, step, log=log))
         return value
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """Return the given integer, or the middle, as `suggest_float` does."""
-        if name in self.given:
-            value = round(self._number(name, low, high, step))
-        else:
-            value = low + step * round((_middle(low, high, log=log) - low) / step)
-        self.values[name] = value
+        """Return an integer in [low, high], on the grid of `step`."""
+        self.values[name] = value = round(self._range(name, low, high, step, log=log))
         return value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Return the given choice, or the first."""
-        self.values[name] = self._choice(name, choices) if name in self.given else choices[0]
-        return self.values[name]
+        """Return one of the choices."""
+        self.values[name] = value = self._category(name, choices)
+        return value
+
+    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:
+        raise NotImplementedError
+
+    def _category(self, name: str, choices: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+
+class Given(_Answers):
+    """Suggests the given value of a parameter, or else the middle of its range and the first of its choices.
+
+    The middle of a range on a log scale is that of its logarithm. A given value that is not in the space raises a
+    NotInSpaceError.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:
+        if name in self.given:
+            return self._number(name, low, high, step)
+        middle = math.sqrt(low * high) if log else (low + high) / 2
+        return min(max(middle if step is None else low + step * round((middle - low) / step), low), high)
+
+    def _category(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._choice(name, choices) if name in self.given else choices[0]
 
     def require_all_taken(self, whose: str) -> None:
         """Raise a NotInSpaceError if a given parameter was not asked for."""
@@ -88,10 +98,6 @@ class Given:
         if not low <= value <= high or abs(steps - round(steps)) > 1e-8:
             raise NotInSpaceError(name, f"{value!r} is not in [{low}, {high}]" + (f" by {step}" if step else ""))
         return value
-
-
-def _middle(low: float, high: float, *, log: bool) -> float:
-    return math.sqrt(low * high) if log else (low + high) / 2
 
 
 class Written(Given):
@@ -150,38 +156,27 @@ def every_configuration(configure: Callable[[SearchSpace], object]) -> Iterator[
         taken[-1] += 1
 
 
-class _Enumerated:
+class _Enumerated(_Answers):
     """Suggests the values of the parameters by their places, and the first of those beyond."""
 
     def __init__(self, places: Sequence[int]) -> None:
+        super().__init__()
         self._places = places
         self.counts: list[int] = []
-        self.values: dict[str, Any] = {}
 
-    def suggest_float(
-        self,
-        name: str,
-        low: float,
-        high: float,
-        *,
-        step: float | None = None,
-        log: bool = False,  # noqa: ARG002 a space's
-    ) -> float:
-        if low == high:
-            return float(self._suggest(name, 1, lambda _: low))
-        if step is None:
+    def _range(self, name: str, low: float, high: float, step: float | None, *, log: bool) -> float:  # noqa: ARG002
+        if step is None and low < high:
             raise NotInSpaceError(name, f"a range from {low} to {high} without steps has no last value: give it a step")
-        return float(self._suggest(name, math.floor((high - low) / step + 1e-8) + 1, lambda place: low + place * step))
+        count = math.floor((high - low) / step + 1e-8) + 1 if step else 1
+        number: float = self._suggest(name, count, lambda place: low + place * (step or 0))
+        return number
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:  # noqa: ARG002 a space's
-        return int(self._suggest(name, (high - low) // step + 1, lambda place: low + place * step))
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+    def _category(self, name: str, choices: Sequence[Any]) -> Any:
         return self._suggest(name, len(choices), lambda place: choices[place])
 
     def _suggest(self, name: str, count: int, value: Callable[[int], Any]) -> Any:
-        if name not in self.values:  # one that is asked for again has the value that it had
-            place = len(self.counts)
-            self.counts.append(count)
-            self.values[name] = value(self._places[place] if place < len(self._places) else 0)
-        return self.values[name]
+        if name in self.values:  # one that is asked for again has the value that it had
+            return self.values[name]
+        place = len(self.counts)
+        self.counts.append(count)
+        return value(self._places[place] if place < len(self._places) else 0)

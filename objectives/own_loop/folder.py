@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -23,13 +22,10 @@ def listed(folder: Path) -> dict[str, int]:
 
 def packed(folder: Path) -> dict[str, Tensor]:
     """The files of a folder, as bytes by name; they stay on the disk until they are written elsewhere."""
-    return {name: _mapped(folder / name, size) for name, size in listed(folder).items()}
-
-
-def _mapped(path: Path, size: int) -> Tensor:
-    if not size:  # nothing cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
+    return {
+        name: torch.from_numpy(np.memmap(folder / name, np.uint8, mode="c") if size else np.empty(0, np.uint8))
+        for name, size in listed(folder).items()
+    }
 
 
 def unpack(files: Mapping[str, Tensor], folder: Path) -> None:
@@ -44,11 +40,6 @@ def unpack(files: Mapping[str, Tensor], folder: Path) -> None:
             raise ObjectiveError(f"the state names a file outside of its folder: {name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         content.numpy().tofile(path)
-
-
-def remove(folder: Path) -> None:
-    """Removes a folder, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def place(run_dir: Path | None) -> Path:

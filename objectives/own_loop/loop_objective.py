@@ -8,6 +8,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest, users_code
@@ -167,8 +168,9 @@ class _Told:
         return self._trial.config[parameter]
 
 
+@cache
 def objective_of(function: Callable[[Any], None]) -> type[FunctionObjective]:
-    """The objective that a function stands for."""
+    """The objective that a function stands for, the same class each time."""
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:

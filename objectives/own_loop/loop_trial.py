@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hpsearch.objectives.errors import MetricError, ObjectiveError, nearest
 from hpsearch.objectives.measured import value_of
-from hpsearch.objectives.own_loop.folder import listed, packed, remove
-from hpsearch.objectives.training.data.tree import Tree, map_tensors
+from hpsearch.objectives.objective import BaseObjective
+from hpsearch.objectives.own_loop.folder import listed, packed, place
+from hpsearch.objectives.training.config import RunPlan
+from hpsearch.objectives.training.data.tree import Tree, leaves, map_tensors
 from hpsearch.objectives.training.loop.guards import NonFiniteError
 from hpsearch.objectives.training.loop.measuring import plain_measures
-from hpsearch.objectives.training.ranks import Ranks
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.reproducibility.seeds import set_seed
 from hpsearch.objectives.training.session import Curve, Verdict
+from hpsearch.objectives.training.trainer import BaseTrainer, shown
 
 _GIVEN = {"latency_ms", "model_mb", "parameters"}  # what `LoopTrial.measure` gives of what is measured
-Report = Callable[[EpochRecord, dict[str, Any], bool], Verdict]
+
+
+class OwnLoop(BaseTrainer):
+    """The part of an own loop's run that its trial uses; for the parameters see `BaseTrainer`.
+
+    Attributes:
+        folder: of the run, the same on all ranks; None if it has none.
+        checkpoint: path of the trial's checkpoint folder.
+        resolved: identity and environment of the run.
+        logged: files that the loop gave to the session.
+    """
+
+    curve: Curve
+    resolved: dict[str, Any]
+
+    def __init__(self, objective: BaseObjective, config: Any, plan: RunPlan, **where: Any) -> None:
+        super().__init__(config, plan, **where)
+        self.objective, path = objective, self.files.path
+        self.folder, self.checkpoint = self.ranks.told((path and path.resolve(), place(path)))
+        self.curve = self.curve or Curve(objective.metric, maximize=objective.direction == "maximize")
+        self.notes: list[str] = []
+        self.logged: list[Path] = []
+
+    def save_and_report(self, record: EpochRecord, state: dict[str, Any], *, best: bool) -> Verdict:
+        """Save the state, then report, so that a death in between loses no reported epoch."""
+        if self.session is not None:
+            self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
+        self.files.log.info("epoch %d%s %s", record.epoch + 1, " (best)" if best else "", shown(record.metrics))
+        return self.report(record)
 
 
 class LoopTrial:
@@ -42,33 +72,16 @@ class LoopTrial:
         resumed: whether epochs of it were trained before.
         state: what was reported as `state` with the last epoch, on the CPU, where the trial is resumed; else None.
         folder: of the trial, for files, the same on all ranks; None where a run keeps none.
+        verdict: the answer to the last report.
     """
 
-    def __init__(  # noqa: PLR0913 all that a run is made of, by keyword
-        self,
-        *,
-        config: Any,
-        seed: int,
-        split_seed: int,
-        device: torch.device,
-        total_epochs: int,
-        state: Any,
-        folder: Path | None,
-        checkpoint: Path,
-        ranks: Ranks,
-        metric: str,
-        reported: Sequence[str],
-        curve: Curve,
-        report: Report,
-        log_artifact: Callable[[Path], None],
-    ) -> None:
-        self.config, self.seed, self.split_seed, self.device = config, seed, split_seed, device
-        self.total_epochs, self.state, self.folder = total_epochs, state, folder
-        self.rank, self.world, self.resumed = ranks.rank, ranks.world, bool(curve.history)
-        self._checkpoint, self._ranks = checkpoint, ranks
-        self._metric, self._reported = metric, tuple(reported)
-        self._curve, self._report, self._log = curve, report, log_artifact
-        self._verdict = Verdict.CONTINUE
+    def __init__(self, run: OwnLoop, state: Any) -> None:
+        self.config, self.device, self.state = run.config, run.device, state
+        self.seed, self.split_seed, self.total_epochs = run.plan.seed, run.plan.split_seed, run.plan.epochs
+        self.folder, self.rank, self.world = run.folder, run.ranks.rank, run.ranks.world
+        self.resumed = bool(run.curve.history)
+        self._run, self._ranks, self._curve, self._checkpoint = run, run.ranks, run.curve, run.checkpoint
+        self.verdict = Verdict.CONTINUE
         self._epoch: int | None = None  # that runs, until it is reported
         self._started = 0.0
         self._within = False  # the body of the loop over epochs
@@ -85,14 +98,9 @@ class LoopTrial:
         return self._checkpoint
 
     @property
-    def verdict(self) -> Verdict:
-        """The answer to the last report."""
-        return self._verdict
-
-    @property
     def ended(self) -> bool:
         """Whether no epoch is left: all are done, or the last report was answered by an end."""
-        return self._verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
+        return self.verdict != Verdict.CONTINUE or self._curve.next_epoch >= self.total_epochs
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, 0-based, each with its generators seeded; it ends where the trial does.
@@ -132,7 +140,10 @@ class LoopTrial:
             NonFiniteError: the metric, or another that the study asks for, is NaN or infinite: the configuration
                 diverges.
         """
-        epoch = self._require_epoch()
+        if (epoch := self._epoch) is None:
+            if self._within:
+                raise ObjectiveError(f"epoch {self._curve.next_epoch} is reported already: report each epoch once")
+            raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
         saved = None if folder is None else Path(folder)
         try:
             self.meet(f"reports epoch {epoch + 1}" + ("" if saved is None else " with a folder"))
@@ -146,9 +157,9 @@ class LoopTrial:
             raise
         self._epoch = None
         try:
-            self._verdict = self._report(record, {"state": state, **files}, kept)
+            self.verdict = self._run.save_and_report(record, {"state": state, **files}, best=kept)
             if saved is not None and saved.resolve() == self._checkpoint.resolve():  # another is not ours to remove
-                self._ranks.led(lambda: remove(saved))
+                self._ranks.led(lambda: shutil.rmtree(saved, ignore_errors=True))
         except BaseException as error:  # also one that the loop would catch: a lost claim, a stop
             self.failure = error
             raise
@@ -156,14 +167,14 @@ class LoopTrial:
 
     def _recorded(self, epoch: int, metrics: Any, state: Any, best: Any) -> EpochRecord:
         """The epoch's record, of what was found to be right."""
-        numbers = _numbers(metrics)
-        if self._metric not in numbers:
-            near = nearest(self._metric, list(numbers))
-            raise MetricError(self._metric, f"is none that was reported: {near}; or set the objective's metric")
+        numbers, metric = _numbers(metrics), self._run.objective.metric
+        if metric not in numbers:
+            near = nearest(metric, list(numbers))
+            raise MetricError(metric, f"is none that was reported: {near}; or set the objective's metric")
         record = {_named(name): number for name, number in numbers.items()}
-        if not math.isfinite(value := numbers[self._metric]):
-            raise NonFiniteError(f"{self._metric} is {value}", epoch=epoch)
-        for name in self._reported:
+        if not math.isfinite(value := numbers[metric]):
+            raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
+        for name in self._run.objective.reported:
             if not math.isfinite(value := self._asked(record, name, list(numbers))):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)
         if not self._checked:
@@ -232,16 +243,9 @@ class LoopTrial:
                 "let every rank call trial.report once in each epoch, alike"
             )
 
-    def _require_epoch(self) -> int:
-        if self._epoch is not None:
-            return self._epoch
-        if self._within:
-            raise ObjectiveError(f"epoch {self._curve.next_epoch} is reported already: report each epoch once")
-        raise ObjectiveError("trial.report was called outside of trial.epochs(): report each epoch once, within it")
-
     def log_artifact(self, path: Path | str) -> None:
         """Keeps a file for the trial's run in MLflow; it is sent when the trial ends."""
-        self._log(Path(path))
+        self._run.logged.append(Path(path))
 
 
 def _named(name: str) -> str:
@@ -277,12 +281,8 @@ def check_plain(tree: Any, what: str) -> None:
     Raises:
         ObjectiveError: it says where something else stands, and what it is.
     """
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            check_plain(value, f"{what}[{key!r}]")
-    elif isinstance(tree, (tuple, list)):
-        for number, value in enumerate(tree):
-            check_plain(value, f"{what}[{number}]")
-    elif not isinstance(tree, (Tensor, bool, int, float, str, bytes, type(None))):
-        remedy = "give its state_dict()" if hasattr(tree, "state_dict") else "give tensors and plain values"
-        raise ObjectiveError(f"trial.report: {what} is a {type(tree).__name__}, which no checkpoint holds: {remedy}")
+    for name, value in leaves(tree, what):
+        if not isinstance(value, (Tensor, bool, int, float, str, bytes, type(None))):
+            remedy = "give its state_dict()" if hasattr(value, "state_dict") else "give tensors and plain values"
+            kind = type(value).__name__
+            raise ObjectiveError(f"trial.report: {name} is a {kind}, which no checkpoint holds: {remedy}")

@@ -288,10 +288,11 @@ def show(objective: Objective_, settings: Set = None) -> None:
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective
     from hpsearch.objectives.training.reports import report
     from hpsearch.search.console import PlainConsole
+    from hpsearch.search.study.create import search_space
 
     found = load_objective(objective)
     config = configured(found, settings)
-    space = report.search_space(found)
+    space = {name: _format_range(values) for name, values in search_space(found)[0].items()}
     console = PlainConsole()
     console.print(f"{found.name}: {found.direction} {found.metric}, {found.epochs} epochs, {found.n_trials} trials")
     if found.directions:
@@ -312,6 +313,15 @@ def show(objective: Objective_, settings: Set = None) -> None:
             console.print(f"\n{title}", style="bold")
             for line in listed(block, console.width):
                 console.print(line)
+
+
+def _format_range(values: Any) -> str:
+    """Return an Optuna distribution in words, such as `0.001 to 0.1 on a log scale`."""
+    if hasattr(values, "choices"):
+        return "one of " + ", ".join(map(str, values.choices))
+    is_stepped = values.step is not None and not (values.step == 1 and isinstance(values.step, int))
+    extra = " on a log scale" if values.log else f" in steps of {values.step:g}" if is_stepped else ""
+    return f"{values.low:g} to {values.high:g}{extra}"
 
 
 def _rows(item: Setting) -> list[tuple[str, str]]:

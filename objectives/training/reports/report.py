@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from hpsearch.objectives.training.data.tree import tensors
 from hpsearch.objectives.training.evaluation.metrics import largest_class
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.objective import BaseObjective, Objective
+    from hpsearch.objectives.objective import Objective
     from hpsearch.objectives.training.loop.run import Run
     from hpsearch.objectives.training.result import FitResult
 
@@ -269,43 +268,3 @@ def _annotated(cls: type) -> dict[str, str]:
     said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     texts = {name: [getattr(part, "description", part) for part in parts] for name, parts in said.items()}
     return {name: "; ".join(text for text in found if isinstance(text, str)) for name, found in texts.items()}
-
-
-def search_space(objective: BaseObjective) -> dict[str, str]:
-    """Return the parameters that `suggest` asks for in random trials, with their ranges."""
-    recorder = _Recorder()
-    for _ in range(64):
-        objective.configure(recorder)
-    return recorder.seen
-
-
-class _Recorder:
-    """A trial that answers at random and notes what it was asked."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, str] = {}
-        self._random = random.Random(0)  # noqa: S311 nothing secret is drawn
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        self._note(name, low, high, step, log)
-        if step is not None:
-            return low + step * self._random.randint(0, int((high - low) / step + 1e-9))
-        return self._draw(low, high, log)
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        self._note(name, low, high, None if step == 1 else step, log)
-        return min(int(self._draw(low, high, log)), high) if log else self._random.randrange(low, high + 1, step)
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        self.seen[name] = "one of " + ", ".join(map(str, choices))
-        return self._random.choice(choices)
-
-    def _note(self, name: str, low: float, high: float, step: float | None, log: bool) -> None:
-        extra = " on a log scale" if log else "" if step is None else f" in steps of {step:g}"
-        self.seen[name] = f"{low:g} to {high:g}{extra}"
-
-    def _draw(self, low: float, high: float, log: bool) -> float:
-        share: float = self._random.random()
-        return low * (high / low) ** share if log else low + (high - low) * share

@@ -23,8 +23,8 @@ from hpsearch import (
 )
 from hpsearch.objectives.fit import fit, restore
 from hpsearch.objectives.own_loop.run import drawn
+from hpsearch.objectives.search_space import Given
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.objectives.training.reports.report import search_space
 from hpsearch.objectives.training.reproducibility import checkpoint
 from tests.objectives.training.support import Memory, exact
 
@@ -208,11 +208,11 @@ def _reporting(*reports, outside=False):
         (_reporting((0.5, None)), "trial.report takes a dictionary of numbers by name, not float"),
         (
             _reporting(({"distance": 1.0}, {"a": [object()]})),
-            r"state\['a'\]\[0\] is a object, which no",
+            r"state\.a\.0 is a object, which no",
         ),
         (
             _reporting(({"distance": 1.0}, {"net": nn.Linear(2, 2)})),
-            r"trial.report: state\['net'\] is a Linear, which no checkpoint holds: give its state_dict\(\)",
+            r"trial.report: state\.net is a Linear, which no checkpoint holds: give its state_dict\(\)",
         ),
         (type("Silent", (Gan,), {"run": lambda *_: None}), "Silent.run ended without a report"),
         (
@@ -310,7 +310,8 @@ def test_a_function_is_an_objective(tmp_path):
     path.write_text(FUNCTION)
     objective = load_objective(f"{path}:main")
     assert (objective.name, objective.metric, objective.direction, objective.epochs) == ("main", "error", "minimize", 3)
-    assert search_space(objective) == {"rate": "0.1 to 0.4", "kind": "one of a, b"}
+    objective.configure(space := Given({}))
+    assert space.values == {"rate": 0.25, "kind": "a"}
     result = _fit(objective, epochs=3)
     assert result.best_value == pytest.approx(8 * 0.75**3)
     assert type(load_objective(f"{path}:main")) is type(objective)
