@@ -55,7 +55,7 @@ class OwnLoop(BaseTrainer):
         if self.session is not None:
             self.session.save({**self.resolved, "notes": self.notes, **state, **self.curve.state_dict()}, best=best)
         self.files.log.info("epoch %d%s %s", record.epoch + 1, " (best)" if best else "", shown(record.metrics))
-        return self.report(record)
+        return self._report(record)
 
 
 class LoopTrial:

@@ -215,7 +215,7 @@ class LoopRun(OwnLoop):
                 self.notes.append(f"not exact after epoch {self.curve.next_epoch}: {changed}")
             self.files.log.info("%s", "; ".join([f"resumed after epoch {self.curve.next_epoch}", *self.notes]))
         changes = uncommitted(source.parent if source else Path.cwd()) if self.ranks.first else ""
-        verdict = self.start(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
+        verdict = self._open(self.curve, self.resolved, changes, resumed_at=0 if restored else None)
         return None if restored is None else restored["state"], verdict
 
     def _restore(self) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ class LoopRun(OwnLoop):
         # A loop that ends by itself before its last epoch has decided that it is done.
         finished = verdict == Verdict.CONTINUE or self.curve.next_epoch >= self.plan.epochs
         result = LoopResult(
-            **self.shared_result(self.curve, verdict, self.notes, finished=finished),
+            **self._shared_result(self.curve, verdict, self.notes, finished=finished),
             objective=self.objective,
             config=self.config,
             best=self.curve.best["model"],
@@ -246,5 +246,5 @@ class LoopRun(OwnLoop):
         if result.status != "stopped":
             names = drawn(result.history, self.objective.metric)
             write = partial(write_loop_report, objective=self.objective, result=result, identity=self.resolved)
-            self.log_files([*self.files.finish(result, names, write), *self.logged])
+            self._log_files([*self.files.finish(result, names, write), *self.logged])
         return result

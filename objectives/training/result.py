@@ -148,6 +148,7 @@ class FitResult(RunResult):
         train_scores: loss and metrics of the best weights on the training split, judged as the validation split is;
             for the report, and None without a run directory.
         memory: most bytes of the device's memory that the run held at once; None on a CPU.
+        fresh: the score of a run on a fresh division; None of any other.
     """
 
     model: nn.Module

@@ -66,22 +66,22 @@ class BaseTrainer:
         self.device = device_named(device)
         self.curve = None if self.session is None else self.session.curve
 
-    def start(self, curve: Curve, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> Verdict:
+    def _open(self, curve: Curve, resolved: dict[str, Any], changes: str, *, resumed_at: int | None) -> Verdict:
         """Write the run's configuration, and report the epochs of a restored curve again."""
         self.files.start(resolved, changes, resumed_at=resumed_at)
         for record in curve.history:
-            if (verdict := self.report(record)) != Verdict.CONTINUE:
+            if (verdict := self._report(record)) != Verdict.CONTINUE:
                 return verdict
         return Verdict.CONTINUE
 
-    def report(self, record: EpochRecord) -> Verdict:
+    def _report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the session, then write its record."""
         # Before a file is touched: a session whose trial was lost raises, and the run leaves no mark.
         verdict = Verdict.CONTINUE if self.session is None else self.session.report(record)
         self.files.record(record)
         return verdict
 
-    def shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
+    def _shared_result(self, curve: Curve, verdict: Verdict, notes: list[str], *, finished: bool) -> dict[str, Any]:
         """Return the fields of a `RunResult`; `finished` is whether nothing was left to train."""
         return {
             "status": status_of(verdict, finished=finished),
@@ -92,7 +92,7 @@ class BaseTrainer:
             "resume_note": "; ".join(notes) or None,
         }
 
-    def log_files(self, paths: Iterable[Path]) -> None:
+    def _log_files(self, paths: Iterable[Path]) -> None:
         """Give files that the run made to the session."""
         for path in paths:
             if self.session is not None:
@@ -206,7 +206,7 @@ class Trainer(BaseTrainer):
             self.session.save(run.state_dict(), best=best)
         run.conclusion = time.perf_counter() - started - training
         self.files.log.info("epoch %d%s %s", epoch + 1, " (best)" if best else "", shown(metrics))
-        return self.report(record)
+        return self._report(record)
 
     def _measured(self, run: Run, scores: Mapping[str, float], epoch: int) -> dict[str, float]:
         """What is measured beside a validation, once all that decides is found to be there and finite.
@@ -296,15 +296,15 @@ class Trainer(BaseTrainer):
             within = f" and {run.within['sums']['steps']} of {run.feed.steps} steps" if run.within else ""
             self.files.log.info("%s", "; ".join([f"resumed after epoch {run.curve.next_epoch}{within}", *run.notes]))
         resolved = {**run.identity, "environment": run.environment}
-        return self.start(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
+        return self._open(run.curve, resolved, run.changes, resumed_at=run.step if state else None)
 
     def _on_epoch(self, run: Run, epoch: int) -> None:
         with users_code(f"{type(self.objective).__name__}.on_epoch"):
             self.objective.on_epoch(run.model, epoch, self.config)
 
-    def report(self, record: EpochRecord) -> Verdict:
+    def _report(self, record: EpochRecord) -> Verdict:
         """Report an epoch to the session, then write its record."""
-        verdict = super().report(record)
+        verdict = super()._report(record)
         self.instruments.record(record, self.files.path)
         return verdict
 
@@ -316,7 +316,7 @@ class Trainer(BaseTrainer):
         if result.status != "stopped":
             names = list(dict.fromkeys(("loss", self.objective.metric)))
             write = partial(write_report, run=run, result=result, objective=self.objective)
-            self.log_files(self.files.finish(result, names, write))
+            self._log_files(self.files.finish(result, names, write))
         return result
 
     def _result(self, run: Run, verdict: Verdict) -> FitResult:
@@ -324,7 +324,7 @@ class Trainer(BaseTrainer):
         best, val = run.curve.best, run.splits.val
         if best:  # none yet, where the run was left in its first epoch
             run.judged.load_state_dict(run.strategy.own(best["model"], run.judged.state_dict()))
-        shared = self.shared_result(run.curve, verdict, run.notes, finished=run.finished)
+        shared = self._shared_result(run.curve, verdict, run.notes, finished=run.finished)
         reported = run.ranks.told(self.files.path is not None) and shared["status"] != "stopped"
         train_scores = run.judge(run.splits.train) if reported else None
         model = plain(run.strategy.plain(run.judged)).eval()

@@ -131,9 +131,7 @@ class Run:
         halves.end(self.curve.next_epoch)
         return scores
 
-    def judge(
-        self, split: Dataset, metrics: Metrics | None = None, also: InParts | None = None
-    ) -> dict[str, float]:
+    def judge(self, split: Dataset, metrics: Metrics | None = None, also: InParts | None = None) -> dict[str, float]:
         """Loss and metrics of the judged model on a split, by the run's metrics or others."""
         return evaluate(
             self.judged,
