@@ -25,8 +25,8 @@ NAME, TRIALS, EPOCHS = "any", 6, 4
 
 # Of these another one is a harder case.
 LIKE_OTHERS = (
-    *("Regression", "Two classes, of uneven size", "Images from a folder"),
-    *("A backbone that is frozen, then thawed", "A script that exists"),
+    *("Regression", "Imbalanced binary classification", "Images from a folder"),
+    *("Fine-tuning: freeze and unfreeze layers", "Existing training script"),
 )
 
 _IMAGES = RECIPES["Images from a folder"]
@@ -36,7 +36,7 @@ CASES = {
 }
 
 # The others go the same ways: they are shot at in the soaks.
-OFTEN = ("Text of different lengths", "A loop of one's own")
+OFTEN = ("Variable-length sequences", "Custom training loop (GAN)")
 
 
 @pytest.mark.parametrize(
