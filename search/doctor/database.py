@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 from hpsearch.search.console import command, counted
 from hpsearch.search.doctor.checks import Checks, Finding
-from hpsearch.storage.database.connect import connect, schema_revisions, table_rights
+from hpsearch.storage.database.connect import open_cursor, schema_revisions, table_rights
 
 ROUND_TRIPS = 5
 SKEW = 2.0  # seconds that two clocks may differ
@@ -32,10 +31,8 @@ _CONNECTIONS = """
 
 def ask_database(look: Callable[[Any], Finding], url: str, setting: str) -> Finding:
     """Return the finding of one of `DATABASE_CHECKS` about the database at `url`, which was given by `setting`."""
-    with closing(connect(url, application_name="hpsearch doctor", setting=setting)) as connection:
-        connection.autocommit = True
-        with connection.cursor() as cursor:
-            return look(cursor)
+    with open_cursor(url, application_name="hpsearch doctor", setting=setting, autocommit=True) as cursor:
+        return look(cursor)
 
 
 def _answers(cursor: Any) -> Finding:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.database.retry import may_pass
 from hpsearch.storage.database.schema import (
+    ALEMBIC_TABLE,
     IS_RESTORED_BY_HALF,
     OPTUNA_REVISION,
     OPTUNA_TABLES,
@@ -17,7 +18,7 @@ from hpsearch.storage.database.schema import (
     VERSION_TABLE,
 )
 from hpsearch.storage.errors import AwayError, StorageError, one_line
-from hpsearch.storage.urls import normalise, redact
+from hpsearch.storage.urls import normalise, redact, without_secret
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -95,13 +96,12 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
     return kind(f"{setting} {redact(url.render_as_string())}: {said}")
 
 
-CONNECT_TIMEOUT = 10  # seconds
 OPENING = 10.0  # seconds that a command waits at its start: whoever mistyped an address is told soon
 
 # A peer that vanished is noticed after about 35 s (libpq parameters; times in seconds, tcp_user_timeout in ms).
 # The server's half is set on the roles (see storage.database.roles): PgBouncer would refuse `options=` in the URL.
 _CLIENT_SETTINGS = {
-    "connect_timeout": CONNECT_TIMEOUT,
+    "connect_timeout": 10,
     "keepalives": 1,
     "keepalives_idle": 20,
     "keepalives_interval": 5,
@@ -180,6 +180,55 @@ def connect(url: str, *, application_name: str, setting: str = "--storage-url") 
     return connection
 
 
+@contextmanager
+def open_cursor(
+    url: str, *, application_name: str, setting: str = "--storage-url", autocommit: bool = False
+) -> Iterator[Any]:
+    """Yield a cursor on a connection of its own, in a transaction that is committed at the end.
+
+    Args:
+        url: of the database.
+        application_name: what `pg_stat_activity` shows for the connection.
+        setting: where the user gave the URL.
+        autocommit: whether each statement is a transaction of its own instead.
+
+    Raises:
+        StorageError: the connection cannot be made.
+    """
+    with closing(connect(url, application_name=application_name, setting=setting)) as connection:
+        connection.autocommit = autocommit
+        with nullcontext() if autocommit else connection, connection.cursor() as cursor:
+            yield cursor
+
+
+@contextmanager
+def statement_errors(url: str, setting: str) -> Iterator[None]:
+    """Turn errors of psycopg2 into errors of one line without a password.
+
+    Raises:
+        AwayError: the database went away.
+        StorageError: it rejects a statement.
+    """
+    import psycopg2
+
+    try:
+        yield
+    except psycopg2.Error as error:
+        is_away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        text = without_secret(one_line(error), url)
+        raise (AwayError if is_away else StorageError)(f"{setting} {redact(url)}: {text}") from None
+
+
+def answers(url: str, question: str = "SELECT true") -> bool:
+    """Whether the database lets this user in and the answer to `question` is true."""
+    import psycopg2
+
+    with suppress(StorageError, psycopg2.Error), open_cursor(url, application_name="hpsearch-health") as cursor:
+        cursor.execute(question)
+        return bool(cursor.fetchone() == (True,))
+    return False
+
+
 def check_database(url: str, *, patience: float | None = None) -> None:
     """Check that studies can be kept at `url`, without changing anything there.
 
@@ -199,30 +248,26 @@ def check_database(url: str, *, patience: float | None = None) -> None:
 
 
 def _check_once(url: str) -> None:
-    import psycopg2
-
     head = f"--storage-url {redact(url)}"
-    connection = connect(url, application_name="hpsearch-check")
-    try:
-        with connection, connection.cursor() as cursor:
-            cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
-            user, read_only, schema = cursor.fetchone() or ("", False, None)
-            if read_only:
-                raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
-            if schema is None:
+    with statement_errors(url, "--storage-url"), open_cursor(url, application_name="hpsearch-check") as cursor:
+        cursor.execute("SELECT current_user, pg_is_in_recovery(), current_schema()")
+        user, read_only, schema = cursor.fetchone()
+        if read_only:
+            raise StorageError(f"{head}: this Postgres is a read-only replica: give the primary's URL")
+        if schema is None:
+            raise StorageError(
+                f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
+            )
+        cursor.execute(IS_RESTORED_BY_HALF)
+        if cursor.fetchone() == (True,):
+            raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
+        _check_tables(cursor, user, head)
+        for owner, found, needed in schema_revisions(cursor):
+            if found != needed:
                 raise StorageError(
-                    f"{head}: user {user!r} lacks rights on the schema: GRANT USAGE ON SCHEMA public TO {user}"
+                    f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
+                    "run hpsearch migrate as the owner of the database"
                 )
-            cursor.execute(IS_RESTORED_BY_HALF)
-            if cursor.fetchone() == (True,):
-                raise StorageError(f"{head}: a restore into it was cut off: run the same 'hpsearch restore' again")
-            _check_tables(cursor, user, head)
-            _check_revision(cursor, head)
-    except psycopg2.Error as error:
-        passing = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        raise (AwayError if passing else StorageError)(f"{head}: {one_line(error)}") from None
-    finally:
-        connection.close()
 
 
 def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
@@ -242,43 +287,35 @@ def table_rights(cursor: Any) -> list[tuple[str, bool, list[str]]]:
 
 def schema_revisions(cursor: Any) -> list[tuple[str, str | None, str]]:
     """Return whose tables they are, the revision that they have, and the one that this release needs."""
-    found: list[tuple[str, str | None, str]] = []
-    for table, owner, needed in (
-        ("alembic_version", "Optuna", OPTUNA_REVISION),
-        (VERSION_TABLE, "hpsearch", REVISION),
-    ):
-        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
-        revision = None
-        if cursor.fetchone()[0]:
-            cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
-            revision = (cursor.fetchone() or (None,))[0]
-        found.append((owner, revision, needed))
-    return found
+    return [
+        ("Optuna", read_revision(cursor, ALEMBIC_TABLE), OPTUNA_REVISION),
+        ("hpsearch", read_revision(cursor, VERSION_TABLE), REVISION),
+    ]
+
+
+def read_revision(cursor: Any, table: str) -> str | None:
+    """Return the revision of the schema that a version table of Alembic holds; None without table or revision."""
+    if not has_table(cursor, table):
+        return None
+    cursor.execute(f"SELECT version_num FROM {table}")  # noqa: S608 a name of ours
+    return next((str(revision) for (revision,) in cursor), None)
+
+
+def has_table(cursor: Any, table: str) -> bool:
+    """Whether a table of this name is visible to the user."""
+    cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
+    return bool(cursor.fetchone()[0])
 
 
 def _check_tables(cursor: Any, user: str, head: str) -> None:
     rows = table_rights(cursor)
     if all(is_missing for _, is_missing, _ in rows):
         raise StorageError(f"{head}: there are no tables yet: run hpsearch migrate as the owner of the database")
-    if some := [name for name, is_missing, _ in rows if is_missing]:
-        raise StorageError(f"{head}: tables are missing ({_join(some)}): run hpsearch migrate as the owner")
-    lacking = sorted({right for *_, rights in rows for right in rights})
-    if lacking:
+    if missing := ", ".join(name for name, is_missing, _ in rows if is_missing):
+        raise StorageError(f"{head}: tables are missing ({missing}): run hpsearch migrate as the owner")
+    if lacking := ", ".join(sorted({right for *_, rights in rows for right in rights})):
         tables = [name for name, _, rights in rows if rights]
         raise StorageError(
-            f"{head}: user {user!r} lacks {_join(lacking)} on {_join(tables[:3])}"
-            f"{' and more' if len(tables) > 3 else ''}: GRANT {_join(lacking)} ON ALL TABLES IN SCHEMA public TO {user}"
+            f"{head}: user {user!r} lacks {lacking} on {', '.join(tables[:3])}"
+            f"{' and more' if len(tables) > 3 else ''}: GRANT {lacking} ON ALL TABLES IN SCHEMA public TO {user}"
         )
-
-
-def _check_revision(cursor: Any, head: str) -> None:
-    for owner, found, needed in schema_revisions(cursor):
-        if found != needed:
-            raise StorageError(
-                f"{head}: the tables are of another version of {owner} (schema {found}, this one needs {needed}): "
-                "run hpsearch migrate as the owner of the database"
-            )
-
-
-def _join(words: Iterable[str]) -> str:
-    return ", ".join(words)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -52,50 +52,42 @@ class LockLostError(AwayError):
     """The server took the lock from this process: it froze, or what it waited for took too long."""
 
 
-@contextmanager
-def study_lock(engine: sa.Engine, study_id: int) -> Iterator[sa.Connection]:
+def study_lock(engine: sa.Engine, study_id: int) -> AbstractContextManager[sa.Connection]:
     """Hold a study while its parent run is looked up and made; yield the transaction.
 
     Raises:
         LockLostError: see `still_held`.
     """
-    with _held(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id) as connection:
-        yield connection
+    return _held(engine, _LOCK_IN_REQUESTS, kind=_STUDY, key=study_id)
 
 
-@contextmanager
-def registry_lock(engine: sa.Engine) -> Iterator[sa.Connection]:
+def registry_lock(engine: sa.Engine) -> AbstractContextManager[sa.Connection]:
     """Hold what the database says of the model registry while the two are brought in line; yield the transaction.
 
     Raises:
         LockLostError: see `still_held`.
     """
-    with _held(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0) as connection:
-        yield connection
+    return _held(engine, _LOCK_IN_REQUESTS, kind=_REGISTRY, key=0)
 
 
-@contextmanager
-def run_lock(engine: sa.Engine, trial_id: int) -> Iterator[sa.Connection]:
+def run_lock(engine: sa.Engine, trial_id: int) -> AbstractContextManager[sa.Connection]:
     """Hold a trial's run while it is looked up and made, or its model sent; yield the transaction.
 
     Raises:
         LockHeldError: another process has held it for some seconds.
         LockLostError: see `still_held`.
     """
-    with _held(engine, _LOCK_RUN, kind=_RUN, key=trial_id) as connection:
-        yield connection
+    return _held(engine, _LOCK_RUN, kind=_RUN, key=trial_id)
 
 
-@contextmanager
-def name_lock(engine: sa.Engine, name: str) -> Iterator[sa.Connection]:
+def name_lock(engine: sa.Engine, name: str) -> AbstractContextManager[sa.Connection]:
     """Hold a study's name while it is looked up and created, for as long as its objective's rehearsal takes; yield it.
 
     Raises:
         LockHeldError: another process has held it for ten minutes.
         LockLostError: see `still_held`.
     """
-    with _held(engine, _LOCK_NAME, kind=_NAME, name=name) as connection:
-        yield connection
+    return _held(engine, _LOCK_NAME, kind=_NAME, name=name)
 
 
 def still_held(connection: sa.Connection) -> None:

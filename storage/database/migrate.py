@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import sqlalchemy as sa
-
-from hpsearch.storage.database.connect import connect, make_engine
+from hpsearch.storage.database.connect import make_engine, open_cursor, read_revision
 from hpsearch.storage.database.roles import grant_worker
-from hpsearch.storage.database.schema import OPTUNA_REVISION, REVISION, VERSION_TABLE
+from hpsearch.storage.database.schema import ALEMBIC_TABLE, OPTUNA_REVISION, REVISION, VERSION_TABLE
 from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.urls import normalise, redact
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+MIGRATIONS = Path(__file__).with_name("migrations")
 
 # Two keys of 32 bits, beside those of hpsearch.storage.database.locks.
 _LOCK = (0x68700004, 0)
@@ -33,9 +37,14 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
 
     url = normalise(url, setting=setting)
     try:
-        with _locked(url, setting) as cursor:
-            _migrate_optuna(url, setting)
-            _migrate_ours(url, setting)
+        with open_cursor(url, application_name="hpsearch-migrate", setting=setting) as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")  # sees what the last holder committed
+            for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+                cursor.execute(f"SET LOCAL {timeout} = 0")
+            # Held by the transaction: unlike the lock of a session, it also works through a pooler.
+            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
+            _migrate_optuna(url, setting, read_revision(cursor, ALEMBIC_TABLE))
+            _migrate_ours(url, setting, read_revision(cursor, VERSION_TABLE))
             grant_worker(cursor)
     except (psycopg2.errors.InsufficientPrivilege, DBAPIError) as error:
         raise StorageError(
@@ -44,26 +53,7 @@ def migrate(url: str, *, setting: str = "HPSEARCH_OWNER_URL") -> None:
         ) from None
 
 
-@contextmanager
-def _locked(url: str, setting: str) -> Iterator[object]:
-    """Yield a cursor whose transaction holds the lock: unlike a session's, it holds through a pooler too."""
-    connection = connect(url, application_name="hpsearch-migrate", setting=setting)
-    try:
-        with connection, connection.cursor() as cursor:
-            for timeout in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-                cursor.execute(f"SET LOCAL {timeout} = 0")
-            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", _LOCK)
-            yield cursor
-    finally:
-        connection.close()
-
-
-def _migrate_optuna(url: str, setting: str) -> None:
-    engine = make_engine(url, application_name="hpsearch-migrate")
-    try:
-        found = _revision(engine, "alembic_version")
-    finally:
-        engine.dispose()
+def _migrate_optuna(url: str, setting: str, found: str | None) -> None:
     if found == OPTUNA_REVISION:
         return
     from optuna.storages import RDBStorage
@@ -73,10 +63,7 @@ def _migrate_optuna(url: str, setting: str) -> None:
     storage = RDBStorage(url, skip_compatibility_check=True, skip_table_creation=found is not None)
     try:
         found = storage.get_current_version()
-        if found not in storage.get_all_versions():
-            raise StorageError(
-                f"{setting} {redact(url)}: the tables are of a newer Optuna (schema {found}): install that version here"
-            )
+        _check_known("Optuna", found, storage.get_all_versions(), url, setting)
         if found != storage.get_head_version():
             with _root_handler():
                 storage.upgrade()
@@ -84,24 +71,16 @@ def _migrate_optuna(url: str, setting: str) -> None:
         storage.engine.dispose()
 
 
-def _migrate_ours(url: str, setting: str) -> None:
+def _migrate_ours(url: str, setting: str, found: str | None) -> None:
     from alembic import command
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
 
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    if found == REVISION:
+        return
+    if found is not None:
+        _check_known("hpsearch", found, known_revisions(MIGRATIONS), url, setting)
+    config = _alembic_config(MIGRATIONS)
     engine = make_engine(url, application_name="hpsearch-migrate")
     try:
-        found = _revision(engine, VERSION_TABLE)
-        if found == REVISION:
-            return
-        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-        if found is not None and found not in known:
-            raise StorageError(
-                f"{setting} {redact(url)}: the tables are of a newer hpsearch (schema {found}): "
-                "install that version here"
-            )
         with engine.connect() as connection:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
@@ -109,12 +88,26 @@ def _migrate_ours(url: str, setting: str) -> None:
         engine.dispose()
 
 
-def _revision(engine: sa.Engine, table: str) -> str | None:
-    with engine.connect() as connection:
-        if not connection.dialect.has_table(connection, table):
-            return None
-        revision = connection.execute(sa.select(sa.column("version_num")).select_from(sa.table(table))).scalar()
-        return None if revision is None else str(revision)
+def _check_known(name: str, found: str, known: Collection[str], url: str, setting: str) -> None:
+    if found not in known:
+        raise StorageError(
+            f"{setting} {redact(url)}: the tables are of a newer {name} (schema {found}): install that version here"
+        )
+
+
+def known_revisions(scripts: Path) -> set[str]:
+    """Return the revisions of a folder of Alembic migrations."""
+    from alembic.script import ScriptDirectory
+
+    return {script.revision for script in ScriptDirectory.from_config(_alembic_config(scripts)).walk_revisions()}
+
+
+def _alembic_config(scripts: Path) -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
+    return config
 
 
 @contextmanager

@@ -9,17 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpsearch.storage.database.connect import connect
+from hpsearch.storage.database.connect import open_cursor
 from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.urls import DRIVER, normalise
-
-if TYPE_CHECKING:
-    from psycopg2.extensions import connection as Connection  # noqa: N812 it is a class
 
 OWNER = "hpsearch_owner"
 WORKER = "hpsearch_worker"
@@ -77,7 +72,9 @@ def create_databases(
         for role, password in passwords.items()
     }
     try:
-        with _locked(admin_url, setting) as admin:
+        # CREATE DATABASE cannot be in a transaction, so the lock is held by the session.
+        with open_cursor(admin_url, application_name="hpsearch-bootstrap", setting=setting, autocommit=True) as admin:
+            admin.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
             for role, password in passwords.items():
                 _create_role(admin, role, password)
             for database, owner in ((STUDIES, OWNER), (TRACKING, MLFLOW)):
@@ -119,77 +116,52 @@ def _as_role(admin_url: str, role: str, password: str, database: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
-@contextmanager
-def _locked(admin_url: str, setting: str) -> Iterator[Connection]:
-    """Yield an autocommit connection that holds the lock: CREATE DATABASE cannot stand in a transaction."""
-    connection = connect(admin_url, application_name="hpsearch-bootstrap", setting=setting)
-    connection.autocommit = True
-    try:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_lock(%s, %s)", _LOCK)
-        yield connection
-    finally:
-        connection.close()
-
-
-def _create_role(admin: Connection, role: str, password: str) -> None:
+def _create_role(admin: Any, role: str, password: str) -> None:
     from psycopg2 import sql
     from psycopg2.extensions import encrypt_password
 
     # The verifier instead of the password: a statement may end in the server's log.
-    verifier = encrypt_password(password, role, scope=admin, algorithm="scram-sha-256")
+    verifier = encrypt_password(password, role, scope=admin.connection, algorithm="scram-sha-256")
     name = sql.Identifier(role)
-    with admin.cursor() as cursor:
-        cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,))
-        if cursor.fetchone() is None:
-            cursor.execute(sql.SQL("CREATE ROLE {}").format(name))
-        cursor.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
-        for setting, value in _KEEPALIVES.items():
-            cursor.execute(
-                sql.SQL("ALTER ROLE {} SET {} = {}").format(name, sql.Identifier(setting), sql.Literal(value))
-            )
+    admin.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,))
+    if admin.fetchone() is None:
+        admin.execute(sql.SQL("CREATE ROLE {}").format(name))
+    admin.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
+    for setting, value in _KEEPALIVES.items():
+        admin.execute(sql.SQL("ALTER ROLE {} SET {} = {}").format(name, sql.Identifier(setting), sql.Literal(value)))
 
 
-def _create_database(admin: Connection, database: str, owner: str) -> None:
+def _create_database(admin: Any, database: str, owner: str) -> None:
     from psycopg2 import sql
 
-    with admin.cursor() as cursor:
-        cursor.execute("SELECT 1 FROM pg_database WHERE datname = %s", (database,))
-        if cursor.fetchone() is not None:
-            return
-        cursor.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
-        if cursor.fetchone() != (True,):  # others may only give a database to a role they are a member of
-            cursor.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
-        cursor.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
+    admin.execute("SELECT 1 FROM pg_database WHERE datname = %s", (database,))
+    if admin.fetchone() is not None:
+        return
+    admin.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")
+    if admin.fetchone() != (True,):  # others may only give a database to a role they are a member of
+        admin.execute(sql.SQL("GRANT {} TO CURRENT_USER").format(sql.Identifier(owner)))
+    admin.execute(sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(database), sql.Identifier(owner)))
 
 
-def _open_schema(admin: Connection, admin_url: str, database: str, owner: str, setting: str) -> None:
+def _open_schema(admin: Any, admin_url: str, database: str, owner: str, setting: str) -> None:
     """Before Postgres 15 everybody may create tables in `public`, and its owner is not the database's."""
     from psycopg2 import sql
     from sqlalchemy.engine import make_url
 
-    if admin.server_version >= 150_000:
+    if admin.connection.server_version >= 150_000:
         return
     url = make_url(admin_url).set(database=database).render_as_string(hide_password=False)
-    connection = connect(url, application_name="hpsearch-bootstrap", setting=setting)
-    try:
-        with connection, connection.cursor() as cursor:
-            cursor.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-            cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
-    finally:
-        connection.close()
+    with open_cursor(url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
+        cursor.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+        cursor.execute(sql.SQL("GRANT ALL ON SCHEMA public TO {}").format(sql.Identifier(owner)))
 
 
 def _close_to_others(owner_url: str, database: str, setting: str) -> None:
     """Leave the database to its owner, and `optuna` to the workers too; this also tries the owner's password."""
     from psycopg2 import sql
 
-    connection = connect(owner_url, application_name="hpsearch-bootstrap", setting=setting)
     name = sql.Identifier(database)
-    try:
-        with connection, connection.cursor() as cursor:
-            cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
-            if database == STUDIES:
-                cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))
-    finally:
-        connection.close()
+    with open_cursor(owner_url, application_name="hpsearch-bootstrap", setting=setting) as cursor:
+        cursor.execute(sql.SQL("REVOKE CONNECT, TEMPORARY ON DATABASE {} FROM PUBLIC").format(name))
+        if database == STUDIES:
+            cursor.execute(sql.SQL("GRANT CONNECT ON DATABASE {} TO {}").format(name, sql.Identifier(WORKER)))

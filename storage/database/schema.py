@@ -5,13 +5,16 @@ from __future__ import annotations
 # The head of Optuna's own migrations, kept here so that a check need not import Optuna.
 OPTUNA_REVISION = "v3.2.0.a"
 
+# The version table of Optuna's migrations, and of MLflow's in its own database: Alembic's default.
+ALEMBIC_TABLE = "alembic_version"
+
 # The head of our own migrations (storage/migrations), and the table that holds it.
 REVISION = "0008"
 VERSION_TABLE = "hpsearch_alembic_version"
 
 # True where the tables are of this release.
 IS_CURRENT = f"""
-    SELECT EXISTS (SELECT FROM alembic_version WHERE version_num = '{OPTUNA_REVISION}')
+    SELECT EXISTS (SELECT FROM {ALEMBIC_TABLE} WHERE version_num = '{OPTUNA_REVISION}')
        AND EXISTS (SELECT FROM {VERSION_TABLE} WHERE version_num = '{REVISION}')
 """  # noqa: S608 the parts are constants
 
