@@ -7,6 +7,11 @@ def one_line(error: object, length: int | None = None) -> str:
     return text[:length] or type(error).__name__
 
 
+def reason(error: Exception) -> str:
+    """Return an error as one line; an error of the operating system without its number and its file."""
+    return one_line(getattr(error, "strerror", None) or error)
+
+
 class StorageError(Exception):
     """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
 

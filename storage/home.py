@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, reason
 
 VARIABLE = "HPSEARCH_HOME"
 _REMEDY = f"set {VARIABLE} to a folder that you may write to"
@@ -28,7 +28,7 @@ def home_dir(value: str | None = None) -> Path:
             home.mkdir(exist_ok=True)
             home.chmod(0o711 if os.geteuid() == 0 else 0o700)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{VARIABLE} {str(home)!r} cannot be created ({_reason(error)}): {_REMEDY}") from None
+        raise StorageError(f"{VARIABLE} {str(home)!r} cannot be created ({reason(error)}): {_REMEDY}") from None
     if not home.is_dir():
         raise StorageError(f"{VARIABLE} {str(home)!r} is not a folder: {_REMEDY}")
     check_writable(home)
@@ -65,7 +65,3 @@ def _choose(value: str | None) -> Path:
     import platformdirs
 
     return platformdirs.user_data_path("hpsearch", appauthor=False)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from hpsearch.storage.database.connect import answers
 from hpsearch.storage.embedded import process, state
 from hpsearch.storage.embedded.postgres_account import Account, find_account, reachable
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import write_private
+from hpsearch.storage.urls import build
 
 SUPERUSER = "postgres"
 _ELSEWHERE = "set HPSEARCH_HOME to another folder"
@@ -38,8 +40,8 @@ def create(folder: Path, binaries: Binaries, account: Account) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     if not (folder / "password").exists():
         write_private(folder / "password", secrets.token_urlsafe(24))
-    workshop = Path(tempfile.mkdtemp(prefix="initdb-", dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix="initdb-", dir=folder, ignore_cleanup_errors=True) as made:
+        workshop = Path(made)
         password = workshop / "password"
         write_private(password, read_password(folder))
         if account.switch:
@@ -62,8 +64,6 @@ def create(folder: Path, binaries: Binaries, account: Account) -> None:
             text = " ".join((result.stderr.strip() or result.stdout.strip()).split())
             raise StorageError(f"Postgres cannot set up its data directory in {str(folder)!r}: {text}")
         (workshop / "data").rename(folder / "data")
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
 
 
 def read_password(folder: Path) -> str:
@@ -167,8 +167,14 @@ _START_TIMEOUT = 300.0  # seconds; after a crash the log is replayed first
 _ADOPT_TIMEOUT = 60.0  # after which a server that is there but silent is started anew
 _STOP_TIMEOUT = 30.0
 _LOCK_TIMEOUT = 15.0  # for the children of a killed server to end
-_CONNECT_TIMEOUT = 10  # whole seconds
 _POLL = 0.03
+
+
+def database_url(user: str, password: str, port: int, database: str, *, application_name: str = "") -> str:
+    """Return the URL of a database of an embedded server."""
+    # The wheel's Postgres has no TLS; said here, the user's PGSSLMODE does not ask for it.
+    query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
+    return build(user=user, password=password, host=state.LOOPBACK, port=port, database=database, query=query)
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,10 @@ class Server:
     def password(self) -> str:
         """The superuser's password."""
         return read_password(self.folder)
+
+    def url(self, port: int) -> str:
+        """Return the URL for the superuser where the server listens on `port`."""
+        return database_url(SUPERUSER, self.password, port, "postgres")
 
     def running(self) -> psutil.Process | None:
         """Return the server's process if it runs: alive, and started on this very data directory."""
@@ -223,7 +233,7 @@ class Server:
         deadline = time.monotonic() + _ADOPT_TIMEOUT
         while self.running() is not None:
             port = self.port()
-            if port and self.answers(user=SUPERUSER, password=self.password, database="postgres", port=port):
+            if port and answers(self.url(port)):
                 return port
             if time.monotonic() > deadline:
                 self.stop()
@@ -264,32 +274,6 @@ class Server:
                 break
         return server.pid
 
-    def answers(self, *, user: str, password: str, database: str, port: int, question: str = "SELECT true") -> bool:
-        """Whether the server lets this user in and says yes; another's server would not know the password."""
-        import psycopg2
-
-        try:
-            connection = psycopg2.connect(
-                host=state.LOOPBACK,
-                port=port,
-                user=user,
-                password=password,
-                dbname=database,
-                sslmode="disable",
-                connect_timeout=_CONNECT_TIMEOUT,
-                application_name="hpsearch-health",
-            )
-        except psycopg2.OperationalError:
-            return False
-        try:
-            with connection.cursor() as cursor:
-                cursor.execute(question)
-                return cursor.fetchone() == (True,)
-        except psycopg2.Error:
-            return False
-        finally:
-            connection.close()
-
     def _wait_for_lock(self) -> int | None:
         """Return the lock's descriptor; None if a server of ours has it, started by somebody who was killed."""
         deadline = time.monotonic() + _LOCK_TIMEOUT
@@ -323,7 +307,7 @@ class Server:
             os.close(lock)
         deadline = time.monotonic() + _START_TIMEOUT
         while time.monotonic() < deadline:
-            if self.answers(user=SUPERUSER, password=self.password, database="postgres", port=port):
+            if answers(self.url(port)):
                 return True
             if process.find(identity) is None:
                 if not state.is_free(port):

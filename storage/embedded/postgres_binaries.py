@@ -1,4 +1,4 @@
-"""Where the programs of Postgres are: a pip wheel's, or the system's."""
+"""Installations of Postgres: those of pip wheels and the system's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,7 @@ def find_binaries(*, major: str | None = None) -> Binaries:
         StorageError: There is none, or none of that major version.
     """
     found = []
-    for folder, package in places():
-        version = _version(folder)
-        if version is None:
-            continue
-        binaries = Binaries(folder, version, package)
+    for binaries in installations("postgres", "initdb"):
         if major in (None, binaries.major):
             return binaries
         found.append(binaries.version)
@@ -65,8 +61,14 @@ def find_binaries(*, major: str | None = None) -> Binaries:
     )
 
 
-def places() -> Iterator[tuple[Path, Path | None]]:
-    """Yield the folders that may hold programs of Postgres, best first, and the package of each that is a wheel's."""
+def installations(*programs: str) -> Iterator[Binaries]:
+    """Yield the installations that have these programs and run here, best first; the first program is asked."""
+    for folder, package in _places():
+        if version := _version(folder, programs):
+            yield Binaries(folder, version, package)
+
+
+def _places() -> Iterator[tuple[Path, Path | None]]:
     for wheel in _WHEELS:
         spec = importlib.util.find_spec(wheel)
         if spec is not None and spec.origin:
@@ -75,6 +77,8 @@ def places() -> Iterator[tuple[Path, Path | None]]:
     if on_path := shutil.which("pg_ctl"):
         yield Path(on_path).resolve().parent, None
     yield from ((folder, None) for folder in sorted(_DEBIAN.glob("*/bin"), key=_number, reverse=True))
+    if on_path := shutil.which("pg_dump"):
+        yield Path(on_path).parent, None  # not resolved: Debian's is a link to a program that looks at its own name
 
 
 def _number(folder: Path) -> float:
@@ -84,13 +88,12 @@ def _number(folder: Path) -> float:
         return 0.0
 
 
-def _version(folder: Path) -> str | None:
-    """Return the version of a complete installation that runs here, else None."""
-    if not (folder / "initdb").is_file():
+def _version(folder: Path, programs: Sequence[str]) -> str | None:
+    if not all((folder / name).is_file() for name in programs):
         return None
     try:
         printed = subprocess.run(
-            [folder / "postgres", "--version"], capture_output=True, text=True, timeout=30, check=True
+            [folder / programs[0], "--version"], capture_output=True, text=True, timeout=30, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,11 +125,16 @@ def wait(processes: Sequence[psutil.Process], *, timeout: float) -> bool:
 
     A zombie, whose parent is somebody who does not look (as in a container without an init), does not run.
     """
+    return wait_until(lambda: not any(map(is_running, processes)), timeout=timeout)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout: float) -> bool:
+    """Wait for what no event reports; False if the condition is still false after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while any(map(is_running, processes)):
+    while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)  # not our child: its end wakes nobody
+        time.sleep(0.03)
     return True
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from hpsearch.storage.database import roles
+from hpsearch.storage.database.connect import answers
 from hpsearch.storage.database.schema import IS_CURRENT
 from hpsearch.storage.embedded import state as ports
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
+from hpsearch.storage.embedded.postgres import Server, database_url
 from hpsearch.storage.embedded.postgres_account import find_folder, make_folder
 from hpsearch.storage.embedded.state import State
 from hpsearch.storage.embedded.web_service import WebService
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import private_folder
-from hpsearch.storage.urls import build
 
 
 def require_server_packages() -> None:
@@ -98,22 +99,19 @@ class EmbeddedStack:
         self.state = state
         self._dashboard = dashboard
         self._logs = home / "logs"
-        self.mlflow = WebService(
+        service = partial(WebService, save=self._save, home=home)
+        self.mlflow = service(
             name="MLflow",
             health_path="/api/2.0/mlflow/experiments/search?max_results=1",  # goes to the database and back
             command=self._mlflow_command,
             record=state.mlflow,
-            save=self._save,
-            home=home,
             log=self._logs / "mlflow.log",
         )
-        self.dashboard = WebService(
+        self.dashboard = service(
             name="Optuna dashboard",
             health_path="/api/meta",
             command=self._dashboard_command,
             record=state.dashboard,
-            save=self._save,
-            home=home,
             log=self._logs / "dashboard.log",
         )
 
@@ -145,13 +143,7 @@ class EmbeddedStack:
         server, port = self.server, self.state.postgres.port
         if server is None or port is None or server.running() is None or server.port() != port:
             return False
-        return server.answers(
-            user=roles.WORKER,
-            password=self.state.worker_password,
-            database=roles.STUDIES,
-            port=port,
-            question=question,
-        )
+        return answers(self.info.storage_url, question)
 
     def is_up(self) -> bool:
         """Whether all three run and answer, and the tables are of this release."""
@@ -208,7 +200,7 @@ class EmbeddedStack:
         self.state.postgres.process = server.identity()
         self._save()
         roles.create_databases(
-            self._url(SUPERUSER, server.password, "postgres"),
+            server.url(port),
             owner_password=self.state.owner_password,
             worker_password=self.state.worker_password,
             mlflow_password=self.state.mlflow_password,
@@ -222,9 +214,7 @@ class EmbeddedStack:
     def _url(self, role: str, password: str, database: str, *, application_name: str = "") -> str:
         port = self.state.postgres.port
         assert port is not None
-        # The wheel's Postgres has no TLS; said here, the user's PGSSLMODE does not ask for it.
-        query = "sslmode=disable" + (f"&application_name={application_name}" if application_name else "")
-        return build(user=role, password=password, host=ports.LOOPBACK, port=port, database=database, query=query)
+        return database_url(role, password, port, database, application_name=application_name)
 
     def _mlflow_command(self, port: int) -> tuple[list[str], dict[str, str]]:
         artifacts = private_folder(self.home / "artifacts").as_uri()

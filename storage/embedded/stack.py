@@ -18,7 +18,7 @@ import psutil
 from hpsearch.storage.database.roles import Databases
 from hpsearch.storage.embedded import state as ports
 from hpsearch.storage.embedded.services import EmbeddedStack, Progress, StackInfo, require_server_packages
-from hpsearch.storage.embedded.state import FILE, State, load
+from hpsearch.storage.embedded.state import FILE, ServiceRecord, State, load
 from hpsearch.storage.embedded.web_service import START_TIMEOUT, WebService
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.home import VARIABLE, check_writable, home_dir, private_folder
@@ -56,10 +56,7 @@ def up(home: Path, *, dashboard: Sequence[str], progress: Progress = lambda _: N
     if running := info(home):
         return running
     require_server_packages()
-    home = home_dir(str(home)).resolve()
-    with _locked(home, progress):
-        private_folder(home / "logs")
-        stack = EmbeddedStack(home, load(home) or State(), dashboard)
+    with _locked(home_dir(str(home)), progress, dashboard) as stack:
         if not stack.is_up():  # else somebody else has just started it
             stack.start(progress)
         return stack.info
@@ -71,9 +68,9 @@ def databases(home: Path) -> Databases:
     Raises:
         StorageError: there is none.
     """
-    if (state := _readable_state(home.resolve())) is None or state.postgres.port is None:
+    if (stack := _stored(home)) is None or stack.state.postgres.port is None:
         raise StorageError(f"{VARIABLE} {str(home)!r} holds no services: set it to the folder of those that you mean")
-    return EmbeddedStack(home.resolve(), state).databases
+    return stack.databases
 
 
 @contextmanager
@@ -86,10 +83,7 @@ def held(home: Path, *, progress: Progress = lambda _: None) -> Iterator[Embedde
         StorageError: The folder cannot be used, or Postgres cannot be started.
     """
     require_server_packages()
-    home = home_dir(str(home)).resolve()
-    with _locked(home, progress):
-        private_folder(home / "logs")
-        stack = EmbeddedStack(home, load(home) or State())
+    with _locked(home_dir(str(home)), progress) as stack:
         stack.start_postgres(progress)
         yield stack
 
@@ -109,80 +103,74 @@ def down(home: Path) -> list[str]:
     check_writable(home)
     if not (home / FILE).exists() and not (home / "logs").exists():
         return []  # no stack was ever here
-    with _locked(home, lambda _: None):
-        return EmbeddedStack(home, load(home) or State()).stop()
+    with _locked(home) as stack:
+        return stack.stop()
 
 
 def info(home: Path) -> StackInfo | None:
     """Return where the stack in `home` is if all its services answer; starts nothing."""
-    home = home.resolve()
-    state = _readable_state(home)
-    if state is None:
-        return None
-    stack = EmbeddedStack(home, state)
-    return stack.info if stack.is_up() else None
+    stack = _stored(home)
+    return stack.info if stack is not None and stack.is_up() else None
 
 
 def status(home: Path) -> list[ServiceStatus]:
     """Return how the services of the stack in `home` are; starts nothing."""
-    home = home.resolve()
-    stack = EmbeddedStack(home, _readable_state(home) or State())
+    stack = _stored(home) or EmbeddedStack(home.resolve(), State())
     return [_postgres_status(stack), _web_status(stack.mlflow), _web_status(stack.dashboard)]
 
 
 def _postgres_status(stack: EmbeddedStack) -> ServiceStatus:
-    record, server = stack.state.postgres, stack.server
-    if server is None:
+    if (server := stack.server) is None:
         return ServiceStatus("Postgres", "stopped", None, None, "not set up yet")
+    record, detail = stack.state.postgres, f"data in {server.data}"
     url = f"postgresql://{ports.LOOPBACK}:{record.port}" if record.port else None
-    process = server.running()
-    if process is None and record.process is None:
-        return ServiceStatus("Postgres", "stopped", url, None, f"data in {server.data}")
-    if process is None:
-        return ServiceStatus("Postgres", "dead", url, None, f"it ended by itself: see {server.log}")
+    if (process := server.running()) is None:
+        return _not_running("Postgres", url, record, server.log, detail)
     if not stack.postgres_answers():
-        return _silent("Postgres", url, process, server.log, starting=_is_young(process))
-    return ServiceStatus("Postgres", "running", url, process.pid, f"data in {server.data}")
+        return _silent("Postgres", url, process, server.log)
+    return ServiceStatus("Postgres", "running", url, process.pid, detail)
 
 
 def _web_status(service: WebService) -> ServiceStatus:
     url = service.url if service.record.port else None
-    process = service.find()
-    if process is None and service.record.process is None:
-        return ServiceStatus(service.name, "stopped", url, None, "")
-    if process is None:
-        return ServiceStatus(service.name, "dead", url, None, f"it ended by itself: see {service.log}")
+    if (process := service.find()) is None:
+        return _not_running(service.name, url, service.record, service.log, "")
     if not service.answers():
-        starting = _is_young(process) and not service.listens()
-        return _silent(service.name, url, process, service.log, starting=starting)
+        return _silent(service.name, url, process, service.log, hangs=service.listens())
     return ServiceStatus(service.name, "running", url, process.pid, f"log in {service.log}")
 
 
-def _is_young(process: psutil.Process) -> bool:
-    return time.time() - process.create_time() < START_TIMEOUT
+def _not_running(name: str, url: str | None, record: ServiceRecord, log: Path, detail: str) -> ServiceStatus:
+    if record.process is None:
+        return ServiceStatus(name, "stopped", url, None, detail)
+    return ServiceStatus(name, "dead", url, None, f"it ended by itself: see {log}")
 
 
-def _silent(name: str, url: str | None, process: psutil.Process, log: Path, *, starting: bool) -> ServiceStatus:
-    """Return how a service is that runs and does not answer."""
-    if starting:
+def _silent(name: str, url: str | None, process: psutil.Process, log: Path, *, hangs: bool = False) -> ServiceStatus:
+    """Return the status of a service that runs and does not answer."""
+    if not hangs and time.time() - process.create_time() < START_TIMEOUT:
         return ServiceStatus(name, "starting", url, process.pid, f"it does not answer yet: log in {log}")
     return ServiceStatus(name, "dead", url, process.pid, f"it does not answer: see {log}")
 
 
-def _readable_state(home: Path) -> State | None:
+def _stored(home: Path) -> EmbeddedStack | None:
+    """Return the stack in `home` as its state file describes it; None where there is no readable one."""
+    home = home.resolve()
     try:
-        return load(home)
+        state = load(home)
     except OSError as error:
         raise StorageError(
             f"{VARIABLE} {str(home)!r} cannot be read ({error.strerror}): set it to a folder of yours"
         ) from None
+    return None if state is None else EmbeddedStack(home, state)
 
 
 @contextmanager
-def _locked(home: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock of the stack; whoever has it may be starting it, which takes its time."""
+def _locked(home: Path, progress: Progress = lambda _: None, dashboard: Sequence[str] = ()) -> Iterator[EmbeddedStack]:
+    """Hold the lock of the stack and yield it; the process that has the lock may be starting it, which takes time."""
     import filelock
 
+    home = home.resolve()
     lock = filelock.FileLock(home / "stack.lock", mode=0o600)
     try:
         try:
@@ -200,7 +188,8 @@ def _locked(home: Path, progress: Progress) -> Iterator[None]:
             f"{VARIABLE} {str(home)!r} cannot be locked ({error}): set it to a folder on a local disk"
         ) from None
     try:
-        yield
+        private_folder(home / "logs")
+        yield EmbeddedStack(home, load(home) or State(), dashboard)
     except OSError as error:  # the disk is full, somebody removed the folder, ...
         raise StorageError(
             f"{VARIABLE} {str(home)!r} cannot be used ({error}): mend that, or set it to another folder"

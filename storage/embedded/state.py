@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from hpsearch.storage.embedded.process import Identity
+from hpsearch.storage.embedded.process import Identity, wait_until
 from hpsearch.storage.files import write_private
 
 FILE = "stack.json"
-_VERSION = 1
 
 
 @dataclass
@@ -40,8 +38,9 @@ def _password() -> str:
 
 @dataclass
 class State:
-    """What is remembered of a stack."""
+    """What is remembered of a stack; `version` is that of the file's format."""
 
+    version: Literal[1] = 1
     owner_password: str = field(default_factory=_password)
     worker_password: str = field(default_factory=_password)
     mlflow_password: str = field(default_factory=_password)
@@ -52,7 +51,7 @@ class State:
 
     def save(self, home: Path) -> None:
         """Write the state, whole."""
-        write_private(home / FILE, json.dumps({"version": _VERSION, **asdict(self)}, indent=2) + "\n")
+        write_private(home / FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def load(home: Path) -> State | None:
@@ -61,22 +60,12 @@ def load(home: Path) -> State | None:
     Nothing is lost with a damaged file: the passwords are set anew at the next start, and services that nobody
     remembers are found by the marker in their environment.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        document = json.loads((home / FILE).read_text(encoding="utf-8"))
-        if document.pop("version") != _VERSION:
-            return None
-        for name in ("postgres", "mlflow", "dashboard"):
-            document[name] = _record(document[name])
-        return State(**document)
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        return TypeAdapter(State).validate_json((home / FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
-
-
-def _record(document: dict[str, Any]) -> ServiceRecord:
-    process = document.pop("process")
-    if process is not None:
-        process = Identity(int(process["pid"]), float(process["started"]), tuple(process["command"]))
-    return ServiceRecord(**document, process=process)
 
 
 LOOPBACK = "127.0.0.1"
@@ -96,13 +85,8 @@ def is_free(port: int) -> bool:
 
 def choose(remembered: int | None, *, patience: float = 0.0) -> int:
     """Return the remembered port if it is free, or comes to be within `patience` seconds, else another that is."""
-    deadline = time.monotonic() + patience
-    while remembered:
-        if is_free(remembered):
-            return remembered
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)  # a port's end wakes nobody
+    if remembered and wait_until(lambda: is_free(remembered), timeout=patience):
+        return remembered
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]

@@ -6,6 +6,7 @@ import http.client
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,11 @@ class WebService:
         """Whether it answers a health request."""
         if self.record.port is None:
             return False
-        connection = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
-        try:
+        server = http.client.HTTPConnection(ports.LOOPBACK, self.record.port, timeout=_REQUEST_TIMEOUT)
+        with suppress(OSError, http.client.HTTPException), closing(server) as connection:
             connection.request("GET", self.health_path)
             return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return False
 
     def listens(self) -> bool:
         """Whether it has come as far as taking its port: what is silent after that hangs."""

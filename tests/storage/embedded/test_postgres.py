@@ -14,9 +14,11 @@ import psutil
 import psycopg2
 import pytest
 
+from hpsearch.storage.database import connect
+from hpsearch.storage.database.connect import answers
 from hpsearch.storage.embedded import postgres, postgres_account, process
 from hpsearch.storage.embedded import postgres as postgres_server
-from hpsearch.storage.embedded.postgres import SUPERUSER, Server
+from hpsearch.storage.embedded.postgres import SUPERUSER, Server, database_url
 from hpsearch.storage.embedded.postgres_account import find_account, make_folder, reachable
 from hpsearch.storage.embedded.postgres_binaries import Binaries, find_binaries
 from hpsearch.storage.errors import StorageError
@@ -62,7 +64,7 @@ def old(_old: Server) -> Server:
 
 def _answers(server: Server, port: int | None) -> bool:
     assert port is not None
-    return server.answers(user=SUPERUSER, password=server.password, database="postgres", port=port)
+    return answers(server.url(port))
 
 
 def _connect(server: Server, port: int) -> psycopg2.extensions.connection:
@@ -106,7 +108,7 @@ def test_only_the_password_opens_it(old: Server) -> None:
     assert port is not None
     assert _answers(old, port)
     for password in ("", "wrong"):
-        assert not old.answers(user=SUPERUSER, password=password, database="postgres", port=port)
+        assert not answers(database_url(SUPERUSER, password, port, "postgres"))
     assert (old.folder / "password").stat().st_mode & 0o077 == 0
     assert old.data.stat().st_mode & 0o077 == 0
     listening = {item.laddr.ip for item in psutil.Process(old.running().pid).net_connections()}  # type: ignore[union-attr]
@@ -231,7 +233,7 @@ def test_a_server_that_nobody_waited_for_is_adopted(old: Server) -> None:
 def test_a_server_that_is_stuck_is_replaced(old: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ADOPT_TIMEOUT", "_STOP_TIMEOUT"):
         monkeypatch.setattr(postgres_server, name, 0.2)
-    monkeypatch.setattr(postgres_server, "_CONNECT_TIMEOUT", 2)
+    monkeypatch.setitem(connect._CLIENT_SETTINGS, "connect_timeout", 2)
     port = old.port()
     assert port is not None
     stuck = old.running()
