@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Self
 
-from hpsearch.storage.errors import StorageError
+from hpsearch.storage.errors import StorageError, one_line, reason
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.jsonl"
@@ -214,7 +214,7 @@ class Reader:
                     raise ValueError(f"{member.name!r} is in it twice")
                 target = folder / member.name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                found[member.name] = (member.size, _copy(self._content(member), target, member.size))
+                found[member.name] = (member.size, _copy(self._content(member), target))
                 if len(found) % 1000 == 0:
                     progress(f"reading {self._path.name}: {len(found)} files")
             if index is None:
@@ -266,24 +266,16 @@ class Reader:
         try:
             yield
         except (EOFError, tarfile.TarError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"{str(self._path)!r} is damaged ({' '.join(str(error).split())}): take another backup"
-            ) from None
+            raise StorageError(f"{str(self._path)!r} is damaged ({one_line(error)}): take another backup") from None
 
 
-def _copy(content: BinaryIO, target: Path, size: int) -> str:
-    """Write a member's content and return its hash.
-
-    Raises:
-        EOFError: it was cut off.
-    """
+def _copy(content: BinaryIO, target: Path) -> str:
+    """Write a member's content and return its hash."""
     hashed = hashlib.sha256()
     with target.open("xb") as file:
         while chunk := content.read(_CHUNK):
             hashed.update(chunk)
             file.write(chunk)
-        if file.tell() != size:
-            raise EOFError("it was cut off")
     return hashed.hexdigest()
 
 
@@ -293,5 +285,4 @@ def _entry(line: bytes) -> Entry:
 
 
 def _no_backup(path: Path, error: Exception) -> StorageError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return StorageError(f"{str(path)!r} is no backup of hpsearch ({' '.join(reason.split())}), or is damaged")
+    return StorageError(f"{str(path)!r} is no backup of hpsearch ({reason(error)}), or is damaged")

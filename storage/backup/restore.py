@@ -6,59 +6,51 @@ import json
 import logging
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hpsearch.storage.database.migrate
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, PENDING, RUN_ID, RUN_URL, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive, backup
 from hpsearch.storage.backup.archive import Manifest, Reader, Unpacked
-from hpsearch.storage.backup.backup import sweep
-from hpsearch.storage.backup.dumps import Programs, check_server, count, find_programs, put_back, session
+from hpsearch.storage.backup.dumps import count, find_programs, put_back, session
 from hpsearch.storage.database.connect import make_engine
-from hpsearch.storage.database.migrate import migrate
+from hpsearch.storage.database.migrate import MIGRATIONS, known_revisions, migrate
 from hpsearch.storage.database.schema import IS_RESTORED_BY_HALF, RESTORING
 from hpsearch.storage.embedded import stack
+from hpsearch.storage.embedded.postgres_binaries import Binaries
+from hpsearch.storage.embedded.services import EmbeddedStack
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.files import sha256
+from hpsearch.storage.home import home_dir
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.urls import redact
 
 
 def check_known(manifest: Manifest) -> None:
-    """Refuse a backup whose tables are of a newer version than is installed.
+    """Reject a backup whose tables are of a newer version than is installed.
 
     Raises:
-        StorageError: which version it is of.
+        StorageError: with the version that made the backup.
     """
     import mlflow
     import optuna
 
     # What is installed has its migrations in these folders.
     places = (
-        ("hpsearch", manifest.schema, Path(hpsearch.storage.database.migrate.__file__).with_name("migrations")),
+        ("hpsearch", manifest.schema, MIGRATIONS),
         ("Optuna", manifest.optuna_schema, Path(optuna.__file__).parent / "storages" / "_rdb" / "alembic"),
         ("MLflow", manifest.mlflow_schema, Path(mlflow.__file__).parent / "store" / "db_migrations"),
     )
     for name, found, scripts in places:
-        if found is not None and found not in _revisions(scripts):
+        if found is not None and found not in known_revisions(scripts):
             raise StorageError(
                 f"the backup is of a newer {name} (schema {found}; made by hpsearch {manifest.hpsearch}): "
                 "install the versions that made it"
             )
-
-
-def _revisions(scripts: Path) -> Iterable[str]:
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
-
-    config = Config()
-    config.set_main_option("script_location", str(scripts).replace("%", "%%"))
-    return {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
 
 
 def upgrade_mlflow(url: str) -> None:
@@ -129,32 +121,25 @@ def restore(  # noqa: PLR0913 a keyword for each flag
         manifest = reader.manifest
         check_known(manifest)
         programs = find_programs(_major(manifest.dumped_by), why="the backup")
-        folder = backup.chosen_home(home)
-        backup.check_choice(owner_url, artifacts, home=folder, must_exist=False)
-        own = None if owner_url is None else _own(folder, owner_url, artifacts, manifest)
-        if own is not None:
-            _check_empty(own, manifest)
-        elif backup.has_stack(folder):
-            with stack.held(folder, progress=progress):
-                _check_empty(_embedded(folder, manifest), manifest)
+        folder = home_dir(home).resolve()
+        backup.check_choice(owner_url, artifacts)
+        services = partial(_empty_services, folder, owner_url, artifacts, manifest, progress)
+        if owner_url is not None or backup.has_stack(folder):
+            with services():
+                pass  # a mistake is reported before the file is read
         try:
-            with _workshop(folder) as workshop:
+            with backup.temporary_folder(folder, "restore") as workshop:
                 progress(f"reading {file.name}")
-                unpacked = reader.unpack(workshop / "files", progress=progress)
-                if own is not None:
-                    others = _put_all(unpacked, own, programs, progress, again=_was_cut_off(own))
-                else:
-                    with stack.held(folder, progress=progress) as held:
-                        own_stack = _embedded(folder, manifest)
-                        _check_empty(own_stack, manifest)
+                unpacked = reader.unpack(workshop, progress=progress)
+                with services() as (where, held):
+                    if held is not None:
                         held.stop_services()
-                        others = _put_all(unpacked, own_stack, programs, progress, again=_was_cut_off(own_stack))
+                    others = _put_all(unpacked, where, programs, progress)
         except OSError as error:
             raise StorageError(f"{str(folder)!r} cannot be written ({error}): the restore is not whole") from None
-    where = own
-    if where is None:
-        info = stack.up(folder, dashboard=dashboard, progress=progress)
-        where, tracking_uri = _embedded(folder, manifest), info.tracking_uri
+    if owner_url is None:
+        tracking_uri = stack.up(folder, dashboard=dashboard, progress=progress).tracking_uri
+        where = backup.embedded_places(folder, studies_only=not manifest.with_mlflow)
     if tracking_uri is not None:
         with _cursors(where) as (studies, mlflow):
             readdress(studies, mlflow, tracking_uri=tracking_uri, ui_url=ui_url or tracking_uri)
@@ -165,69 +150,72 @@ def _major(version: str) -> int:
     return int(version.split(".", maxsplit=1)[0])
 
 
-def _embedded(folder: Path, manifest: Manifest) -> backup.Places:
-    return backup.embedded_places(folder, studies_only=not manifest.with_mlflow)
-
-
-def _own(folder: Path, owner_url: str, artifacts: str | None, manifest: Manifest) -> backup.Places:
-    """Return one's own services, which an archive with files needs a folder for."""
-    where = backup.own_places(folder, owner_url, artifacts=artifacts, studies_only=not manifest.with_mlflow)
-    if manifest.files and artifacts is None:
-        raise StorageError(
-            "--artifacts is missing: the backup has the files of MLflow's artifacts; give their folder, as "
-            "'serve mlflow' has it"
-        )
-    if manifest.files and where.artifacts_folder is None:
-        raise StorageError(f"--artifacts {artifacts!r} is no folder: the files can be put into one alone")
-    return where
-
-
 @contextmanager
-def _workshop(home: Path) -> Iterator[Path]:
-    sweep(home, ".restore-")
-    folder = Path(tempfile.mkdtemp(prefix=".restore-", dir=home))
-    try:
-        (folder / "files").mkdir()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _empty_services(
+    folder: Path, owner_url: str | None, artifacts: str | None, manifest: Manifest, progress: Progress
+) -> Iterator[tuple[backup.Places, EmbeddedStack | None]]:
+    """Yield the services, which are empty, with the embedded stack if it is theirs; only this process may stop it.
+
+    Raises:
+        StorageError: they hold anything, are older than those of the backup, or have no folder for its artifacts.
+    """
+    studies_only = not manifest.with_mlflow
+    with nullcontext() if owner_url is not None else stack.held(folder, progress=progress) as held:
+        if owner_url is None:
+            where = backup.embedded_places(folder, studies_only=studies_only)
+        else:
+            where = backup.own_places(folder, owner_url, artifacts=artifacts, studies_only=studies_only)
+        if manifest.files and where.artifacts is None:
+            raise StorageError(
+                "--artifacts is missing: the backup has the files of MLflow's artifacts; give their folder, as "
+                "'serve mlflow' has it"
+            )
+        if manifest.files and where.artifacts_folder is None:
+            raise StorageError(f"--artifacts {artifacts!r} is no folder: the files can be put into one alone")
+        _check_empty(where, manifest)
+        yield where, held
 
 
 def _check_empty(where: backup.Places, manifest: Manifest) -> None:
-    """Refuse databases that hold anything, and servers older than the backup's.
+    """Reject databases that hold anything, and servers older than the backup's.
 
     Raises:
-        StorageError: what there is.
+        StorageError: with the numbers of rows. What a restore that was cut off has left is no reason.
     """
-    urls: list[tuple[str, str, Sequence[str]]] = [(where.studies_url, where.studies_setting, _STUDIES)]
-    if where.mlflow_url is not None:
-        urls.append((where.mlflow_url, where.mlflow_setting, _MLFLOW))
-    found = []
-    for url, setting, tables in urls:
-        check_server(url, manifest.postgres, setting=setting)
-        with session(url, setting=setting) as cursor:
+    found: list[str] = []
+    was_cut_off = False
+    for database, tables in ((where.studies, _STUDIES), (where.mlflow, _MLFLOW)):
+        if database is None:
+            continue
+        with session(*database) as cursor:
+            here = cursor.connection.server_version // 10_000
+            if here < _major(manifest.postgres):
+                raise StorageError(
+                    f"the archive is of Postgres {manifest.postgres}, and the server is of Postgres {here}: "
+                    "use a newer one"
+                )
+            was_cut_off = was_cut_off or _was_cut_off(cursor)
             numbers = {table: count(cursor, table) for table in tables}
         found += [f"{table.replace('_', ' ')}: {number}" for table, number in numbers.items() if number]
-    if found and not _was_cut_off(where):
-        place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies_url)
+    if found and not was_cut_off:
+        place = f"the stack in {str(where.home)!r}" if where.embedded else redact(where.studies.url)
         what = "give --home, or set HPSEARCH_HOME to another folder" if where.embedded else "give empty databases"
         raise StorageError(f"{place} is not empty ({', '.join(found)}): nothing is overwritten; {what}")
 
 
-def _was_cut_off(where: backup.Places) -> bool:
-    """Whether an earlier restore into these databases was: what it left is put back anew."""
-    with session(where.studies_url, setting=where.studies_setting) as cursor:
-        cursor.execute(IS_RESTORED_BY_HALF)
-        return bool(cursor.fetchone() == (True,))
+def _was_cut_off(cursor: Any) -> bool:
+    """Whether an earlier restore into this database was cut off: the content that it left is replaced."""
+    cursor.execute(IS_RESTORED_BY_HALF)
+    return bool(cursor.fetchone()[0])
 
 
 def _put_all(
-    unpacked: Unpacked, where: backup.Places, programs: Programs, progress: Progress, *, again: bool
+    unpacked: Unpacked, where: backup.Places, programs: Binaries, progress: Progress
 ) -> Sequence[tuple[str, str]]:
     """Put files and databases in place, what is referred to first; return the places of studies' own checkpoints."""
-    with session(where.studies_url, setting=where.studies_setting) as cursor:
+    with session(*where.studies) as cursor:
+        again = _was_cut_off(cursor)
         cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {RESTORING}")
-    folder, with_mlflow = unpacked.folder, unpacked.manifest.with_mlflow
     moves = [(source, where.checkpoints / path) for path, source in unpacked.held(archive.CHECKPOINTS)]
     if (artifacts := where.artifacts_folder) is not None:
         moves += [(source, artifacts / path) for path, source in unpacked.held(archive.ARTIFACTS)]
@@ -237,19 +225,18 @@ def _put_all(
     for source, target in moves:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(source, target)
-    script = folder / "script.sql"
-    if where.mlflow_url is not None:
+    if where.mlflow is not None:
         progress("restoring MLflow's database")
-        dump = folder / archive.MLFLOW_DUMP
-        put_back(dump, where.mlflow_url, must_be_empty=() if again else _MLFLOW, script=script, programs=programs)
-        upgrade_mlflow(where.mlflow_url)
+        dump = unpacked.folder / archive.MLFLOW_DUMP
+        put_back(dump, where.mlflow.url, must_be_empty=() if again else _MLFLOW, programs=programs)
+        upgrade_mlflow(where.mlflow.url)
     progress("restoring the studies")
-    dump = folder / archive.STUDIES_DUMP
-    put_back(dump, where.studies_url, must_be_empty=() if again else _STUDIES, script=script, programs=programs)
-    migrate(where.studies_url, setting=where.studies_setting)
+    dump = unpacked.folder / archive.STUDIES_DUMP
+    put_back(dump, where.studies.url, must_be_empty=() if again else _STUDIES, programs=programs)
+    migrate(where.studies.url, setting=where.studies.setting)
     with _cursors(where) as (studies, mlflow):
         release_trials(studies)
-        if with_mlflow and mlflow is not None:
+        if mlflow is not None:
             reconcile(studies, mlflow)
         others = forget_home(studies, unpacked.manifest.home)
         studies.execute(f"DROP SCHEMA {RESTORING}")
@@ -266,11 +253,8 @@ def _check_free(moves: Sequence[tuple[Path, Path]]) -> None:
 @contextmanager
 def _cursors(where: backup.Places) -> Iterator[tuple[Any, Any]]:
     """Yield a cursor on each database, the second None where MLflow's is left out; what is written is committed."""
-    with ExitStack() as opened:
-        cursors: list[Any] = []
-        for url, setting in ((where.studies_url, where.studies_setting), (where.mlflow_url, where.mlflow_setting)):
-            cursors.append(None if url is None else opened.enter_context(session(url, setting=setting)))
-        yield cursors[0], cursors[1]
+    with session(*where.studies) as studies, session(*where.mlflow) if where.mlflow else nullcontext() as mlflow:
+        yield studies, mlflow
 
 
 _RUN_PAGE = "/#/experiments/"  # what follows a server's address in that of a run's page
@@ -293,14 +277,23 @@ def release_trials(cursor: Any) -> None:
     cursor.execute(_RELEASE)
 
 
-@dataclass(frozen=True)
-class _Run:
-    run_id: str
-    finished: bool
-    study: str
-    number: int
-    parent: str | None
-    model: str | None
+# Of trials whose run MLflow received whole after the snapshot of the studies.
+_NOTE_ARRIVED = """
+    WITH arrived AS (
+        SELECT DISTINCT ON (t.trial_id) t.trial_id, r.run_id, r.model
+          FROM jsonb_to_recordset(%(runs)s) AS r (study_id int, number int, run_id text, model text)
+          JOIN trials t ON t.study_id = r.study_id AND t.number = r.number
+          JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = %(tracking)s
+         WHERE t.state = 'COMPLETE' AND starts_with(a.value_json::jsonb #>> '{}', %(pending)s)
+    ), noted AS (
+        INSERT INTO trial_user_attributes (trial_id, key, value_json)
+        SELECT trial_id, key, to_json(value)::text
+          FROM arrived, LATERAL (VALUES (%(run_id)s, run_id), (%(model)s, model)) AS v (key, value)
+         WHERE value IS NOT NULL
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
+    )
+    DELETE FROM trial_user_attributes a USING arrived WHERE a.trial_id = arrived.trial_id AND a.key = %(tracking)s
+"""
 
 
 def reconcile(studies: Any, mlflow: Any) -> None:
@@ -313,18 +306,32 @@ def reconcile(studies: Any, mlflow: Any) -> None:
         studies: a cursor on the database of the studies.
         mlflow: one on MLflow's.
     """
-    runs = _trial_runs(mlflow)
     studies.execute(
         """
-        SELECT s.study_name, r.value_json::jsonb #>> '{}', (SELECT count(*) FROM trials t WHERE t.study_id = s.study_id)
-          FROM studies s JOIN study_user_attributes r ON r.study_id = s.study_id AND r.key = %s
+        SELECT r.value_json::jsonb #>> '{}', r.study_id, (SELECT count(*) FROM trials t WHERE t.study_id = r.study_id)
+          FROM study_user_attributes r WHERE r.key = %s
         """,
         (RUN_ID,),
     )
-    known = {name: (parent, trials) for name, parent, trials in studies.fetchall()}
-    later = [
-        r.run_id for r in runs if r.study in known and r.parent == known[r.study][0] and r.number >= known[r.study][1]
-    ]
+    known = {parent: (study_id, trials) for parent, study_id, trials in studies}
+    mlflow.execute(
+        """
+        SELECT r.run_uuid, r.status, parent.value, trial.value, model.value
+          FROM runs r
+          JOIN tags parent ON parent.run_uuid = r.run_uuid AND parent.key = 'mlflow.parentRunId'
+          JOIN tags trial ON trial.run_uuid = r.run_uuid AND trial.key = %s
+          LEFT JOIN tags model ON model.run_uuid = r.run_uuid AND model.key = %s
+         WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$' AND parent.value = ANY(%s)
+        """,
+        (tag_names.TRIAL, tag_names.MODEL_ID, list(known)),
+    )
+    later, finished = [], []
+    for run_id, status, parent, trial, model in mlflow:
+        study_id, trials = known[parent]
+        if int(trial) >= trials:
+            later.append(run_id)
+        elif status == "FINISHED":
+            finished.append({"study_id": study_id, "number": int(trial), "run_id": run_id, "model": model})
     mlflow.execute(
         """
         UPDATE runs
@@ -333,47 +340,8 @@ def reconcile(studies: Any, mlflow: Any) -> None:
         """,
         (later,),
     )
-    studies.execute(
-        """
-        SELECT s.study_name, t.number, t.trial_id
-          FROM trials t JOIN studies s USING (study_id)
-          JOIN trial_user_attributes a ON a.trial_id = t.trial_id AND a.key = %s
-         WHERE t.state = 'COMPLETE' AND starts_with(a.value_json::jsonb #>> '{}', %s)
-        """,
-        (TRACKING, PENDING),
-    )
-    pending = {(name, number): trial for name, number, trial in studies.fetchall()}
-    for run in runs:
-        mine = run.study in known and run.parent == known[run.study][0]
-        if mine and run.finished and (trial := pending.get((run.study, run.number))) is not None:
-            _note_arrived(studies, trial, run)
-
-
-def _trial_runs(mlflow: Any) -> list[_Run]:
-    mlflow.execute(
-        """
-        SELECT r.run_uuid, r.status = 'FINISHED', study.value, trial.value, parent.value, model.value
-          FROM runs r
-          JOIN tags study ON study.run_uuid = r.run_uuid AND study.key = %s
-          JOIN tags trial ON trial.run_uuid = r.run_uuid AND trial.key = %s
-          LEFT JOIN tags parent ON parent.run_uuid = r.run_uuid AND parent.key = 'mlflow.parentRunId'
-          LEFT JOIN tags model ON model.run_uuid = r.run_uuid AND model.key = %s
-         WHERE r.lifecycle_stage = 'active' AND trial.value ~ '^[0-9]{1,9}$'
-        """,
-        (tag_names.STUDY, tag_names.TRIAL, tag_names.MODEL_ID),
-    )
-    return [_Run(run, ended, study, int(trial), parent, model) for run, ended, study, trial, parent, model in mlflow]
-
-
-def _note_arrived(studies: Any, trial: int, run: _Run) -> None:
-    for key, value in ((RUN_ID, run.run_id), (MODEL, run.model)):
-        if value is not None:
-            studies.execute(
-                "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (%s, %s, %s) "
-                "ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json",
-                (trial, key, json.dumps(value)),
-            )
-    studies.execute("DELETE FROM trial_user_attributes WHERE trial_id = %s AND key = %s", (trial, TRACKING))
+    keys = {"tracking": TRACKING, "pending": PENDING, "run_id": RUN_ID, "model": MODEL}
+    studies.execute(_NOTE_ARRIVED, {"runs": json.dumps(finished), **keys})
 
 
 def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: str) -> None:
@@ -398,24 +366,22 @@ def readdress(studies: Any, mlflow: Any | None, *, tracking_uri: str, ui_url: st
         (_RUN_PAGE, RUN_URL, RUN_URL),
     )
     new = ui_url.rstrip("/") + _RUN_PAGE
+    columns = [
+        (studies, "study_user_attributes", "value_json", "text"),
+        (studies, "trial_user_attributes", "value_json", "text"),
+        (studies, "study_system_attributes", "value_json", "text"),
+        (studies, "hpsearch_promotions", "evidence", "jsonb"),
+    ]
+    if mlflow is not None:  # the pages of promoted versions; the cast cuts them at MLflow's limit
+        columns.append((mlflow, "model_versions", "description", "varchar(5000)"))
     for (base,) in studies.fetchall():
         old = f"{base}{_RUN_PAGE}"
         if not base or old == new:
             continue
-        for table in ("study_user_attributes", "trial_user_attributes", "study_system_attributes"):
-            studies.execute(
-                f"UPDATE {table} SET value_json = replace(value_json, %s, %s) WHERE strpos(value_json, %s) > 0",  # noqa: S608 names of ours
-                (old, new, old),
-            )
-        studies.execute(
-            "UPDATE hpsearch_promotions SET evidence = replace(evidence::text, %s, %s)::jsonb "
-            "WHERE strpos(evidence::text, %s) > 0",
-            (old, new, old),
-        )
-        if mlflow is not None:  # the pages of promoted versions
-            mlflow.execute(
-                "UPDATE model_versions SET description = left(replace(description, %s, %s), 5000) "
-                "WHERE strpos(description, %s) > 0",
+        for cursor, table, column, kind in columns:
+            cursor.execute(
+                f"UPDATE {table} SET {column} = replace({column}::text, %s, %s)::{kind} "  # noqa: S608 names of ours
+                f"WHERE strpos({column}::text, %s) > 0",
                 (old, new, old),
             )
 
