@@ -75,14 +75,8 @@ def _application(url: str, artifacts: RunArtifacts | None) -> _Wsgi:
 
 def _read_only(app: _Wsgi) -> _Wsgi:
     """Refuse all requests but those that read: the dashboard's pages send no other until somebody changes something."""
-
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] in _READING:
-            return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "application/json")])
-        return [b'{"reason": "This dashboard is read-only."}\n']  # as its own errors are, which its pages show
-
-    return guarded
+    reason = b'{"reason": "This dashboard is read-only."}\n'  # as its own errors are, which its pages show
+    return _guarded(app, lambda environ: environ["REQUEST_METHOD"] in _READING, "application/json", reason)
 
 
 def _local_only(app: _Wsgi) -> _Wsgi:
@@ -92,13 +86,22 @@ def _local_only(app: _Wsgi) -> _Wsgi:
     to the address itself: the first shows in the Host header, the second in Origin.
     """
 
+    def is_allowed(environ: dict[str, Any]) -> bool:
+        host = f"//{environ.get('HTTP_HOST', '')}"
+        return all(_hostname(value) in _LOOPBACK for value in (host, environ.get("HTTP_ORIGIN") or host))
+
+    reason = b"This dashboard answers to 127.0.0.1 and localhost only.\n"
+    return _guarded(app, is_allowed, "text/plain; charset=utf-8", reason)
+
+
+def _guarded(app: _Wsgi, is_allowed: Callable[[dict[str, Any]], bool], content_type: str, reason: bytes) -> _Wsgi:
+    """Answer the other requests with 403 and the reason."""
+
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        origin = environ.get("HTTP_ORIGIN")
-        hosts = [f"//{environ.get('HTTP_HOST', '')}", *([origin] if origin else [])]
-        if all(_hostname(value) in _LOOPBACK for value in hosts):
+        if is_allowed(environ):
             return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"This dashboard answers to 127.0.0.1 and localhost only.\n"]
+        start_response("403 Forbidden", [("Content-Type", content_type)])
+        return [reason]
 
     return guarded
 
