@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpsearch.storage.database.statements import Database
 from hpsearch.storage.errors import ClaimLostError
@@ -17,6 +20,35 @@ MAY_WRITE = """
     t.trial_id = :trial_id AND a.trial_id = t.trial_id AND a.attempt = :attempt AND a.ended_at IS NULL
     AND t.state = 'RUNNING'
 """
+
+# Parts of a statement in which `mine` is the trial to write to; their parameters are those of `attr_parameters` and
+# `value_parameters`.
+SET_ATTRS = """
+    {kind}_attrs AS (
+        INSERT INTO trial_{kind}_attributes (trial_id, key, value_json)
+        SELECT mine.trial_id, a.key, a.value
+          FROM mine, unnest(CAST(:{kind}_keys AS text[]), CAST(:{kind}_values AS text[])) AS a (key, value)
+        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json)
+"""
+SET_VALUES = """
+    results AS (
+        INSERT INTO trial_values (trial_id, objective, value, value_type)
+        SELECT mine.trial_id, v.place - 1, v.value, CAST(v.kind AS trialvaluetype)
+          FROM mine, unnest(CAST(:values AS float8[]), CAST(:kinds AS text[])) WITH ORDINALITY AS v (value, kind, place)
+        ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type)
+"""
+
+
+def attr_parameters(kind: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of `SET_ATTRS`; `kind` is user or system."""
+    return {f"{kind}_keys": list(attrs), f"{kind}_values": [json.dumps(value) for value in attrs.values()]}
+
+
+def value_parameters(values: Sequence[float]) -> dict[str, Any]:
+    """Return the parameters of `SET_VALUES` for the values of a trial, none of which is NaN."""
+    stored = [store(value) for value in values]
+    return {"values": [value for value, _ in stored], "kinds": [kind for _, kind in stored]}
+
 
 _WHY = """
     SELECT t.number, t.state, a.attempt, a.ended_at, last.attempt AS last, last.worker

@@ -28,7 +28,6 @@ from hpsearch.storage.study_storage.reading import (
     distribution,
     read_in_states,
     read_trial,
-    to_local,
     utc_now,
 )
 from hpsearch.storage.study_storage.writing import Batch, guard_of
@@ -53,16 +52,11 @@ def overlaid(trial: FrozenTrial, batch: Batch | None) -> FrozenTrial:
 def overlay(trial: FrozenTrial, batch: Batch) -> None:
     """Change the trial as writing the batch does."""
     for name, (value, kind) in batch.params.items():
-        set_param(trial, name, value, kind)
+        if name not in trial.params:  # the first value stays
+            trial.params[name] = kind.to_external_repr(value)
+            trial.distributions[name] = kind
     trial.user_attrs.update(batch.user_attrs)
     trial.system_attrs.update(batch.system_attrs)
-
-
-def set_param(trial: FrozenTrial, name: str, value: float, distribution: BaseDistribution) -> None:
-    """Set a parameter, unless it is set."""
-    if name not in trial.params:
-        trial.params[name] = distribution.to_external_repr(value)
-        trial.distributions[name] = distribution
 
 
 def open_storage(url: str, *, application_name: str, pool_size: int = 2, patience: float = PATIENCE) -> PostgresStorage:
@@ -236,40 +230,34 @@ class PostgresStorage(BaseStorage):
         self, trial_id: int, param_name: str, param_value_internal: float, distribution: BaseDistribution
     ) -> None:
         self._check_distribution(trial_id, param_name, distribution)
-        if (deferred := self._deferred.get(trial_id)) is not None:
-            deferred.params.setdefault(param_name, (param_value_internal, distribution))
-        else:
-            self._write(trial_id, Batch(params={param_name: (param_value_internal, distribution)}))
+        self._set(trial_id, Batch(params={param_name: (param_value_internal, distribution)}))
 
     def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        if (deferred := self._deferred.get(trial_id)) is not None:
-            deferred.user_attrs[key] = value
-        else:
-            self._write(trial_id, Batch(user_attrs={key: value}))
+        self._set(trial_id, Batch(user_attrs={key: value}))
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        if (deferred := self._deferred.get(trial_id)) is not None:
-            deferred.system_attrs[key] = value
-        else:
-            self._write(trial_id, Batch(system_attrs={key: value}))
+        self._set(trial_id, Batch(system_attrs={key: value}))
 
     def set_trial_intermediate_value(self, trial_id: int, step: int, intermediate_value: float) -> None:
         writing.write_step(self._database, trial_id, self._attempt(trial_id), step, intermediate_value)
-        if (owned := self._owned.get(trial_id)) is not None:
-            with self._lock:
-                owned.trial.intermediate_values[step] = float(intermediate_value)
+        self._read_owned(trial_id)
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        now = utc_now()
-        move = writing.write_state(self._database, trial_id, self._attempt(trial_id), state, values=values, now=now)
-        if move.made and (owned := self._owned.get(trial_id)) is not None:
-            with self._lock:
-                owned.trial.state = state
-                owned.trial.datetime_start = to_local(move.start)
-                owned.trial.datetime_complete = to_local(move.complete)
-                if values is not None:
-                    owned.trial.values = [float(value) for value in values]
-        return move.made
+        now, attempt = utc_now(), self._attempt(trial_id)
+        moved = writing.write_state(self._database, trial_id, attempt, state, values=values, now=now)
+        self._read_owned(trial_id)
+        return moved
+
+    def _read_owned(self, trial_id: int) -> None:
+        """Read an owned trial again after a write that workers do not make this way: they report and settle claims."""
+        if (owned := self._owned.get(trial_id)) is not None:
+            owned.trial = self.read_trial(trial_id)
+
+    def _set(self, trial_id: int, batch: Batch) -> None:
+        if (deferred := self._deferred.get(trial_id)) is not None:
+            deferred.add(batch)
+        else:
+            self._write(trial_id, batch)
 
     def _write(self, trial_id: int, batch: Batch) -> None:
         writing.write(self._database, trial_id, self._attempt(trial_id), batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 
-from hpsearch.storage.database.trial_rows import MAY_WRITE, store
+from hpsearch.storage.database.trial_rows import MAY_WRITE, SET_ATTRS, SET_VALUES, attr_parameters, value_parameters
 
 
 class Outcome(Enum):
@@ -93,29 +92,23 @@ def settle(  # noqa: PLR0913 all that is written of an end, by keyword
         attrs: user attributes of the trial to set.
         system: system attributes of the trial to set.
     """
-    attrs, system = attrs or {}, system or {}
     # No NaN among a trial's values.
     values = [value] if isinstance(value, float | int) else value or ()
-    stored = [] if any(map(math.isnan, values)) else [store(each) for each in values]
     arguments = {
         "trial_id": trial_id,
         "attempt": attempt,
         "state": "WAITING" if retry else outcome.trial_state,
         "outcome": outcome.value,
-        "finite": [finite for finite, _ in stored],
-        "types": [kind for _, kind in stored],
-        "keys": list(attrs),
-        "values": [json.dumps(attr) for attr in attrs.values()],
-        "system_keys": list(system),
-        "system_values": [json.dumps(attr) for attr in system.values()],
+        **value_parameters([] if any(map(math.isnan, values)) else values),
+        **attr_parameters("user", attrs or {}),
+        **attr_parameters("system", system or {}),
     }
     return bool(connection.execute(_SETTLE, arguments).scalar())
 
 
 def retire(connection: sa.Connection, trial_id: int, *, attrs: Mapping[str, Any]) -> None:
     """End a trial that waits as PRUNED, with its last value."""
-    arguments = {"trial_id": trial_id, "keys": list(attrs), "values": [json.dumps(attr) for attr in attrs.values()]}
-    connection.execute(_RETIRE, arguments)
+    connection.execute(_RETIRE, {"trial_id": trial_id, **attr_parameters("user", attrs)})
 
 
 def end_attempt(connection: sa.Connection, trial_id: int, attempt: int, outcome: Outcome) -> None:
@@ -129,16 +122,6 @@ def ended_as(connection: sa.Connection, trial_id: int, attempt: int, outcome: Ou
     return bool(found == outcome.value)
 
 
-_NOTED = """
-    noted AS (
-        INSERT INTO trial_user_attributes (trial_id, key, value_json)
-        SELECT trial_id, key, value_json FROM mine,
-               unnest(CAST(:keys AS text[]), CAST(:values AS text[])) AS attr (key, value_json)
-        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-    )
-    SELECT count(*) FROM mine
-"""
-
 # A trial that is given back has no start until it is taken again, by which claims tell it from those at rungs.
 _SETTLE = sa.text(f"""
     WITH mine AS (
@@ -149,18 +132,8 @@ _SETTLE = sa.text(f"""
                datetime_start = CASE WHEN :state = 'WAITING' AND :outcome <> 'paused' THEN NULL ELSE datetime_start END,
                datetime_complete = CASE WHEN :state = 'WAITING' THEN NULL ELSE timezone('utc', clock_timestamp()) END
          WHERE trial_id IN (SELECT trial_id FROM mine)
-    ), valued AS (
-        INSERT INTO trial_values (trial_id, objective, value, value_type)
-        SELECT trial_id, v.place - 1, v.finite, CAST(v.type AS trialvaluetype)
-          FROM mine, unnest(CAST(:finite AS double precision[]), CAST(:types AS text[]))
-                     WITH ORDINALITY AS v (finite, type, place)
-        ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
-    ), told AS (
-        INSERT INTO trial_system_attributes (trial_id, key, value_json)
-        SELECT trial_id, key, value_json FROM mine,
-               unnest(CAST(:system_keys AS text[]), CAST(:system_values AS text[])) AS attr (key, value_json)
-        ON CONFLICT (trial_id, key) DO UPDATE SET value_json = excluded.value_json
-    ), {_NOTED}
+    ), {SET_VALUES}, {SET_ATTRS.format(kind="user")}, {SET_ATTRS.format(kind="system")}
+    SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
 _RETIRE = sa.text(f"""
@@ -184,7 +157,8 @@ _RETIRE = sa.text(f"""
         SELECT trial_id, v.place - 1, v.value, 'FINITE'
           FROM others, unnest(metrics) WITH ORDINALITY AS v (value, place) WHERE v.place > 1
         ON CONFLICT (trial_id, objective) DO UPDATE SET value = excluded.value, value_type = excluded.value_type
-    ), {_NOTED}
+    ), {SET_ATTRS.format(kind="user")}
+    SELECT count(*) FROM mine
 """)  # noqa: S608 the parts are constants
 
 _END = sa.text("""
