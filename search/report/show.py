@@ -50,7 +50,6 @@ from hpsearch.storage.study_storage.reading import rung_key
 from hpsearch.storage.trials.history import (
     TIMES,
     AttemptRecord,
-    last_attempts,
     read_attempts,
     read_epoch_values,
 )
@@ -208,19 +207,20 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     for name, value in _facts(study, trial):
         console.print(f"{name:>9}  {value}")
     _print_section(console, "parameters", _parameters(trial))
-    _print_section(console, "attempts", _attempts(read_attempts(study.engine, trial._trial_id)))
+    attempts = read_attempts(study.engine, [trial._trial_id]).get(trial._trial_id, [])
+    _print_section(console, "attempts", _attempts(attempts))
     _print_section(console, "epochs", _epochs(study, trial))
 
 
 def why_waiting(study: StoredStudy) -> dict[int, str]:
     """Return why trials wait, by their numbers: what became of the last attempt at each."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
-    last = last_attempts(study.engine, [trial._trial_id for trial in waiting]) if waiting else {}
+    attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
     enqueued = "enqueued: no worker has taken it yet"
     if waiting and study.given_up is not None:
         enqueued = f"enqueued: the study stopped early, start it with {command('start', study.spec.name)}"
-    found = ((trial, last.get(trial._trial_id)) for trial in waiting)
-    return {trial.number: enqueued if attempt is None else _why(trial, attempt) for trial, attempt in found}
+    found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
+    return {trial.number: _why(trial, made[-1]) if made else enqueued for trial, made in found}
 
 
 def _why(trial: FrozenTrial, last: AttemptRecord) -> str:

@@ -21,7 +21,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
 from hpsearch.storage.study_storage.creating import insert_missing_by
 from hpsearch.storage.trials.budget import change_spec
-from hpsearch.storage.trials.history import last_attempts
+from hpsearch.storage.trials.history import read_attempts
 
 
 def default_params(objective: BaseObjective) -> dict[str, Any] | None:
@@ -165,7 +165,7 @@ def waits_in_vain(study: StoredStudy) -> str | None:
     if study.given_up is None:
         return None
     waiting = [trial._trial_id for trial in study.trials(TrialState.WAITING)]
-    count = len(waiting) - len(last_attempts(study.engine, waiting)) if waiting else 0
+    count = len(waiting) - len(read_attempts(study.engine, waiting))
     if not count:
         return None
     name = study.spec.name

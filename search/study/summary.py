@@ -14,7 +14,7 @@ from hpsearch.search.study.ranking import front_of, in_bounds
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import BROKEN, INFEASIBLE, RUNG, TRACKING
 from hpsearch.storage.rungs.rungs import read_rungs
-from hpsearch.storage.trials.history import seconds_of_attempts
+from hpsearch.storage.trials.history import read_attempts
 
 _MOST = 12  # of the front's trials in a text
 
@@ -55,7 +55,8 @@ def seconds_run(study: StoredStudy, trials: Sequence[FrozenTrial]) -> dict[int, 
     """Return for how long each finished trial was run, by its id: without the time that it waited at rungs."""
     paused = [trial._trial_id for trial in trials if RUNG in trial.user_attrs]
     found = {trial._trial_id: trial.duration.total_seconds() for trial in trials if trial.duration is not None}
-    return found | (seconds_of_attempts(study.engine, paused) if paused else {})
+    attempts = read_attempts(study.engine, paused)
+    return found | {trial_id: sum(each.seconds for each in made) for trial_id, made in attempts.items()}
 
 
 def rung_lines(study: StoredStudy) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -26,16 +27,23 @@ class AttemptRecord:
     started_at: datetime
     ended_at: datetime | None
     outcome: str | None
-    device: str | None = None
+    device: str | None
+
+    @property
+    def seconds(self) -> float:
+        """The duration; 0 while the attempt is live."""
+        return 0.0 if self.ended_at is None else (self.ended_at - self.started_at).total_seconds()
 
 
 TIMES = " x "  # in the device of a worker that trains each trial on several
 
 
 _ATTEMPTS = sa.text("""
-    SELECT attempt AS number, worker, started_at, ended_at, outcome,
-           (SELECT w.device FROM hpsearch_workers w WHERE w.name = a.worker ORDER BY w.seen_at DESC LIMIT 1) AS device
-      FROM hpsearch_attempts a WHERE trial_id = :trial ORDER BY attempt
+    SELECT a.trial_id, a.attempt AS number, a.worker, a.started_at, a.ended_at, a.outcome,
+           (SELECT w.device FROM hpsearch_workers w WHERE w.study_id = t.study_id AND w.name = a.worker
+             ORDER BY w.seen_at DESC LIMIT 1) AS device
+      FROM hpsearch_attempts a JOIN trials t USING (trial_id)
+     WHERE a.trial_id = ANY(CAST(:trials AS int[])) ORDER BY a.trial_id, a.attempt
 """)
 
 
@@ -76,32 +84,13 @@ _DEVICES = sa.text("""
 """)
 
 
-_LAST = sa.text("""
-    SELECT DISTINCT ON (trial_id) trial_id, attempt AS number, worker, started_at, ended_at, outcome
-      FROM hpsearch_attempts WHERE trial_id = ANY(:trials) ORDER BY trial_id, attempt DESC
-""")
-
-
-_SECONDS = sa.text("""
-    SELECT trial_id, extract(epoch FROM sum(ended_at - started_at))::float AS seconds FROM hpsearch_attempts
-     WHERE trial_id = ANY(:trials) GROUP BY trial_id
-""")
-
-
-def seconds_of_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, float]:
-    """Return for how many seconds each of these trials was run, by trial id: without the time that it waited."""
-    return {row.trial_id: row.seconds or 0.0 for row in Database(engine).rows(_SECONDS, {"trials": trial_ids})}
-
-
-def last_attempts(engine: sa.Engine, trial_ids: list[int]) -> dict[int, AttemptRecord]:
-    """Return the last attempt at each of these trials that was ever attempted: trial id to attempt."""
-    rows = [dict(row._mapping) for row in Database(engine).rows(_LAST, {"trials": trial_ids})]
-    return {row.pop("trial_id"): AttemptRecord(**row) for row in rows}
-
-
-def read_attempts(engine: sa.Engine, trial_id: int) -> list[AttemptRecord]:
-    """Return the attempts at a trial, the first one first."""
-    return [AttemptRecord(**row._mapping) for row in Database(engine).rows(_ATTEMPTS, {"trial": trial_id})]
+def read_attempts(engine: sa.Engine, trial_ids: Sequence[int]) -> dict[int, list[AttemptRecord]]:
+    """Return the attempts at each of these trials that has any, by trial id, the first one first."""
+    found: dict[int, list[AttemptRecord]] = {}
+    for row in Database(engine).rows(_ATTEMPTS, {"trials": list(trial_ids)}) if trial_ids else ():
+        values = dict(row._mapping)
+        found.setdefault(values.pop("trial_id"), []).append(AttemptRecord(**values))
+    return found
 
 
 def read_stretches(engine: sa.Engine, study_id: int) -> list[Stretch]:
@@ -195,7 +184,7 @@ _COUNTS = sa.text("""
 
 # By the first metric, where there are several.
 _BEST = f"""
-    SELECT t.number, v.value FROM trials t JOIN trial_values v USING (trial_id)
+    SELECT t.number AS best_number, v.value AS best_value FROM trials t JOIN trial_values v USING (trial_id)
      WHERE t.study_id = :study AND t.state = 'COMPLETE' AND v.value_type = 'FINITE' AND v.objective = 0
        AND NOT EXISTS (SELECT FROM trial_user_attributes a WHERE a.trial_id = t.trial_id AND a.key = '{BROKEN}')
      ORDER BY v.value {{order}}, t.number LIMIT 1
@@ -203,7 +192,7 @@ _BEST = f"""
 _BEST_OF = {"maximize": sa.text(_BEST.format(order="DESC")), "minimize": sa.text(_BEST.format(order="ASC"))}
 
 _RUNNING = sa.text("""
-    SELECT t.number, a.worker, v.step, v.intermediate_value AS value
+    SELECT t.number, coalesce(a.worker, 'elsewhere') AS worker, v.step, v.intermediate_value AS value
       FROM trials t
       LEFT JOIN hpsearch_attempts a ON a.trial_id = t.trial_id AND a.ended_at IS NULL
       LEFT JOIN LATERAL (SELECT step, intermediate_value FROM trial_intermediate_values i
@@ -223,22 +212,15 @@ def read_progress(engine: sa.Engine, study_id: int, direction: str, *, patience:
         patience: seconds to wait for a database that is away.
     """
     database = Database(engine, patience)
-    [counts] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
-    best = next(iter(database.rows(_BEST_OF[direction], {"study": study_id})), None)
-    running = database.rows(_RUNNING, {"study": study_id})
+    [row] = database.rows(_COUNTS, {"study": study_id, "spec": SPEC, "given_up": GIVEN_UP})
+    counts = {**row._mapping, "budget": row.budget or 0, "waiting": row.waiting - row.paused}
+    spending = counts.pop("spending")
+    best = [best._mapping for best in database.rows(_BEST_OF[direction], {"study": study_id})]
     return Progress(
-        budget=counts.budget or 0,
-        given_up=counts.given_up,
-        complete=counts.complete,
-        pruned=counts.pruned,
-        fail=counts.fail,
-        waiting=counts.waiting - counts.paused,
-        paused=counts.paused,
-        epochs=counts.epochs,
-        best_number=best.number if best else None,
-        best_value=best.value if best else None,
-        spending=None if counts.spending is None else Spending(**counts.spending),
-        running=[Running(r.number, r.worker or "elsewhere", r.step, r.value) for r in running],
+        **counts,
+        **(best[0] if best else {}),
+        spending=None if spending is None else Spending(**spending),
+        running=[Running(**running._mapping) for running in database.rows(_RUNNING, {"study": study_id})],
     )
 
 

@@ -84,7 +84,8 @@ def assert_as_undisturbed(study: StoredStudy, reference: str) -> None:
     finally:
         torch.set_num_threads(threads)
     assert len(study.trials()) == TRIALS
-    attempts = read_attempts(study.engine, study.trials()[1]._trial_id)
+    trial_id = study.trials()[1]._trial_id
+    attempts = read_attempts(study.engine, [trial_id])[trial_id]
     assert [attempt.outcome for attempt in attempts][:1] == ["lost"]
 
 
