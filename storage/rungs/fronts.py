@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -144,10 +145,9 @@ def _scaled(losses: Losses) -> Losses:
     return np.nan_to_num((losses - low) / width, nan=2.0, posinf=2.0, neginf=-1.0)
 
 
-# Behind all others, until the places are given.
-_NOTE = sa.text("""
+NOTE = sa.text("""
     INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss, losses)
-    VALUES (:trial, :rung, :study, 'infinity', CAST(:losses AS double precision[]))
+    VALUES (:trial, :rung, :study, :loss, CAST(:losses AS double precision[]))
     ON CONFLICT (trial_id, rung) DO NOTHING
 """)
 
@@ -184,8 +184,9 @@ def note(
         values: of all metrics; none is NaN.
     """
     [losses] = losses_of([values], maximize).tolist()
-    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "losses": losses}
-    if connection.execute(_NOTE, arguments).rowcount == 1:
+    # Behind all others, until the places are given.
+    arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": math.inf, "losses": losses}
+    if connection.execute(NOTE, arguments).rowcount == 1:
         _place(connection, study_id, rung)
 
 

@@ -93,11 +93,6 @@ class Retired:
     cut: bool = False
 
 
-_NOTE = sa.text("""
-    INSERT INTO hpsearch_rungs (trial_id, rung, study_id, loss) VALUES (:trial, :rung, :study, :loss)
-    ON CONFLICT (trial_id, rung) DO NOTHING
-""")
-
 # For a person to read: no decision needs it.
 _BETTER = """
     (SELECT count(*) FROM hpsearch_rungs o
@@ -205,7 +200,7 @@ def note(
         return
     connection.execute(_OPEN, {"study": study_id, "rung": rung})
     arguments = {"trial": trial_id, "rung": rung, "study": study_id, "loss": rungs.loss(value)}
-    if connection.execute(_NOTE, arguments).rowcount == 1:
+    if connection.execute(fronts.NOTE, {**arguments, "losses": None}).rowcount == 1:
         connection.execute(_MOVE, {**arguments, "factor": rungs.factor, "places": rungs.places(n_trials)})
 
 

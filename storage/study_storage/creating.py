@@ -15,6 +15,7 @@ from hpsearch.storage.database.locks import limits
 from hpsearch.storage.database.statements import Database, text
 from hpsearch.storage.database.trial_rows import NEXT_NUMBER, store
 from hpsearch.storage.study_storage.reading import to_utc
+from hpsearch.storage.study_storage.studies import require
 
 # The lock is a statement of its own, sent in the same round trip: what comes after it sees what the last holder
 # committed, which a single statement would not.
@@ -99,8 +100,7 @@ def create(database: Database, study_id: int, start: datetime, floor: int) -> tu
     """
     parameters = {"study_id": study_id, "start": start, "floor": floor}
     rows = database.repeat(lambda repeated: database.run(_CREATE, {**parameters, "repeated": repeated}))
-    if not rows:
-        raise KeyError(f"there is no study with id {study_id}")
+    require(rows, study_id)
     return rows[0].trial_id, rows[0].number
 
 
@@ -155,9 +155,7 @@ def _batches(trials: Sequence[FrozenTrial]) -> list[dict[str, list[Any]]]:
 def _insert(connection: sa.Connection, study_id: int, batches: Iterable[dict[str, list[Any]]]) -> list[tuple[int, int]]:
     made: list[tuple[int, int]] = []
     for columns in batches:
-        rows = connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all()
-        if not rows:
-            raise KeyError(f"there is no study with id {study_id}")
+        rows = require(connection.execute(text(_IMPORT), {"study_id": study_id, **columns}).all(), study_id)
         made.extend((row.trial_id, row.number) for row in rows)
     return made
 

@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.storage.database.statements import Database, Rows
 from hpsearch.storage.database.trial_rows import restore
+from hpsearch.storage.study_storage.studies import require
 
 STATES = {state.name: state for state in TrialState}
 FINISHED = frozenset(state for state in TrialState if state.is_finished())
@@ -225,9 +226,7 @@ def read_news(database: Database, study_id: int, known: Known) -> tuple[Rows, st
 
 
 def _of_study(rows: Rows, study_id: int) -> Rows:
-    if not rows:
-        raise KeyError(f"there is no study with id {study_id}")
-    return [row for row in rows if getattr(row, "trial_id", None) is not None]
+    return [row for row in require(rows, study_id) if getattr(row, "trial_id", None) is not None]
 
 
 def merged(row: sa.Row[Any], known: FrozenTrial | None = None) -> FrozenTrial:
@@ -261,29 +260,14 @@ def _attrs(known: dict[str, Any], keys: Sequence[str] | None, texts: Sequence[st
 
 
 _OF_FINISHED = """
-    FROM {table} x JOIN trials t ON t.trial_id = x.trial_id
-   WHERE t.study_id = :study_id AND t.trial_id <= :last AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
-   ORDER BY x.{order}
+    SELECT trial_id, {columns} FROM {table} x JOIN trials t USING (trial_id)
+     WHERE t.study_id = :study_id AND trial_id <= :last AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
+     ORDER BY x.{order}
 """
 _TRIALS = """
     SELECT s.study_id AS study, t.trial_id, t.number, t.state, t.datetime_start, t.datetime_complete
       FROM studies s LEFT JOIN trials t ON t.study_id = s.study_id WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
-_PARAMS = "SELECT x.trial_id, x.param_name, x.param_value, x.distribution_json" + _OF_FINISHED.format(
-    table="trial_params", order="param_id"
-)
-_TRIAL_VALUES = "SELECT x.trial_id, x.value, x.value_type" + _OF_FINISHED.format(
-    table="trial_values", order="objective"
-)
-_STEPS = "SELECT x.trial_id, x.step, x.intermediate_value, x.intermediate_value_type" + _OF_FINISHED.format(
-    table="trial_intermediate_values", order="trial_intermediate_value_id"
-)
-_USER_ATTRS = "SELECT x.trial_id, x.key, x.value_json" + _OF_FINISHED.format(
-    table="trial_user_attributes", order="trial_user_attribute_id"
-)
-_SYSTEM_ATTRS = "SELECT x.trial_id, x.key, x.value_json" + _OF_FINISHED.format(
-    table="trial_system_attributes", order="trial_system_attribute_id"
-)
 
 
 def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
@@ -308,22 +292,27 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
 
 def _fill(database: Database, trials: dict[int, FrozenTrial], of: dict[str, int]) -> None:
     """Give the trials their details; of those that finished only after they were listed there may be details too."""
-    for trial_id, name, value, text in database.rows(_PARAMS, of):
+
+    def rows(table: str, order: str, columns: str) -> Rows:
+        return database.rows(_OF_FINISHED.format(table=table, order=order, columns=columns), of)
+
+    for trial_id, name, value, text in rows("trial_params", "param_id", "param_name, param_value, distribution_json"):
         if trial_id in trials:
             trial, given = trials[trial_id], distribution(text)
             trial._params[name] = given.to_external_repr(value)
             trial._distributions[name] = given
-    for trial_id, step, value, kind in database.rows(_STEPS, of):
+    columns = "step, intermediate_value, intermediate_value_type"
+    for trial_id, step, value, kind in rows("trial_intermediate_values", "trial_intermediate_value_id", columns):
         if trial_id in trials:
             trials[trial_id].intermediate_values[step] = value if value is not None else restore(value, kind)
-    for trial_id, value, kind in database.rows(_TRIAL_VALUES, of):
+    for trial_id, value, kind in rows("trial_values", "objective", "value, value_type"):
         if trial_id in trials:
             trial = trials[trial_id]
             trial.values = [*(trial.values or ()), restore(value, kind)]
-    for trial_id, key, text in database.rows(_USER_ATTRS, of):
+    for trial_id, key, text in rows("trial_user_attributes", "trial_user_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._user_attrs[key] = json.loads(text)
-    for trial_id, key, text in database.rows(_SYSTEM_ATTRS, of):
+    for trial_id, key, text in rows("trial_system_attributes", "trial_system_attribute_id", "key, value_json"):
         if trial_id in trials:
             trials[trial_id]._system_attrs[key] = json.loads(text)
 

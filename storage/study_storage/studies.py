@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
 from sqlalchemy.exc import IntegrityError
 
-from hpsearch.storage.database.statements import Database, text
+from hpsearch.storage.database.statements import Database, Rows, text
 
 Kind = Literal["user", "system"]
 
@@ -24,6 +24,8 @@ _CREATE = """
               FROM study, unnest(CAST(:directions AS text[])) WITH ORDINALITY AS d (direction, place))
     SELECT study_id FROM study
 """
+
+_ID = "SELECT study_id FROM studies WHERE study_name = :name"
 
 _SET_ATTR = """
     INSERT INTO study_{kind}_attributes (study_id, key, value_json)
@@ -61,9 +63,16 @@ _ALL = """
 """
 
 
-def unknown(study: int | str) -> KeyError:
-    """Return the error for a study that is not there."""
-    return KeyError(f"there is no study {study!r}" if isinstance(study, str) else f"there is no study with id {study}")
+def require(rows: Rows, study: int | str) -> Rows:
+    """Return the rows about a study, given by its id or its name.
+
+    Raises:
+        KeyError: there are none, because there is no such study.
+    """
+    if not rows:
+        named = repr(study) if isinstance(study, str) else f"with id {study}"
+        raise KeyError(f"there is no study {named}")
+    return rows
 
 
 def _nothing(_connection: sa.Connection, _study_id: int) -> None:
@@ -92,7 +101,7 @@ def create(
 
     def run(connection: sa.Connection, repeated: bool) -> int:
         # When the connection broke at the commit, it may have been made.
-        if repeated and made and _id_of(connection, name) == made[0]:
+        if repeated and made and connection.execute(text(_ID), {"name": name}).scalar() == made[0]:
             return made[0]
         made[:] = [
             connection.execute(text(_CREATE), {"name": name, "directions": [d.name for d in directions]}).scalar_one()
@@ -106,49 +115,35 @@ def create(
         raise DuplicatedStudyError(f"there is a study named {name!r} already") from None
 
 
-def _id_of(connection: sa.Connection, name: str) -> int | None:
-    statement = "SELECT study_id FROM studies WHERE study_name = :name"
-    found: int | None = connection.execute(text(statement), {"name": name}).scalar()
-    return found
-
-
 def delete(database: Database, study_id: int) -> None:
     """Delete a study with all that belongs to it; raises KeyError where there is none."""
     rows, repeated = database.rows_once(_DELETE, {"study_id": study_id})
-    if not rows and not repeated:
-        raise unknown(study_id)
+    if not repeated:
+        require(rows, study_id)
 
 
 def id_of(database: Database, name: str) -> int:
     """Return the id of a study; raises KeyError where there is none."""
-    rows = database.rows("SELECT study_id FROM studies WHERE study_name = :name", {"name": name})
-    if not rows:
-        raise unknown(name)
-    return int(rows[0].study_id)
+    return int(require(database.rows(_ID, {"name": name}), name)[0].study_id)
 
 
 def name_of(database: Database, study_id: int) -> str:
     """Return the name of a study; raises KeyError where there is none."""
     rows = database.rows("SELECT study_name FROM studies WHERE study_id = :study_id", {"study_id": study_id})
-    if not rows:
-        raise unknown(study_id)
-    return str(rows[0].study_name)
+    return str(require(rows, study_id)[0].study_name)
 
 
 def directions_of(database: Database, study_id: int) -> list[StudyDirection]:
     """Return the directions of a study; raises KeyError where there is none."""
     statement = "SELECT direction FROM study_directions WHERE study_id = :study_id ORDER BY objective"
     rows = database.rows(statement, {"study_id": study_id})
-    if not rows:
-        raise unknown(study_id)
-    return [StudyDirection[row.direction] for row in rows]
+    return [StudyDirection[row.direction] for row in require(rows, study_id)]
 
 
 def set_attr(database: Database, kind: Kind, study_id: int, key: str, value: Any) -> None:
     """Set an attribute of a study; raises KeyError where there is none."""
     parameters = {"study_id": study_id, "key": key, "value": json.dumps(value)}
-    if not database.rows(_SET_ATTR.format(kind=kind), parameters):
-        raise unknown(study_id)
+    require(database.rows(_SET_ATTR.format(kind=kind), parameters), study_id)
 
 
 def set_attrs_by(connection: sa.Connection, study_id: int, attrs: Mapping[str, Any], *, kind: Kind = "user") -> None:
@@ -164,9 +159,7 @@ def attrs_of(database: Database, kind: Kind, study_id: int) -> dict[str, Any]:
         SELECT a.key, a.value_json FROM studies s LEFT JOIN study_{kind}_attributes a ON a.study_id = s.study_id
          WHERE s.study_id = :study_id ORDER BY a.study_{kind}_attribute_id
     """  # noqa: S608 `kind` is one of two literals
-    rows = database.rows(statement, {"study_id": study_id})
-    if not rows:
-        raise unknown(study_id)
+    rows = require(database.rows(statement, {"study_id": study_id}), study_id)
     return {row.key: json.loads(row.value_json) for row in rows if row.key is not None}
 
 
