@@ -25,18 +25,15 @@ _LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narr
 @register(STEER)
 def studies(where: o.Addresses) -> None:
     """List all studies with their state and best value."""
-    from rich.table import Table
-
     from hpsearch.search.api.study import list_studies
-    from hpsearch.search.console import PlainConsole, command
+    from hpsearch.search.console import PlainConsole, command, plain_table
 
     found = [_cells(row) for row in list_studies(**where)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     # What no study has takes no room: a terminal of 80 columns has none for all of them.
     kept = [name for name in _COLUMNS if name in _ALWAYS or any(row.get(name, "0") not in ("0", "") for row in found)]
-    for name in kept:
-        right, least = name in _NUMBERS, _LEAST.get(name)
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right, min_width=least)
+    table = plain_table(*kept, right=_NUMBERS, wrap=set(kept) - set(_NUMBERS))
+    for column in table.columns:
+        column.min_width = _LEAST.get(str(column.header))
     for row in found:
         table.add_row(*(row.get(name, "") for name in kept))
     if table.row_count:

@@ -206,11 +206,10 @@ def gc(
 
 def _table(found: list[Garbage]) -> Table:
     from rich.filesize import decimal
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("study", "what can go", "trials", "where", "size"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+    from hpsearch.search.console import plain_table
+
+    table = plain_table("study", "what can go", "trials", "where", "size", right=("size",))
     for garbage in found:
         table.add_row(garbage.study, garbage.what, _numbers(garbage.trials), garbage.where, decimal(garbage.size))
     return table

@@ -18,7 +18,7 @@ from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_l
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
 from hpsearch.search.report.show import last_failure
-from hpsearch.search.run.fleet import drive, open_run, tell_outbox, without_mlflow
+from hpsearch.search.run.fleet import drive, open_run, require_started, tell_outbox, without_mlflow
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.study import StoredStudy, with_tracking
@@ -26,7 +26,7 @@ from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import close_study
 from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.storage.attributes import RUN_URL, STOPPED, TRACKING_URI
+from hpsearch.storage.attributes import RUN_URL, TRACKING_URI
 from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.records.test_openings import read_opening
 
@@ -78,10 +78,7 @@ def train_beside(
     interrupted, gave_up = False, tuple[str, ...]()
     if workers:
         check_readers(study.spec)
-        if why := study.attrs.get(STOPPED):
-            raise SearchError(
-                f"study {study.spec.name!r} was stopped {why}: start it with {command('start', study.spec.name)}"
-            )
+        require_started(study)
         if warning := study.source_warning(load_objective(study.spec.objective)):
             console.print(f"warning: {warning}", style="yellow")
         interrupted, gave_up = drive(console, services, study, workers, options)

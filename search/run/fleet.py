@@ -16,6 +16,7 @@ from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.search.console import command, steps
+from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
@@ -27,6 +28,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.rebuild import needed, resend
 from hpsearch.search.tracking.tracker import Tracker, open_parent_run
 from hpsearch.search.worker.options import WorkerOptions
+from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
@@ -86,6 +88,13 @@ def open_run(services: Services, study: StoredStudy, *, required: bool) -> str |
             raise TrackingAwayError(away) from None
         return away
     return None
+
+
+def require_started(study: StoredStudy) -> None:
+    """Raise SearchError if the study was stopped."""
+    if why := study.attrs.get(STOPPED):
+        name = study.spec.name
+        raise SearchError(f"study {name!r} was stopped {why}: start it with {command('start', name)}")
 
 
 def drive(

@@ -16,7 +16,7 @@ from hpsearch.search.console import command, counted, steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import summary_lines
-from hpsearch.search.run.fleet import drive, open_run, tell_outbox, without_mlflow
+from hpsearch.search.run.fleet import drive, open_run, require_started, tell_outbox, without_mlflow
 from hpsearch.search.services import Services, find_services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
@@ -102,8 +102,7 @@ def run_search(
         StorageError: a service cannot be used.
     """
     spec = study.spec
-    if why := study.attrs.get(STOPPED):
-        raise SearchError(f"study {spec.name!r} was stopped {why}: start it with {command('start', spec.name)}")
+    require_started(study)
     with steps(console) as tell:
         if workers:
             require_measurable(spec, options.device)
