@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any
 
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.storage.errors import AwayError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, one_line
 from hpsearch.storage.urls import redact
 
 # What an engine may start again by: 1 and 143, never 0, 2 or 3.
 EXIT_DONE = 0  # of a worker: nothing is left to do, or the study is stopped
-EXIT_AWAY = 1  # a service does not answer, or an error of ours: it may be tried again
+EXIT_UNAVAILABLE = 1  # a service does not answer, or an error of ours: it may be tried again
 EXIT_USER_ERROR = 2  # a setting is wrong: one line says which
 EXIT_GAVE_UP = 3  # of a worker: the objective fails every trial
 EXIT_INTERRUPTED = 128 + 2  # by Ctrl-C
@@ -42,7 +42,7 @@ def report_errors(work: Callable[[], int]) -> int:
         return work()
     except USER_ERRORS as error:
         print(f"hpsearch: {error}", file=sys.stderr, flush=True)  # noqa: T201 it is for the user
-        return EXIT_AWAY if isinstance(error, AwayError) else EXIT_USER_ERROR
+        return EXIT_UNAVAILABLE if isinstance(error, ServiceUnavailableError) else EXIT_USER_ERROR
     except Exception as error:  # whatever the driver of a database raises
         from hpsearch.storage.database.retry import is_transient
 
@@ -50,7 +50,7 @@ def report_errors(work: Callable[[], int]) -> int:
             raise
         said = redact(one_line(error))
         print(f"hpsearch: the database does not answer: {said}", file=sys.stderr, flush=True)  # noqa: T201 as above
-        return EXIT_AWAY
+        return EXIT_UNAVAILABLE
 
 
 class StopEvent:

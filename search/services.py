@@ -14,7 +14,7 @@ from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.home import home_dir
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import TrackingAwayError, check_server
+from hpsearch.storage.mlflow.health import TrackingUnavailableError, check_server
 from hpsearch.storage.urls import Addresses, normalise
 
 # Where browsers reach the UIs, when that is not where the workers do (in containers, behind a proxy): for links.
@@ -127,7 +127,7 @@ def why_away(uri: str, *, required: bool = False) -> str | None:
     """
     try:
         check_server(uri)
-    except TrackingAwayError as error:
+    except TrackingUnavailableError as error:
         if required:
             raise
         return str(error)

@@ -16,8 +16,8 @@ class StorageError(Exception):
     """A storage or service that cannot be used: one line which names the setting, its value and the remedy."""
 
 
-class AwayError(StorageError):
-    """A service that does not answer now: whoever starts the command again may have more luck."""
+class ServiceUnavailableError(StorageError):
+    """A service that does not answer at the moment; the same command may succeed later."""
 
 
 class ClaimLostError(Exception):

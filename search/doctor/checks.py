@@ -26,7 +26,7 @@ from hpsearch.storage.errors import StorageError, one_line
 from hpsearch.storage.home import VARIABLE
 from hpsearch.storage.mlflow.artifacts import remove_probe, write_probe
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import check_server, describe_error, server_version
+from hpsearch.storage.mlflow.health import check_server, describe_error, read_server_version
 from hpsearch.storage.trials.history import read_progress
 from hpsearch.storage.urls import without_secret
 
@@ -235,7 +235,7 @@ def check_tracking(uri: str) -> Finding:
     began = time.perf_counter()
     check_server(uri)
     took = 1000 * (time.perf_counter() - began)
-    there, here = server_version(uri), version("mlflow-skinny")
+    there, here = read_server_version(uri), version("mlflow-skinny")
     said = f"MLflow {there or 'of an unknown version'} at {uri}: answers in {took:.0f} ms"
     if there is None or there.split(".")[0] == here.split(".")[0]:
         return Finding("ok", said)

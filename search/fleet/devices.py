@@ -24,9 +24,9 @@ from hpsearch.objectives.training.data.loader import ending_with_parent
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.fork import can_fork
 from hpsearch.search.process import (
-    EXIT_AWAY,
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
+    EXIT_UNAVAILABLE,
     StopEvent,
     exit_on_signals,
     report_errors,
@@ -187,7 +187,7 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 why = f"rank {rank} of {options.world} ended by {how}"
             sys.stderr.write(f"{why}: all ranks were ended\n")
-            return EXIT_AWAY
+            return EXIT_UNAVAILABLE
     return int(next(iter(codes.values())))  # each has rank 0's
 
 
@@ -266,12 +266,12 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
             try:
                 return follow(ranks, device=device)
             except RankLostError:  # rank 0 may be stuck: the launcher ends it
-                sys.exit(EXIT_AWAY)
+                sys.exit(EXIT_UNAVAILABLE)
         code = report_errors(lambda: join_study(name, options))
-        if code == EXIT_AWAY:  # one of the others may be stuck: the launcher ends them all
+        if code == EXIT_UNAVAILABLE:  # one of the others may be stuck: the launcher ends them all
             sys.exit(code)
         try:
             dismiss(ranks, code)
         except RankLostError:
-            sys.exit(EXIT_AWAY)
+            sys.exit(EXIT_UNAVAILABLE)
         return code

@@ -33,7 +33,7 @@ from hpsearch.storage.database.locks import LockHeldError, LockLostError
 from hpsearch.storage.embedded import stack
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import RunDeletedError
-from hpsearch.storage.mlflow.health import TrackingAwayError, describe_error
+from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
 
 _EVERY = 5.0  # seconds; a look costs about 30 ms
@@ -85,7 +85,7 @@ def open_run(services: Services, study: StoredStudy, *, required: bool) -> str |
     except (MlflowException, LockHeldError, LockLostError) as error:
         away = f"--tracking-uri {services.tracking_uri}: no run can be opened in MLflow ({describe_error(error)})"
         if required:
-            raise TrackingAwayError(away) from None
+            raise TrackingUnavailableError(away) from None
         return away
     return None
 

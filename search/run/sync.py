@@ -15,7 +15,7 @@ from hpsearch.search.study.study import StoredStudy, load_study, outbox_folder, 
 from hpsearch.search.tracking.publish import close_if_spent
 from hpsearch.search.tracking.rebuild import resend
 from hpsearch.search.tracking.tracker import Tracker, readers_of
-from hpsearch.storage.mlflow.health import TrackingAwayError
+from hpsearch.storage.mlflow.health import TrackingUnavailableError
 from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
@@ -56,7 +56,7 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     name, away = study.spec.name, None
     try:
         tracking = tracking_of(services, study)
-    except TrackingAwayError as error:
+    except TrackingUnavailableError as error:
         if not readers_of(study, services.home):
             raise
         tracking, away = services.open_tracking(tracking_uri_of(services, study)), error  # others are told all the same

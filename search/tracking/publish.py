@@ -27,7 +27,7 @@ from hpsearch.search.tracking.tracker import open_parent_run
 from hpsearch.storage.attributes import INFEASIBLE, REASON, RUN_ID, RUN_URL
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking
-from hpsearch.storage.mlflow.health import describe_error, is_away
+from hpsearch.storage.mlflow.health import describe_error, is_retryable
 from hpsearch.storage.mlflow.tag_names import (
     FINALIST,
     FINALIST_RANK,
@@ -111,7 +111,7 @@ def _annotate(tracking: Tracking, run: str, *, tags: dict[str, str], metrics: di
     try:
         tracking.annotate(run, tags=tags, metrics=metrics, at=at)
     except Exception as error:  # what is away is raised again; MLflow refuses by several types
-        if is_away(error):
+        if is_retryable(error):
             raise
         log.warning("run %s is not told: %s", run, describe_error(error))
 

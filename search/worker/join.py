@@ -10,10 +10,10 @@ import optuna
 
 from hpsearch.objectives.training.ranks import RankLostError, current
 from hpsearch.search.process import (
-    EXIT_AWAY,
     EXIT_DONE,
     EXIT_DRAINED,
     EXIT_GAVE_UP,
+    EXIT_UNAVAILABLE,
     StopEvent,
 )
 from hpsearch.search.tracking.publish import close_if_spent
@@ -37,7 +37,7 @@ _HOW = {
     EXIT_DONE: "nothing was to be taken",
     EXIT_DRAINED: "told to go",
     EXIT_GAVE_UP: "the objective failed every trial",
-    EXIT_AWAY: "a service was away",
+    EXIT_UNAVAILABLE: "a service was away",
 }
 
 
@@ -67,7 +67,7 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
         StorageError: a service cannot be used.
     """
     context = WorkerContext(name, options, stop)
-    code = EXIT_AWAY
+    code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
         hear(current(), told=lambda: False, leave=context.shutdown.begin)
@@ -78,13 +78,13 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
     except SERVICE_ERRORS as error:
         # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
         log.error("the study's database does not answer: %s", one_line(error, 300))
-        code = EXIT_AWAY
+        code = EXIT_UNAVAILABLE
     except RankLostError as error:
         log.error("the trial is left to other workers: %s", error)
-        code = EXIT_AWAY
+        code = EXIT_UNAVAILABLE
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
-        code = EXIT_AWAY
+        code = EXIT_UNAVAILABLE
     finally:
         context.register.leave(_HOW.get(code, f"exit code {code}"))
         context.tracker.sender.close()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpsearch.search.process import EXIT_AWAY
+from hpsearch.search.process import EXIT_UNAVAILABLE
 
 log = logging.getLogger(__name__)
 
@@ -78,4 +78,4 @@ class Pulse:
             try:
                 give_back()
             finally:
-                os._exit(EXIT_AWAY)
+                os._exit(EXIT_UNAVAILABLE)

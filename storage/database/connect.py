@@ -17,7 +17,7 @@ from hpsearch.storage.database.schema import (
     REVISION,
     VERSION_TABLE,
 )
-from hpsearch.storage.errors import AwayError, StorageError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
 from hpsearch.storage.urls import normalise, redact, without_secret
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ _MEANINGS = (
 
 
 def connection_error(error: Exception, url: URL, *, setting: str) -> StorageError:
-    """Return the error for the user that says why `url` could not be connected to: `AwayError` where that may pass.
+    """Return the error to show if `url` cannot be reached: `ServiceUnavailableError` if a retry may succeed.
 
     Args:
         error: What psycopg2 or SQLAlchemy raised.
@@ -92,7 +92,7 @@ def connection_error(error: Exception, url: URL, *, setting: str) -> StorageErro
         database=url.database,
         text=text,
     )
-    kind = AwayError if may_pass(text) and not _UNKNOWN.search(text) else StorageError
+    kind = ServiceUnavailableError if may_pass(text) and not _UNKNOWN.search(text) else StorageError
     return kind(f"{setting} {redact(url.render_as_string())}: {said}")
 
 
@@ -206,7 +206,7 @@ def statement_errors(url: str, setting: str) -> Iterator[None]:
     """Turn errors of psycopg2 into errors of one line without a password.
 
     Raises:
-        AwayError: the database went away.
+        ServiceUnavailableError: the database went away.
         StorageError: it rejects a statement.
     """
     import psycopg2
@@ -214,9 +214,11 @@ def statement_errors(url: str, setting: str) -> Iterator[None]:
     try:
         yield
     except psycopg2.Error as error:
-        is_away = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
+        is_unavailable = error.pgcode is None or error.pgcode.startswith(("08", "57P"))
         text = without_secret(one_line(error), url)
-        raise (AwayError if is_away else StorageError)(f"{setting} {redact(url)}: {text}") from None
+        raise (ServiceUnavailableError if is_unavailable else StorageError)(
+            f"{setting} {redact(url)}: {text}"
+        ) from None
 
 
 def answers(url: str, question: str = "SELECT true") -> bool:
@@ -237,14 +239,14 @@ def check_database(url: str, *, patience: float | None = None) -> None:
         patience: seconds in which one that is away, or cuts connections, may come back; `OPENING` by default.
 
     Raises:
-        AwayError: it does not answer, or cuts connections.
+        ServiceUnavailableError: it does not answer, or cuts connections.
         StorageError: The server cannot be reached, refuses the user, is no Postgres or a read-only one, or the tables
             are missing, of another version of Optuna, or may not be written.
     """
     from hpsearch.storage.database.retry import retrying
 
     patience = OPENING if patience is None else patience
-    retrying(patience, also=AwayError)(_check_once, url)
+    retrying(patience, also=ServiceUnavailableError)(_check_once, url)
 
 
 def _check_once(url: str) -> None:

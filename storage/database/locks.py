@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.storage.database.retry import is_transient
-from hpsearch.storage.errors import AwayError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ _LOCK_NAME = sa.text(f"{limits(wait=600)} SELECT pg_advisory_xact_lock(:kind, ha
 _LOCK_NOT_AVAILABLE = "55P03"  # SQLSTATE
 
 
-class LockHeldError(AwayError):
+class LockHeldError(ServiceUnavailableError):
     """Another process has the lock for long: it is slow, or frozen."""
 
 
-class LockLostError(AwayError):
+class LockLostError(ServiceUnavailableError):
     """The server took the lock from this process: it froze, or what it waited for took too long."""
 
 

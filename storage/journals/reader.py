@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.database.statements import Database
-from hpsearch.storage.errors import AwayError, StorageError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
 from hpsearch.storage.journals.journal import Entry, Journal, Place
 from hpsearch.storage.journals.journal_records import End
 from hpsearch.storage.trials.settle import Ended, Outcome
@@ -154,8 +154,8 @@ class Reader(ABC):
         """Return the meaning of an error raised by `ship`: unless it is a refusal or a bug, try again later."""
         is_known = isinstance(error, OSError | StorageError)
         can_pass = is_known and not isinstance(error, RefusedError)
-        is_away = isinstance(error, OSError | AwayError)
-        return Failure(one_line(error), passes=can_pass, everything=is_away, expected=is_known)
+        is_unavailable = isinstance(error, OSError | ServiceUnavailableError)
+        return Failure(one_line(error), passes=can_pass, everything=is_unavailable, expected=is_known)
 
     def refused(self, place: Place) -> None:  # noqa: B027 optional
         """Record that a journal waits for a person, as its position says; by default nothing else records it."""

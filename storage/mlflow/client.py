@@ -21,7 +21,7 @@ import tenacity
 from hpsearch.kill_points import kill_point
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.reader import RefusedError
-from hpsearch.storage.mlflow.health import all_pages, is_away, is_duplicate, unless_missing
+from hpsearch.storage.mlflow.health import get_or_none, is_duplicate, is_retryable, iterate_pages
 from hpsearch.storage.mlflow.tag_names import MODEL_ID, REASON, STATE, STUDY, STUDY_ID, TRIAL
 from hpsearch.storage.trials.settle import Outcome
 
@@ -48,7 +48,7 @@ class RunDeletedError(RefusedError):
 
 # What is safe to repeat is repeated when a proxy or a restart cut it off, or somebody else wrote the same.
 _again = tenacity.retry(
-    retry=tenacity.retry_if_exception(is_away) | tenacity.retry_if_exception(is_duplicate),
+    retry=tenacity.retry_if_exception(is_retryable) | tenacity.retry_if_exception(is_duplicate),
     stop=tenacity.stop_after_attempt(3),
     wait=tenacity.wait_random_exponential(multiplier=0.3, max=2.0),
     reraise=True,
@@ -171,7 +171,7 @@ class Tracking:
     def _trial_runs(self, study_name: str, parent: str, condition: str) -> Iterator[Run]:
         # By the study's name too: its finalists, whose trials have numbers of their own, have the same parent.
         under = f"tags.`mlflow.parentRunId` = '{parent}' AND tags.`{STUDY}` = '{study_name}'"
-        return all_pages(self.client.search_runs, [self.experiment_id], f"{condition} AND {under}")
+        return iterate_pages(self.client.search_runs, [self.experiment_id], f"{condition} AND {under}")
 
     @_again
     def reopen(self, run_id: str) -> None:
@@ -256,7 +256,7 @@ class Tracking:
         Raises:
             RunDeletedError: it was deleted in the MLflow UI. That is a person's wish: no run is made in its place.
         """
-        if (run := unless_missing(self.client.get_run, run_id)) is None:
+        if (run := get_or_none(self.client.get_run, run_id)) is None:
             return False
         if run.info.lifecycle_stage != "active":
             raise RunDeletedError(f"its run {run_id} was deleted in the MLflow UI; restore it there")

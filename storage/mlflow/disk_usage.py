@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.client import Tracking, models_of
-from hpsearch.storage.mlflow.health import all_pages, mlflow_request, unless_missing
+from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -47,7 +47,7 @@ class RunStorage:
         """Return the runs under a study's run of which nothing was removed yet: id to run."""
         query = f"tags.`mlflow.parentRunId` = '{parent}'"
         with mlflow_request(f"list the runs of {parent}"):
-            runs = list(all_pages(self._client.search_runs, [self._tracking.experiment_id], query))
+            runs = list(iterate_pages(self._client.search_runs, [self._tracking.experiment_id], query))
         return {str(run.info.run_id): run for run in runs if tag_names.REMOVED not in run.data.tags}
 
     def look(self, run: Run) -> Kept:
@@ -55,7 +55,7 @@ class RunStorage:
         run_id = str(run.info.run_id)
         model_id = next(iter(models_of(run)), None)
         with mlflow_request(f"list the files of run {run_id}"):
-            if model_id is not None and unless_missing(self._client.get_logged_model, model_id) is None:
+            if model_id is not None and get_or_none(self._client.get_logged_model, model_id) is None:
                 model_id = None
             return Kept(
                 run_id,
@@ -71,7 +71,7 @@ class RunStorage:
         """
         with mlflow_request(f"remove the model of run {kept.run_id}"):
             run = self._client.get_run(kept.run_id)
-            if kept.model_id and (model := unless_missing(self._client.get_logged_model, kept.model_id)):
+            if kept.model_id and (model := get_or_none(self._client.get_logged_model, kept.model_id)):
                 self._remove_files(str(model.artifact_location), of=kept.model_id)
                 self._client.delete_logged_model(kept.model_id)
             if kept.checkpoint_bytes:

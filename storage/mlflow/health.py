@@ -13,22 +13,22 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hpsearch.storage.errors import AwayError, StorageError, one_line
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError, one_line
 
 T = TypeVar("T")
 
 _LONGEST = 200  # characters of an error in a line
 
 
-class TrackingAwayError(AwayError):
-    """The tracking server does not answer, or not yet: what is logged can wait for it."""
+class TrackingUnavailableError(ServiceUnavailableError):
+    """The tracking server does not answer or is not ready; records stay in the journal until it is."""
 
 
 def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     """Ask the tracking server for its health.
 
     Raises:
-        TrackingAwayError: no MLflow server answers there, or one that is not ready.
+        TrackingUnavailableError: no MLflow server answers there, or one that is not ready.
         StorageError: `uri` is not an HTTP address, or what answers there is something else.
     """
     parts = urlsplit(uri)
@@ -49,11 +49,11 @@ def check_server(uri: str, *, setting: str = "--tracking-uri") -> None:
     except urllib.error.HTTPError as error:
         if error.code == 401:
             remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD to a login of its"
-        kind = TrackingAwayError if error.code >= 500 else StorageError
+        kind = TrackingUnavailableError if error.code >= 500 else StorageError
         raise kind(f"{setting} {shown}: answers {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise TrackingAwayError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
+        raise TrackingUnavailableError(f"{setting} {shown}: no MLflow server answers ({reason}); {remedy}") from None
 
 
 def _get(uri: str, path: str) -> Any:
@@ -70,7 +70,7 @@ def _get(uri: str, path: str) -> Any:
     return urllib.request.urlopen(request, timeout=5, context=context)  # noqa: S310 as above
 
 
-def server_version(uri: str) -> str | None:
+def read_server_version(uri: str) -> str | None:
     """Return the version that the tracking server says it has; None where it does not tell.
 
     Args:
@@ -91,7 +91,7 @@ _REFUSALS |= {"INVALID_STATE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE
 _DUPLICATE = re.compile("duplicate (key|entry)|unique constraint", re.IGNORECASE)  # by Postgres, MySQL, SQLite
 
 
-def is_away(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether the same request may succeed later: no answer, a server that is starting, or that lets us in later."""
     import requests
     from mlflow.exceptions import MlflowException
@@ -100,10 +100,10 @@ def is_away(error: BaseException) -> bool:
         return error.error_code not in _REFUSALS
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return error.response.status_code >= 500 or error.response.status_code in {401, 403, 408, 425, 429}
-    return isinstance(error, requests.RequestException | TrackingAwayError | ConnectionError | TimeoutError)
+    return isinstance(error, requests.RequestException | TrackingUnavailableError | ConnectionError | TimeoutError)
 
 
-def unless_missing(call: Callable[..., T], *arguments: Any, also: str = "") -> T | None:
+def get_or_none(call: Callable[..., T], *arguments: Any, also: str = "") -> T | None:
     """Return the answer of a client call; None where MLflow has no such thing, or answers `also`."""
     from mlflow.exceptions import MlflowException
 
@@ -120,12 +120,12 @@ def is_duplicate(error: BaseException) -> bool:
     return bool(_DUPLICATE.search(str(error)))
 
 
-def unreachable(error: BaseException | None) -> bool:
+def is_unreachable(error: BaseException | None) -> bool:
     """Whether the server gave no answer at all, so that nothing else need be asked of it now."""
     import requests
 
     while error is not None:
-        if isinstance(error, requests.ConnectionError | requests.Timeout | TrackingAwayError):
+        if isinstance(error, requests.ConnectionError | requests.Timeout | TrackingUnavailableError):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -133,7 +133,7 @@ def unreachable(error: BaseException | None) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Return an error of MLflow's client as one line; without an answer it is the cause of the broken connection."""
-    if not isinstance(error, StorageError) and unreachable(error):
+    if not isinstance(error, StorageError) and is_unreachable(error):
         while (cause := error.__cause__ or error.__context__) is not None:
             error = cause
         return f"no answer: {getattr(error, 'strerror', None) or error}"
@@ -161,7 +161,7 @@ def mlflow_request(what: str) -> Iterator[None]:
         raise StorageError(f"MLflow did not {what}: {kind}{describe_error(error)}") from error
 
 
-def all_pages(search: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+def iterate_pages(search: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     """Yield all results of a paginated search of MLflow's client."""
     token = None
     while True:

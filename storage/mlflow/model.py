@@ -154,7 +154,7 @@ def make_model(tracking: Tracking, links: RunLinks, trial_id: int, run_id: str, 
         folder: what `export_model` wrote.
 
     Raises:
-        AwayError: another process makes it, or this one took too long.
+        ServiceUnavailableError: another process makes it, or this one took too long.
         Exception: whatever MLflow's client raises.
     """
     client = tracking.client

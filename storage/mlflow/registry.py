@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.client import models_of
-from hpsearch.storage.mlflow.health import all_pages, mlflow_request, unless_missing
+from hpsearch.storage.mlflow.health import get_or_none, iterate_pages, mlflow_request
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,22 +102,20 @@ class Registry:
     def aliases(self) -> dict[tuple[str, str], int]:
         """Return what every alias names, (model, alias) to version: one request for a thousand models."""
         with mlflow_request("list its models"):
-            models = list(all_pages(self._client.search_registered_models))
+            models = list(iterate_pages(self._client.search_registered_models))
         return {(model.name, alias): int(version) for model in models for alias, version in model.aliases.items()}
 
     def version(self, model: str, number: int) -> Version | None:
         """Return a version, or None where there is none of that number."""
         with mlflow_request(f"look up version {number} of {model!r}"):
-            found = unless_missing(self._client.get_model_version, model, str(number))
+            found = get_or_none(self._client.get_model_version, model, str(number))
         return None if found is None else _version(found)
 
     def version_by_alias(self, model: str, alias: str) -> Version | None:
         """Return the version that an alias names, or None."""
         with mlflow_request(f"look up {model}@{alias}"):
             # Of an alias that is not there MLflow says that the request is invalid.
-            found = unless_missing(
-                self._client.get_model_version_by_alias, model, alias, also="INVALID_PARAMETER_VALUE"
-            )
+            found = get_or_none(self._client.get_model_version_by_alias, model, alias, also="INVALID_PARAMETER_VALUE")
         return None if found is None else _version(found)
 
     def versions_of_runs(self, run_ids: list[str]) -> list[Version]:
@@ -126,25 +124,25 @@ class Registry:
         for start in range(0, len(run_ids), 100):
             names = ", ".join(f"'{run_id}'" for run_id in run_ids[start : start + 100])
             with mlflow_request("list the versions of its models"):
-                found += map(_version, all_pages(self._client.search_model_versions, f"run_id IN ({names})"))
+                found += map(_version, iterate_pages(self._client.search_model_versions, f"run_id IN ({names})"))
         return found
 
     def model_of(self, run_id: str) -> str | None:
         """Return the logged model of a run that can be registered, or None."""
         with mlflow_request(f"look up run {run_id}"):
-            run = unless_missing(self._client.get_run, run_id)
+            run = get_or_none(self._client.get_run, run_id)
         if run is None:
             return None
         for model_id in models_of(run):
             with mlflow_request(f"look up the model of run {run_id}"):
-                if (model := unless_missing(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
+                if (model := get_or_none(self._client.get_logged_model, model_id)) and str(model.status) == "READY":
                     return str(model_id)
         return None
 
     def knows_run(self, run_id: str) -> bool:
         """Whether this server has, or had, a run: a study may have been tracked by another one."""
         with mlflow_request(f"look up run {run_id}"):
-            return unless_missing(self._client.get_run, run_id) is not None
+            return get_or_none(self._client.get_run, run_id) is not None
 
     def register(self, model: str, model_id: str, run_id: str, *, tags: Mapping[str, str]) -> Version:
         """Return the version of a registered model that a logged model is, made unless it is there.
@@ -159,7 +157,7 @@ class Registry:
             if version.model == model and version.model_id == model_id:
                 return version
         with mlflow_request(f"register {model!r}"):
-            unless_missing(self._client.create_registered_model, model, also="RESOURCE_ALREADY_EXISTS")
+            get_or_none(self._client.create_registered_model, model, also="RESOURCE_ALREADY_EXISTS")
             made = self._client.create_model_version(
                 model,
                 source=f"models:/{model_id}",

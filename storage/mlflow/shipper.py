@@ -21,7 +21,7 @@ from hpsearch.storage.journals.reader import Failure, Reader, RefusedError
 from hpsearch.storage.mlflow import tag_names
 from hpsearch.storage.mlflow.artifacts import artifact_attrs
 from hpsearch.storage.mlflow.client import Tracking, allowed_name, epoch_metrics
-from hpsearch.storage.mlflow.health import describe_error, is_away, unreachable
+from hpsearch.storage.mlflow.health import describe_error, is_retryable, is_unreachable
 from hpsearch.storage.mlflow.model import make_model
 from hpsearch.storage.mlflow.run_links import RunLinks, TrialGoneError
 from hpsearch.storage.trials.settle import Outcome
@@ -106,8 +106,8 @@ class Shipper(Reader):
             return Failure(str(error), passes=False)
         return Failure(
             describe_error(error),
-            passes=is_away(error) or isinstance(error, StorageError),
-            everything=unreachable(error),
+            passes=is_retryable(error) or isinstance(error, StorageError),
+            everything=is_unreachable(error),
             expected=isinstance(error, StorageError | OSError) or type(error).__module__.startswith("mlflow"),
         )
 
@@ -198,7 +198,7 @@ class Shipper(Reader):
         try:
             self._tracking.log(run, metrics=batch.metrics, params=batch.params, tags=batch.tags)
         except Exception as error:  # MLflow refuses by several types; what is away is raised again
-            if is_away(error):
+            if is_retryable(error):
                 raise
             # One thing in it is refused: the others must not be lost with it.
             parts: list[dict[str, Any]] = [{"metrics": batch.metrics}, {"params": batch.params}]
@@ -211,7 +211,7 @@ class Shipper(Reader):
 
     def _note_refusal(self, place: Place, what: str, error: Exception) -> None:
         """Note what MLflow will not have, in the `except` of what tried; raise again where it may have it later."""
-        if is_away(error):
+        if is_retryable(error):
             raise error
         self._tracking.has_run(self._run(place))  # if it was deleted, that is all there is to say
         self._note(place, f"MLflow refuses {what}: {describe_error(error)}")

@@ -18,11 +18,11 @@ import psutil
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection as Line
 
-from hpsearch.storage.errors import AwayError
+from hpsearch.storage.errors import ServiceUnavailableError
 
 
-class WandbAwayError(AwayError):
-    """Weights & Biases does not answer, or not yet: what is logged can wait for it."""
+class WandbUnavailableError(ServiceUnavailableError):
+    """Weights & Biases does not answer; records stay in the journal until it does."""
 
 
 class Connection:
@@ -44,16 +44,16 @@ class Connection:
         """Ask the process, which is started if need be, and return its answer.
 
         Raises:
-            WandbAwayError: it does not answer within so many seconds, or has died; it is started anew next time.
+            WandbUnavailableError: it does not answer within so many seconds, or has died; it is started anew next time.
         """
         with self._asking:
             process, line = self._process or self._start()
             try:
                 line.send_bytes(json.dumps({"do": do, **request}, default=str).encode())
                 answer = self._answer(line, timeout)
-            except (OSError, EOFError, WandbAwayError) as error:
+            except (OSError, EOFError, WandbUnavailableError) as error:
                 self._end(kill=True)
-                raise WandbAwayError(str(error) or "its process has died") from None
+                raise WandbUnavailableError(str(error) or "its process has died") from None
             if "error" in answer:  # the package keeps what it began, and would refuse to begin it again
                 self._end(kill=True)
             elif do == "open":
@@ -62,7 +62,7 @@ class Connection:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Line]:
         if self._closing:
-            raise WandbAwayError("this process is about to end")
+            raise WandbUnavailableError("this process is about to end")
         self._folder.mkdir(parents=True, exist_ok=True)
         environment = {"WANDB_ERROR_REPORTING": "false", **os.environ}
         line, other_end = multiprocessing.Pipe()
@@ -86,7 +86,7 @@ class Connection:
         deadline = time.monotonic() + timeout
         while not line.poll(0.5):
             if self._closing or time.monotonic() > deadline:
-                raise WandbAwayError(f"no answer within {timeout:g} s")
+                raise WandbUnavailableError(f"no answer within {timeout:g} s")
         answer: dict[str, Any] = json.loads(line.recv_bytes())
         return answer
 

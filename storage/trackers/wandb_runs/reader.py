@@ -19,7 +19,7 @@ from hpsearch.storage.journals import journal_records
 from hpsearch.storage.journals.journal import Entry, Place
 from hpsearch.storage.journals.reader import RefusedError, TrialEnds
 from hpsearch.storage.trackers.optional_tracker import OptionalTracker
-from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trials.settle import Outcome
 
 _HOSTED = (
@@ -64,7 +64,7 @@ def _check_reachable() -> None:
     """Check that something answers where the server is; what it says is no matter.
 
     Raises:
-        WandbAwayError: nothing does.
+        WandbUnavailableError: nothing does.
     """
     if urlsplit(server()).scheme not in {"http", "https"}:
         raise StorageError(f"WANDB_BASE_URL {server()}: must be the http(s):// address of a server")
@@ -73,7 +73,7 @@ def _check_reachable() -> None:
     except urllib.error.HTTPError:
         return
     except (OSError, ValueError) as error:
-        raise WandbAwayError(f"{server()}: no answer ({getattr(error, 'reason', error)})") from None
+        raise WandbUnavailableError(f"{server()}: no answer ({getattr(error, 'reason', error)})") from None
 
 
 _OPEN, _TELL, _FINISH = 60.0, 30.0, 60.0  # seconds in which the process has to answer
@@ -200,4 +200,4 @@ class WandbRuns(OptionalTracker):
         told = one_line(error, 200)
         if "deleted" in told:  # a person's wish: no run is made in its place
             raise RefusedError(told)
-        raise WandbAwayError(told)
+        raise WandbUnavailableError(told)

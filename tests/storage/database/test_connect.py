@@ -12,13 +12,13 @@ from hpsearch.storage.database.roles import OWNER, WORKER
 from hpsearch.storage.embedded.postgres import SUPERUSER, Server
 from hpsearch.storage.embedded.postgres_account import make_folder
 from hpsearch.storage.embedded.stack import StackInfo
-from hpsearch.storage.errors import AwayError, StorageError
+from hpsearch.storage.errors import ServiceUnavailableError, StorageError
 
 
 def _refused(url: str, *, away: bool = False) -> str:
     with pytest.raises(StorageError) as raised:
         check_database(url, patience=0.0)
-    assert isinstance(raised.value, AwayError) == away
+    assert isinstance(raised.value, ServiceUnavailableError) == away
     message = str(raised.value)
     assert message.startswith("--storage-url ")
     assert "\n" not in message

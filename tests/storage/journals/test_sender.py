@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpsearch.storage.database.locks import LockHeldError
-from hpsearch.storage.errors import AwayError
+from hpsearch.storage.errors import ServiceUnavailableError
 from hpsearch.storage.journals.journal import MLFLOW, Entry, Journal, Place, position_file
 from hpsearch.storage.journals.journal_records import End, Epoch, Leave, Open, Record
 from hpsearch.storage.journals.outbox import Outbox
@@ -66,7 +66,7 @@ class Listener(Reader):
     def leave(self, place: Place) -> None: ...
 
     def failure(self, error: Exception) -> Failure:
-        return Failure(str(error), passes=isinstance(error, AwayError), everything=True)
+        return Failure(str(error), passes=isinstance(error, ServiceUnavailableError), everything=True)
 
     def refused(self, place: Place) -> None: ...
 
@@ -130,7 +130,7 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender], away: int
 ) -> None:
     there, gone = listeners[1 - away], listeners[away]
-    gone.error = AwayError("no answer")
+    gone.error = ServiceUnavailableError("no answer")
     sender = begin()
     first, second = box.open("0007-1", HEAD), box.open("0008-1", HEAD)
     sender.add(first)
@@ -156,7 +156,7 @@ def test_a_reader_that_is_away_or_hangs_holds_up_no_other(
 def test_who_had_all_of_it_is_not_told_again_by_the_next_process(
     box: Outbox, listeners: tuple[Listener, Listener], begin: Callable[..., Sender]
 ) -> None:
-    listeners[1].error = AwayError("no answer")
+    listeners[1].error = ServiceUnavailableError("no answer")
     sender = begin()
     journal = box.open("0007-1", HEAD)
     sender.add(journal)
@@ -214,7 +214,7 @@ def test_what_is_too_early_for_one_reader_is_offered_again_while_another_has_it(
     journal = box.open("0007-1", HEAD)
     write(journal, 3)
     journal.close()
-    listeners[0].error, listeners[1].error = error, AwayError("no answer")
+    listeners[0].error, listeners[1].error = error, ServiceUnavailableError("no answer")
     sender = begin()
     wait_for(lambda: listeners[0].asked and listeners[1].asked, "both readers")
     listeners[0].error = None

@@ -15,7 +15,7 @@ pytest.importorskip("wandb", reason="the package wandb is not installed")
 from hpsearch.storage.database.locks import LockHeldError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.trackers.wandb_runs import reader as wandb_reader
-from hpsearch.storage.trackers.wandb_runs.connection import WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.connection import WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
 from hpsearch.storage.trials.settle import Outcome
 from tests.storage.journals.post import Post, log
@@ -60,7 +60,7 @@ def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
 
     def shipped() -> bool:
-        with suppress(WandbAwayError, LockHeldError):
+        with suppress(WandbUnavailableError, LockHeldError):
             return post.ship(reader, journal)
         return False
 
@@ -102,7 +102,7 @@ def test_a_server_that_goes_away_in_the_midst_of_a_run_is_told_all_of_it_once(
     log(journal, range(2, 4), end=Outcome.PRUNED)
     with monkeypatch.context() as patch:
         patch.setattr(wandb_reader, "_FINISH", 3.0)
-        with pytest.raises(WandbAwayError) as told:
+        with pytest.raises(WandbUnavailableError) as told:
             post.ship(reader, journal)
     assert reader.failure(told.value).passes
     assert journal.places["wandb"].position.offset == 0, "none of it counts as told"

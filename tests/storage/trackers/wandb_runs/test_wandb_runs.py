@@ -22,7 +22,7 @@ from hpsearch.storage.errors import StorageError
 from hpsearch.storage.journals.journal import Journal
 from hpsearch.storage.journals.journal_records import Metrics, Tags
 from hpsearch.storage.journals.sender import Sender
-from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbAwayError
+from hpsearch.storage.trackers.wandb_runs.connection import Connection, WandbUnavailableError
 from hpsearch.storage.trackers.wandb_runs.process import records
 from hpsearch.storage.trackers.wandb_runs.reader import WandbRuns
 from hpsearch.storage.trials.settle import Outcome
@@ -149,7 +149,7 @@ def ship_at_last(post: Post, reader: WandbRuns, journal: Journal) -> None:
     """Tell all of a journal, as often as it takes."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        with suppress(WandbAwayError, LockHeldError):
+        with suppress(WandbUnavailableError, LockHeldError):
             assert post.ship(reader, journal)
             return
         time.sleep(0.05)
