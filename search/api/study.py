@@ -603,17 +603,14 @@ class Study:
 
     def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
         """Promote a trial, or a refit that was trained."""
-        from hpsearch.search.promotion.promote import promote, promote_refit
+        from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import tracking_of
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.publish import write_note
 
         stored = self._stored
         tracking = tracking_of(self._services, stored)
-        if refit:
-            done = promote_refit(stored, tracking, trial=trial, alias=alias, model=model)
-        else:
-            done = promote(stored, tracking, trial=trial, alias=alias, model=model, infeasible=infeasible)
+        done = promote(stored, tracking, trial=trial, refit=refit, alias=alias, model=model, infeasible=infeasible)
         write_note(stored, summarise(stored))
         return done
 
