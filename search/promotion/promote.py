@@ -287,6 +287,21 @@ def _limit(text: str, given: str) -> float:
     raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
 
 
+def chosen_trial(
+    study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
+) -> int | None:
+    """Return the trial that is named, or the one that a preference selects; None if neither is given.
+
+    Raises:
+        SearchError: both are given, or no trial satisfies the preference.
+    """
+    if preference is None:
+        return trial
+    if trial is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+    return preferred(study, preference, infeasible=infeasible)
+
+
 def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
     """Return the number of the trial of a study's front that a sentence prefers.
 
