@@ -39,9 +39,10 @@ import mlflow
 import optuna
 
 from benchmarks.laps import FOLDER
+from hpsearch.search.console import PlainConsole
 from hpsearch.search.fleet.fork import cores, thread_settings
-from hpsearch.search.services import DASHBOARD, find_services
-from hpsearch.search.study.create import load_for_search, prepare_study
+from hpsearch.search.services import DASHBOARD
+from hpsearch.search.study.create import begin_search
 from hpsearch.storage.embedded import stack
 
 OBJECTIVE = str(Path(__file__).parent / "timed_digits.py")
@@ -126,8 +127,7 @@ class Bench:
         flags = [f"--{flag}={value}" for flag, value in (("name", name), ("trials", self.trials), ("seed", 0))]
         flags += [f"--epochs={self.epochs}", f"--workers={self.workers}", "--no-default-first"]
         if self.configurations:
-            settings, objective = load_for_search(settings)
-            study, _ = prepare_study(find_services({"home": str(self.home)}), settings, objective)
+            _, study, _ = begin_search(settings, {"home": str(self.home)}, PlainConsole())
             self._enqueue(study.open())
         return [[sys.executable, "-m", "hpsearch", "run", OBJECTIVE, *flags]], "hpsearch"
 

@@ -44,11 +44,12 @@ import psutil
 from benchmarks.bench_search import REQUIREMENTS, own_environment, say, services
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
+from hpsearch.search.console import PlainConsole
 from hpsearch.search.fleet.fork import cores, thread_settings
 from hpsearch.search.samplers.suggest import suggest
-from hpsearch.search.services import DASHBOARD, find_services
+from hpsearch.search.services import DASHBOARD
 from hpsearch.search.study.checkpoints import open_checkpoints
-from hpsearch.search.study.create import load_for_search, prepare_study
+from hpsearch.search.study.create import begin_search
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.tracking.tracker import Tracker
 from hpsearch.search.tracking.trial_run import TrialTracking
@@ -240,8 +241,8 @@ class Bench:
         self.done += 1
         settings: dict[str, Any] = {"objective": "digits", "name": f"tracking-{self.done}", "epochs": EPOCHS}
         settings |= {key: value.format(home=self.home) for key, value in SECOND.items() if key == kind}
-        settings, objective = load_for_search(settings | {"n_trials": workers * (trials + 1)})
-        study, _ = prepare_study(find_services({"home": str(self.home)}), settings, objective)
+        settings |= {"n_trials": workers * (trials + 1)}
+        _, study, _ = begin_search(settings, {"home": str(self.home)}, PlainConsole())
         of_study = (self.info.tracking_uri, study.spec.name, str(trials))
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {

@@ -346,14 +346,11 @@ class Objective(BaseObjective):
         super().also_report(names)
         if overrides(self, "metrics") or overrides(self, "step") or overrides(self, "measures"):
             return
-        judged = brought_with(self.metric)
+        known = [*brought_with(self.metric), *MEASURED]
         for name in self.reported:
-            if name not in judged and name not in MEASURED:
-                known = nearest(name, [*judged, *MEASURED])
-                raise MetricError(
-                    name,
-                    f"is none that comes with {self.metric}, nor measured: {known}; or give it by metrics()",
-                )
+            if name not in known:
+                why = f"is none that comes with {self.metric}, nor measured: {nearest(name, known)}"
+                raise MetricError(name, f"{why}; or give it by metrics()")
 
     def default_config(self) -> TrainConfig:
         """A configuration that is a fair start without any search: `defaults`, else the middle of the search space.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from hpsearch.objectives.errors import ObjectiveError
 from hpsearch.objectives.errors import nearest as name_nearest
@@ -14,6 +15,15 @@ class SearchError(Exception):
 
 
 USER_ERRORS = (SearchError, StorageError, ObjectiveError)
+
+
+@contextmanager
+def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Raise errors of a kind as a SearchError with the same message after a prefix."""
+    try:
+        yield
+    except kind as error:
+        raise SearchError(f"{prefix}{error}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

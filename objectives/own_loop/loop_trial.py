@@ -175,21 +175,18 @@ class LoopTrial:
         if not math.isfinite(value := numbers[metric]):
             raise NonFiniteError(f"{metric} is {value}", epoch=epoch)
         for name in self._run.objective.reported:
-            if not math.isfinite(value := self._asked(record, name, list(numbers))):
+            try:
+                value = value_of(record, name)
+            except KeyError:
+                near = "give what trial.measure(model, inputs) returns" if name in _GIVEN else nearest(name, [*numbers])
+                raise MetricError(name, f"is asked for by the study, and none that was reported: {near}") from None
+            if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}", epoch=epoch)
         if not self._checked:
             check_plain(state, "state")
             check_plain(best, "best")
             self._checked = True
         return EpochRecord(epoch, time.time(), {**record, "epoch_seconds": time.perf_counter() - self._started})
-
-    def _asked(self, record: Mapping[str, float], name: str, given: list[str]) -> float:
-        """What the study asks for beside its metric."""
-        try:
-            return value_of(record, name)
-        except KeyError:
-            hint = "give what trial.measure(model, inputs) returns" if name in _GIVEN else nearest(name, given)
-            raise MetricError(name, f"is asked for by the study, and none that was reported: {hint}") from None
 
     def measure(self, model: nn.Module, inputs: Tree) -> dict[str, float]:
         """How fast a model is, and how large: numbers for `report`. Call it on every rank, with a whole model.

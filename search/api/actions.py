@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from mlflow.exceptions import MlflowException
@@ -48,32 +50,24 @@ def trials_frame(study: StoredStudy) -> pd.DataFrame:
     Where there are constraints, `out_of_bounds` has those that the trial breaks.
     """
     trials, waiting, spec = study.trials(), why_waiting(study), study.spec
-    params = sorted({name for trial in trials for name in trial.params})
     names = list(spec.ways) if spec.several else []
-    columns = [
-        "number",
-        "state",
-        "value",
-        *(f"values_{name}" for name in names),
-        *(f"params_{name}" for name in params),
-    ]
-    columns += ["epochs", "duration", "worker", "reason", *(["out_of_bounds"] if spec.constraints else [])]
-    rows = [
-        {
-            "number": trial.number,
-            "state": "INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else trial.state.name,
-            "value": first_value(trial),
-            **{f"values_{name}": value for name, value in zip(names, trial.values or [], strict=False)},
-            **{f"params_{name}": value for name, value in trial.params.items()},
-            "epochs": len(trial.intermediate_values),
-            "duration": trial.duration,
-            "worker": trial.user_attrs.get(WORKER, ""),
-            "reason": waiting.get(trial.number) or trial.user_attrs.get(REASON, ""),
-            "out_of_bounds": "; ".join(broken_bounds(spec, trial)),
-        }
-        for trial in trials
-    ]
-    return pd.DataFrame(rows, columns=columns)
+    params = sorted({name for trial in trials for name in trial.params})
+    columns: dict[str, list[Any]] = {
+        "number": [trial.number for trial in trials],
+        "state": ["INFEASIBLE" if trial.user_attrs.get(INFEASIBLE) else trial.state.name for trial in trials],
+        "value": [first_value(trial) for trial in trials],
+    }
+    for place, name in enumerate(names):
+        columns[f"values_{name}"] = [trial.values[place] if trial.values else math.nan for trial in trials]
+    for name in params:
+        columns[f"params_{name}"] = [trial.params.get(name, math.nan) for trial in trials]
+    columns["epochs"] = [len(trial.intermediate_values) for trial in trials]
+    columns["duration"] = [trial.duration for trial in trials]
+    columns["worker"] = [trial.user_attrs.get(WORKER, "") for trial in trials]
+    columns["reason"] = [waiting.get(trial.number) or trial.user_attrs.get(REASON, "") for trial in trials]
+    if spec.constraints:
+        columns["out_of_bounds"] = ["; ".join(broken_bounds(spec, trial)) for trial in trials]
+    return pd.DataFrame(columns)
 
 
 def reference_of(objective: str | type[BaseObjective]) -> str:
@@ -83,10 +77,12 @@ def reference_of(objective: str | type[BaseObjective]) -> str:
         objective: a reference, which is returned; or a class of a file or an installed module.
 
     Raises:
-        SearchError: the class is of a notebook's cell or a running script, where no worker finds it.
+        SearchError: it is neither, or the class is of a notebook's cell or a running script, where no worker finds it.
     """
     if isinstance(objective, str):
         return objective
+    if not isinstance(objective, type):
+        raise SearchError(f"objective is {objective!r}: give a name, such as 'digits' or 'wine.py', or a class")
     name, module = objective.__name__, objective.__module__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not objective:
         file = f"{name.lower()}.py"
@@ -106,8 +102,7 @@ def write(services: Services, study: StoredStudy, output: Path | None) -> Path:
     Raises:
         SearchError: the study holds finalists, or the file cannot be written.
     """
-    if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}: look in the report of {of.study!r}")
+    study.require_search("look in the report of {study!r}")
     notice_promotions(services, study.storage, study)
     path = output or report_path(services, study)
     try:
@@ -139,8 +134,7 @@ def choose(study: StoredStudy, *, trial: int | None, unconfirmed: bool, refit: b
     Raises:
         SearchError: it was opened, no finalists have decided, or the trial is none to open it for.
     """
-    if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"study {study.spec.name!r} holds {of.what}: open the test set of {of.study!r}")
+    study.require_search("open the test set of {study!r}")
     try:
         return choose_candidate(study, trial=trial, unconfirmed=unconfirmed, refit=refit)
     except AlreadyOpenError as error:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import optuna
 
@@ -55,33 +53,6 @@ def notice_promotions(services: Services, storage: PostgresStorage, study: Store
             refresh_evidence(study, tracking)
     except StorageError as error:
         logging.getLogger(__name__).debug("promotions are not noticed: %s", error)
-
-
-class Settings(Addresses, total=False):
-    """Settings of a study, as docs/reference/settings.md explains them, and its addresses."""
-
-    name: str | None
-    n_trials: int | None
-    epochs: int | None
-    metric: str | None
-    direction: str | None
-    directions: Mapping[str, str] | str | None
-    constraints: Mapping[str, str] | str | None
-    sampler: str | Mapping[str, Any] | None
-    warm_start: str | list[str] | None
-    pruner: str | Mapping[str, Any] | None
-    default_first: bool | None
-    seed: int | None
-    retries: int | None
-    retry_on: list[str] | None
-    timeout: float | None
-    budget_epochs: int | None
-    budget_seconds: float | None
-    stop_when: float | None
-    models: str | None
-    top_models: int | None
-    tensorboard: Path | str | None
-    wandb: str | None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hpsearch.search.errors import SearchError
+from hpsearch.search.errors import SearchError, nearest
 from hpsearch.storage.urls import Addresses
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from hpsearch.objectives.objective import BaseObjective
-    from hpsearch.search.api.opening import Settings, StudyRow
+    from hpsearch.search.api.opening import StudyRow
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
     from hpsearch.search.promotion.promote import Promoted
     from hpsearch.search.run.finalists import Trained
     from hpsearch.search.run.sync import Synced
     from hpsearch.search.services import Services
-    from hpsearch.search.spec.spec import StudySpec
+    from hpsearch.search.spec.spec import Settings, StudySpec
     from hpsearch.search.study.cleanup import Garbage
     from hpsearch.search.study.enqueue import Configurations
     from hpsearch.search.study.steering import Extended
@@ -82,26 +83,29 @@ class Study:
             study = Study.create("wine.py", name="example", n_trials=2, epochs=2)
             assert Study.create(spec={"objective": "wine.py", "name": "example"}).name == study.name
         """
-        from hpsearch.search.spec.settings import check_settings, named, read_spec_file
+        from hpsearch.search.spec import spec as specs
+        from hpsearch.search.spec.settings import check_settings, keys_in_errors, named, read_spec_file
 
+        _require_known(cls.create, settings, specs.Settings.__annotations__)
         given: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
         where: Any = {key: given.pop(key) for key in Addresses.__annotations__ if key in given}
-        if spec is not None:
-            given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
-        if objective is not None:
-            from hpsearch.search.api.actions import reference_of
+        with keys_in_errors():
+            if spec is not None:
+                given = {**(read_spec_file(Path(spec)) if isinstance(spec, str | Path) else spec), **given}
+            if objective is not None:
+                from hpsearch.search.api.actions import reference_of
 
-            given["objective"] = reference_of(objective)
-        given = named(given)
-        check_settings(given)
+                given["objective"] = reference_of(objective)
+            given = named(given)
+            check_settings(given)
 
-        from hpsearch.search.console import PlainConsole
-        from hpsearch.search.run.search import begin_search
-        from hpsearch.search.services import with_environment
-        from hpsearch.search.worker.options import WorkerOptions
+            from hpsearch.search.console import PlainConsole
+            from hpsearch.search.services import with_environment
+            from hpsearch.search.study.create import begin_search
+            from hpsearch.search.tracking.tracker import check_readers
 
-        options = WorkerOptions(**with_environment(where))
-        services, stored, created = begin_search(given, options, PlainConsole(), enqueue)
+            addresses = with_environment(where)
+            services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_readers)
         study = cls(stored, services)
         study._is_new = created
         return study
@@ -148,7 +152,7 @@ class Study:
             summary = study.run(workers=1)
             assert summary.finished == 2
         """
-        options = self._options(workers, how)
+        options = self._options(self.run, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.search import run_search
 
@@ -157,14 +161,22 @@ class Study:
         _raise_early_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
         return ran.summary
 
-    def _options(self, workers: int, how: Working) -> WorkerOptions:
+    def _options(self, method: Callable[..., Any], workers: int, how: Working) -> WorkerOptions:
         """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
+        if not isinstance(workers, int) or workers < 0:
+            raise SearchError(f"{method.__name__}(workers={workers!r}): give a number of processes, such as workers=2")
         from hpsearch.search.fleet.fork import load_ahead
 
         load_ahead(workers)
-        from hpsearch.search.worker.options import WorkerOptions
+        return self._worker_options(method, how)
 
-        return WorkerOptions(**self._services.addresses, **how)
+    def _worker_options(self, method: Callable[..., Any], how: Working, device: str | None = None) -> WorkerOptions:
+        from hpsearch.search.spec.settings import keys_in_errors
+        from hpsearch.search.worker import options
+
+        _require_known(method, how, options.Working.__annotations__)
+        with keys_in_errors():
+            return options.WorkerOptions(**self._services.addresses, device=device, **how)
 
     def work(self, *, device: str | None = None, **how: Unpack[Working]) -> Summary:
         """Be a worker of the study, in this process, until its budget is spent or it is stopped.
@@ -185,11 +197,10 @@ class Study:
         """
         from hpsearch.search import process
         from hpsearch.search.worker.join import work_on
-        from hpsearch.search.worker.options import WorkerOptions
 
         if (devices := how.get("devices", 1)) != 1:
             raise SearchError(f"work(devices={devices}): this process is one device: use run(devices={devices})")
-        options = WorkerOptions(**self._services.addresses, device=device, **how)
+        options = self._worker_options(self.work, how, device)
         with process.restore_handlers():
             stop = process.stop_on_signals(kill=process.raise_interrupt)
             process.shield_children()
@@ -271,11 +282,7 @@ class Study:
         Example:
             assert study.best_value == study.best_trial.value
         """
-        from hpsearch.search.study.ranking import first_value
-
-        value = first_value(self.best_trial)
-        assert value is not None
-        return value
+        return float(self.best_trial.values[0])
 
     @property
     def best_trials(self) -> list[FrozenTrial]:
@@ -399,12 +406,19 @@ class Study:
         Example:
             assert study.extend("+1").after == 4
         """
+        from hpsearch.search.spec.settings import keys_in_errors
+
+        budgets = {"n_trials": n_trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
+        with keys_in_errors():
+            return self._extend(budgets, enqueue)
+
+    def _extend(self, budgets: Mapping[str, int | str | None], enqueue: Configurations | None) -> Extended:
+        """Change a budget; errors name the flags of the command."""
         from hpsearch.search.api.opening import tell_mlflow
         from hpsearch.search.study.steering import extend_study
         from hpsearch.search.tracking.publish import reopen_study
 
-        given = {"n_trials": n_trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
-        amounts = {setting: str(amount) for setting, amount in given.items() if amount is not None}
+        amounts = {setting: str(amount) for setting, amount in budgets.items() if amount is not None}
         if len(amounts) != 1:
             raise SearchError("extend one budget at a time: --trials, --budget-epochs or --budget-seconds")
         [(setting, amount)] = amounts.items()
@@ -433,10 +447,12 @@ class Study:
             assert study.enqueue_trial({"lr": 0.01}) == 0
         """
         from hpsearch.search.api.opening import warn
+        from hpsearch.search.spec.settings import keys_in_errors
         from hpsearch.search.study.enqueue import enqueue, waits_in_vain
 
         stored = self._stored
-        made = enqueue(stored, _rows(stored, params))
+        with keys_in_errors():
+            made = enqueue(stored, _rows(stored, params))
         if why := waits_in_vain(stored):
             warn(why)
         return made
@@ -517,7 +533,7 @@ class Study:
         **how: Unpack[Working],
     ) -> Trained[Finalists]:
         """Train the finalists and return how the training ended."""
-        options = self._options(workers, how)
+        options = self._options(self.train_finalists, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_finalists
 
@@ -578,12 +594,9 @@ class Study:
             assert study.promote().alias == "champion"
             assert study.promote(alias="refitted", refit=True, seeds=1, workers=1).trial == 0
         """
-        if prefer is not None:
-            from hpsearch.search.promotion.promote import preferred
+        from hpsearch.search.promotion.promote import chosen_trial
 
-            if trial is not None:
-                raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
-            trial = preferred(self._stored, prefer, infeasible=infeasible)
+        trial = chosen_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
             _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
@@ -593,7 +606,7 @@ class Study:
         self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]
     ) -> Trained[Refit]:
         """Train the finalists' winner on train and validation, and return how the training ended."""
-        options = self._options(workers, how)
+        options = self._options(self.promote, workers, how)
         from hpsearch.search.console import PlainConsole
         from hpsearch.search.run.finalists import run_refit
 
@@ -603,17 +616,14 @@ class Study:
 
     def _promote(self, *, trial: int | None, alias: str, model: str | None, infeasible: bool, refit: bool) -> Promoted:
         """Promote a trial, or a refit that was trained."""
-        from hpsearch.search.promotion.promote import promote, promote_refit
+        from hpsearch.search.promotion.promote import promote
         from hpsearch.search.study.study import tracking_of
         from hpsearch.search.study.summary import summarise
         from hpsearch.search.tracking.publish import write_note
 
         stored = self._stored
         tracking = tracking_of(self._services, stored)
-        if refit:
-            done = promote_refit(stored, tracking, trial=trial, alias=alias, model=model)
-        else:
-            done = promote(stored, tracking, trial=trial, alias=alias, model=model, infeasible=infeasible)
+        done = promote(stored, tracking, trial=trial, refit=refit, alias=alias, model=model, infeasible=infeasible)
         write_note(stored, summarise(stored))
         return done
 
@@ -703,6 +713,14 @@ def _rows(stored: StoredStudy, given: Configurations) -> list[FrozenTrial]:
     from hpsearch.search.study.enqueue import read_rows
 
     return read_rows(given, load_objective(stored.spec.objective))
+
+
+def _require_known(method: Callable[..., Any], given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Reject keywords that a method does not have, such as misspelt ones."""
+    for name in sorted(given.keys() - set(known)):
+        own = [each.name for each in inspect.signature(method).parameters.values() if each.kind != each.VAR_KEYWORD]
+        hint = nearest(name, [*own, *known])
+        raise SearchError(f"{method.__name__}({name}={given[name]!r}): unknown argument{hint}")
 
 
 def _raise_early_end(*, interrupted: bool, gave_up: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 
 import typer
@@ -18,6 +17,7 @@ from hpsearch.search.process import (
     report_errors,
 )
 from hpsearch.search.secret_files import read_secret_files
+from hpsearch.search.spec.kinds import must
 
 COMMANDS = (run, look, steer, confirm, objective, services)  # each registers its own on the app
 
@@ -62,6 +62,5 @@ def _with_value(error: typer.TyperException, message: str, given: list[str]) -> 
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         close = nearest(error.option_name, error.possibilities) if error.possibilities else ""
         message = f"unknown option {error.option_name}{close}"
-    message = re.sub(r"Input should be (.+?)(, unable to .+)?$", r"it must be \1", message)
     context = getattr(error, "ctx", None)
-    return f"{message} (see '{context.command_path} --help')" if context else message
+    return f"{must(message)} (see '{context.command_path} --help')" if context else must(message)

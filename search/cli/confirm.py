@@ -24,12 +24,7 @@ def finalists(
     seeds: Annotated[
         int | None, typer.Option("--seeds", min=1, help="Number of new seeds, common to all finalists  [default: 2]")
     ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(
-            "--workers", min=0, max=512, help="Worker processes on this machine; 0 only chooses and shows the finalists"
-        ),
-    ] = 2,
+    workers: Annotated[int, o.processes("; 0 only chooses and shows the finalists")] = 2,
     new_set: Annotated[
         bool,
         typer.Option(
@@ -37,9 +32,7 @@ def finalists(
             help="Choose a new set on other seeds; an earlier winner stays until the new set has one",
         ),
     ] = False,
-    infeasible: Annotated[
-        bool, typer.Option("--infeasible", help="Include trials that violate a constraint of the study")
-    ] = False,
+    infeasible: o.Infeasible = False,
     how: o.Working,
     where: o.Addresses,
 ) -> int:
@@ -75,17 +68,9 @@ def open_test(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None,
-        typer.Option(
-            "--trial",
-            min=0,
-            help="Number of the trial, for --unconfirmed or several metrics  [default: the winner]",
-        ),
+        int | None, o.trial_number("the trial, for --unconfirmed or several metrics  [default: the winner]")
     ] = None,
-    prefer: Annotated[
-        str | None,
-        typer.Option("--prefer", help="Preference that selects the trial, for several metrics: see 'promote --help'"),
-    ] = None,
+    prefer: o.Prefer = None,
     unconfirmed: Annotated[
         bool,
         typer.Option("--unconfirmed", help="Use a trial that did not win among finalists; the result is marked"),
@@ -100,15 +85,11 @@ def open_test(
     """Evaluate the winner on the test set, once per study."""
     from hpsearch.search.api import actions
     from hpsearch.search.api.study import Study
-    from hpsearch.search.errors import SearchError
     from hpsearch.search.finalists.text import confirmation_lines
-    from hpsearch.search.promotion.promote import preferred
+    from hpsearch.search.promotion.promote import chosen_trial
 
-    if trial is not None and prefer is not None:
-        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, **where)
-    if prefer is not None:
-        trial = preferred(study._stored, prefer)
+    trial = chosen_trial(study._stored, trial, prefer)
     candidate = actions.choose(study._stored, trial=trial, unconfirmed=unconfirmed, refit=refit)
     number, mark = candidate.trial.number, "" if candidate.finalists else ", unconfirmed by finalists"
     if not yes and not confirm(f"open the test set of {name} for {candidate.subject}{mark}? It opens once."):
@@ -124,23 +105,10 @@ def promote(
     name: o.StudyName,
     *,
     trial: Annotated[
-        int | None,
-        typer.Option(
-            "--trial", min=0, help="Number of the trial  [default: the finalists' winner, else the best trial]"
-        ),
+        int | None, o.trial_number("the trial  [default: the finalists' winner, else the best trial]")
     ] = None,
-    prefer: Annotated[
-        str | None,
-        typer.Option(
-            "--prefer",
-            help="Preference that selects the trial, for several metrics: conditions, then the metric to "
-            "optimize, such "
-            "as 'accuracy >= 0.98 then latency_ms'",
-        ),
-    ] = None,
-    infeasible: Annotated[
-        bool, typer.Option("--infeasible", help="Promote a trial that violates a constraint of the study")
-    ] = False,
+    prefer: o.Prefer = None,
+    infeasible: o.Infeasible = False,
     alias: Annotated[
         str,
         typer.Option("--alias", help="Alias of this version; the version that had it gets 'previous' (previous-ALIAS)"),
@@ -165,13 +133,7 @@ def promote(
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            min=0,
-            max=512,
-            help="With --refit: worker processes on this machine; 0 only creates and shows the refit  [default: 2]",
-        ),
+        int | None, o.processes(", for --refit; 0 only creates and shows the refit  [default: 2]")
     ] = None,
     where: o.Addresses,
 ) -> int:
@@ -183,7 +145,7 @@ def promote(
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import command
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.promotion.promote import preferred
+    from hpsearch.search.promotion.promote import chosen_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
 
     for flag, value in (("--refit-seeds", refit_seeds), ("--workers", workers)):
@@ -191,11 +153,8 @@ def promote(
             raise SearchError(f"{flag} {value}: it is for --refit: add that, or leave it out")
     check_alias(alias)  # before anything is trained
     check_model_name(model or name)
-    if trial is not None and prefer is not None:
-        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
     study = Study.open(name, **where)
-    if prefer is not None:
-        trial = preferred(study._stored, prefer, infeasible=infeasible)
+    trial = chosen_trial(study._stored, trial, prefer, infeasible=infeasible)
     if refit:
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
         if ran.interrupted:

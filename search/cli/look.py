@@ -69,10 +69,7 @@ def show(
     *,
     every: Annotated[bool, typer.Option("--all", help="List every trial, not only the last 20")] = False,
     trial: Annotated[
-        int | None,
-        typer.Option(
-            "--trial", min=0, help="Number of a trial to show: parameters, attempts, values, reason of its end"
-        ),
+        int | None, o.trial_number("a trial to show: parameters, attempts, values, reason of its end")
     ] = None,
     where: o.Addresses,
 ) -> None:

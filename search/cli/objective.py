@@ -59,7 +59,7 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
     from hpsearch.objectives.errors import ObjectiveError
     from hpsearch.objectives.own_loop.loop_objective import LoopObjective, config_of, plain_config
     from hpsearch.objectives.training.config import TrainConfig
-    from hpsearch.search.errors import SearchError
+    from hpsearch.search.errors import SearchError, as_search_error
     from hpsearch.search.spec.settings import parse_options
 
     given = {key: _number(value) for key, value in parse_options("--set", pairs or []).items()}
@@ -76,10 +76,8 @@ def configured(objective: BaseObjective, pairs: list[str] | None) -> Any:
             _replace(values["model"], key.removeprefix("model."), value, f"--set {key}: the model of {objective.name}")
         else:
             values[key] = value
-    try:
+    with as_search_error("--set: " if given else "", ObjectiveError):
         return TrainConfig.from_dict(values)
-    except ObjectiveError as error:
-        raise SearchError(f"--set: {error}" if given else str(error)) from None
 
 
 def _replace(values: dict[str, Any], name: str, value: Any, owner: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, is_typeddict
+from typing import Annotated, Any, NamedTuple, get_args, is_typeddict
 
 import typer
 from pydantic.fields import FieldInfo
@@ -21,7 +21,12 @@ from hpsearch.storage.urls import Addresses
 
 __all__ = ["Addresses", "WorkerOptions", "Working"]
 
-Settings = dict[str, Any]  # of a study, that were given
+
+class Settings(NamedTuple):
+    """Settings of a study that were given, and the names of those that a file gave."""
+
+    given: dict[str, Any]
+    in_file: set[str]
 
 
 def worker_option(name: str) -> Any:
@@ -43,6 +48,27 @@ Enqueue = Annotated[
         "--enqueue",
         metavar="FILE",
         help="CSV or JSONL file of configurations that run first and count in the budget",
+    ),
+]
+
+
+def processes(words: str) -> Any:
+    """Return the flag `--workers`; the words continue its help."""
+    return typer.Option("--workers", min=0, max=512, help=f"Worker processes on this machine{words}")
+
+
+def trial_number(words: str) -> Any:
+    """Return the flag `--trial`."""
+    return typer.Option("--trial", min=0, help=f"Number of {words}")
+
+
+Infeasible = Annotated[bool, typer.Option("--infeasible", help="Include trials that violate a constraint of the study")]
+Prefer = Annotated[
+    str | None,
+    typer.Option(
+        "--prefer",
+        help="Preference that selects the trial, for several metrics: conditions, then the metric to optimize, such "
+        "as 'accuracy >= 0.98 then latency_ms'",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt")]
@@ -74,7 +100,7 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flags(kind: Any) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]] | None:
     """Return the flags of a parameter of this type, and what makes its value of theirs."""
-    if kind == Settings:
+    if kind is Settings:
         fields = {key: field for key, field in specs.StudySpec.model_fields.items() if key not in specs.IN_FILES_ONLY}
         flags = [flag for key, field in fields.items() for flag in _study_flags(key, field)]
         flags = [flags.pop([flag.name for flag in flags].index("objective")), _parameter("spec", _Spec), *flags]
@@ -138,10 +164,11 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that were given: the file's, with the flags laid over them."""
+def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> Settings:
+    """Return the settings of the file, overridden by the flags."""
     settings = read_spec_file(spec_file) if spec_file else {}
     flags = {key: value for key, value in flags.items() if value is not None}
+    in_file = settings.keys() - flags.keys()
     for key in ("sampler", "pruner"):
         name, options = flags.pop(key, None), parse_options(f"--{key}-option", flags.pop(f"{key}_option", []))
         if name is None and not options:
@@ -155,4 +182,4 @@ def gather_settings(spec_file: Path | None, flags: dict[str, Any]) -> dict[str, 
     settings |= flags
     if "objective" not in settings:
         raise SearchError("OBJECTIVE is missing: name one, such as digits, or give --spec FILE with 'objective'")
-    return settings
+    return Settings(settings, in_file)

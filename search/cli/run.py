@@ -17,10 +17,7 @@ from hpsearch.search.process import EXIT_GAVE_UP, EXIT_INTERRUPTED, EXIT_USER_ER
 def run(
     settings: o.Settings,
     *,
-    workers: Annotated[
-        int,
-        typer.Option("--workers", min=0, max=512, help="Worker processes on this machine; 0 only creates the study"),
-    ] = 2,
+    workers: Annotated[int, o.processes("; 0 only creates the study")] = 2,
     workers_per_gpu: Annotated[
         int | None,
         typer.Option(
@@ -35,9 +32,10 @@ def run(
     """Run a search until its budget is spent. Run it again to resume it."""
     from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
     from hpsearch.search.services import check_pair
-    from hpsearch.search.spec.settings import check_settings
+    from hpsearch.search.spec.settings import check_settings, keys_in_errors
 
-    check_settings(settings)
+    with keys_in_errors(settings.in_file):
+        check_settings(settings.given)
     check_pair(where)  # before anything is loaded
 
     if workers_per_gpu is not None:
@@ -46,11 +44,16 @@ def run(
 
     with loading():
         from hpsearch.search.console import PlainConsole
-        from hpsearch.search.run.search import begin_search, run_search
+        from hpsearch.search.run.search import run_search
+        from hpsearch.search.study.create import begin_search
+        from hpsearch.search.tracking.tracker import check_readers
 
     options = o.WorkerOptions(tracking_required=tracking_required, **where, **how)
     console = PlainConsole()
-    services, study, created = begin_search(settings, options, console, enqueue)
+    with keys_in_errors(settings.in_file):
+        services, study, created = begin_search(
+            settings.given, where, console, enqueue, check=check_readers, tracking_required=tracking_required
+        )
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
     if ran.interrupted:
         return EXIT_INTERRUPTED

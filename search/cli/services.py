@@ -9,7 +9,7 @@ import signal
 import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -89,16 +89,12 @@ def doctor(
     return 1 if failed else 0
 
 
-OwnerUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-url",
-        envvar="HPSEARCH_OWNER_URL",
-        show_envvar=True,
-        help="Postgres of the studies, as the owner of its database; MLflow's is MLFLOW_BACKEND_STORE_URI  "
-        "[default: the embedded services]",
-    ),
-]
+def _owner_url(words: str) -> Any:
+    words = f"Postgres of the studies, as the owner of its database{words}"
+    return typer.Option("--storage-url", envvar="HPSEARCH_OWNER_URL", show_envvar=True, help=words)
+
+
+OwnerUrl = Annotated[str | None, _owner_url("; MLflow's is MLFLOW_BACKEND_STORE_URI  [default: the embedded services]")]
 Artifacts = Annotated[
     str | None,
     typer.Option(
@@ -198,15 +194,7 @@ def _counted(manifest: Manifest) -> str:
 
 @register(SERVICES)
 def migrate(
-    storage_url: Annotated[
-        str | None,
-        typer.Option(
-            "--storage-url",
-            envvar="HPSEARCH_OWNER_URL",
-            show_envvar=True,
-            help="Postgres of the studies, as the owner of its database",
-        ),
-    ] = None,
+    storage_url: Annotated[str | None, _owner_url("")] = None,
     bootstrap: Annotated[
         bool,
         typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,21 +53,16 @@ def start(name: o.StudyName, where: o.Addresses) -> None:
     typer.echo(f"or join it:  {command('worker', '--study', name)}")
 
 
+def _amount(flag: str, what: str) -> Any:
+    return typer.Option(flag, metavar="N", help=f"Additional {what} as +N, or the new budget as N")
+
+
 @register(STEER)
 def extend(
     name: o.StudyName,
-    trials: Annotated[
-        str | None, typer.Option("--trials", metavar="N", help="Additional trials as +N, or the new budget as N")
-    ] = None,
-    budget_epochs: Annotated[
-        str | None, typer.Option("--budget-epochs", metavar="N", help="Additional epochs as +N, or the new budget as N")
-    ] = None,
-    budget_seconds: Annotated[
-        str | None,
-        typer.Option(
-            "--budget-seconds", metavar="N", help="Additional seconds of training as +N, or the new budget as N"
-        ),
-    ] = None,
+    trials: Annotated[str | None, _amount("--trials", "trials")] = None,
+    budget_epochs: Annotated[str | None, _amount("--budget-epochs", "epochs")] = None,
+    budget_seconds: Annotated[str | None, _amount("--budget-seconds", "seconds of training")] = None,
     *,
     enqueue: o.Enqueue = None,
     where: o.Addresses,
@@ -77,7 +72,8 @@ def extend(
 
     study = Study.open(name, **where)
     given_up = study._stored.given_up
-    done = study.extend(trials, budget_epochs=budget_epochs, budget_seconds=budget_seconds, enqueue=enqueue)
+    budgets = {"n_trials": trials, "budget_epochs": budget_epochs, "budget_seconds": budget_seconds}
+    done = study._extend(budgets, enqueue)
     if enqueue is not None:
         typer.echo(f"{name}: {done.enqueued} of the configurations of {enqueue} enqueued")
     if given_up is not None:
@@ -93,7 +89,7 @@ def extend(
 @register(STEER)
 def retry(
     name: o.StudyName,
-    trial: Annotated[list[int], typer.Option("--trial", min=0, help="Number of the trial; repeatable")],
+    trial: Annotated[list[int], o.trial_number("the trial; repeatable")],
     *,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Start from the first epoch, not from the last checkpoint")

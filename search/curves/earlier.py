@@ -7,7 +7,7 @@ are a function of itself alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -54,15 +54,10 @@ class Earlier:
         trials: of each study the most telling ones first.
     """
 
-    studies: list[str]
-    distributions: dict[str, BaseDistribution]
-    drawn: list[dict[str, Any]]
-    trials: list[EarlierTrial]
-
-    @classmethod
-    def none(cls) -> Self:
-        """No earlier study."""
-        return cls([], {}, [], [])
+    studies: list[str] = field(default_factory=list)
+    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
+    drawn: list[dict[str, Any]] = field(default_factory=list)
+    trials: list[EarlierTrial] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -93,22 +88,22 @@ class Earlier:
         """
         found: list[EarlierTrial] = []
         for index, (name, trials) in enumerate(studies.items(), 1):
-            own = [(t, _translated(t.params, distributions)) for t in trials]
-            there = [(t, params) for t, params in own if params]
-            curves = [
-                _within(losses(t, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs), epochs)
-                for t, _ in there
-            ]
-            there = [pair for pair, curve in zip(there, curves, strict=True) if curve]
-            curves = [curve for curve in curves if curve]
+            there: list[tuple[int, dict[str, Any]]] = []
+            curves: list[dict[int, float]] = []
+            for trial in trials:
+                by_epoch = losses(trial, maximize=direction == StudyDirection.MAXIMIZE, epochs=epochs)
+                curve = {epoch: loss for epoch, loss in by_epoch.items() if epoch <= epochs}
+                if (params := _translated(trial.params, distributions)) and curve:
+                    there.append((trial.number, params))
+                    curves.append(curve)
             if not curves:
                 raise ValueError(f"{name}: none of its trials is in this search space: name another, or leave it out")
             points = seen(curves, epochs, random)
             of_trial: dict[int, list[tuple[float, float]]] = {}
-            for trial, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
-                of_trial.setdefault(trial, []).append((round(s, 6), round(score, 6)))
+            for place, s, score in zip(points.trial.tolist(), points.s.tolist(), points.scores.tolist(), strict=True):
+                of_trial.setdefault(place, []).append((round(s, 6), round(score, 6)))
             chosen = _most_telling(of_trial, TRIALS // len(studies), random)
-            found += [EarlierTrial(index, there[i][0].number, there[i][1] or {}, of_trial[i]) for i in chosen]
+            found += [EarlierTrial(index, *there[i], of_trial[i]) for i in chosen]
         return cls(list(studies), dict(distributions), [dict(params) for params in drawn], found)
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +119,7 @@ class Earlier:
     def read(cls, kept: Mapping[str, Any] | None) -> Self:
         """From what is kept with a study; none where that is nothing."""
         if kept is None:
-            return cls.none()
+            return cls()
         distributions = {name: json_to_distribution(text) for name, text in kept["distributions"].items()}
         trials = [EarlierTrial(*fields) for fields in kept["trials"]]
         return cls(kept["studies"], distributions, kept["drawn"], trials)
@@ -142,10 +137,6 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
     # Between the steps is as good as on them: nothing is run with it.
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and distribution.low <= value <= distribution.high  # type: ignore[attr-defined]  # of numbers
-
-
-def _within(curve: Mapping[int, float], epochs: int) -> dict[int, float]:
-    return {epoch: loss for epoch, loss in curve.items() if epoch <= epochs}
 
 
 def _most_telling(

@@ -11,7 +11,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.search.curves.learning import Lesson, known, parameters
 from hpsearch.search.curves.points import Seen, least_loss, losses
-from hpsearch.search.curves.process import Points
 
 CHOSEN = "curves:chosen"  # a trial's system attribute: why it has its configuration
 ENOUGH = 8  # trials that have reported, before which no trial's end is foreseen
@@ -79,6 +78,13 @@ def scale(points: Seen) -> tuple[np.ndarray, np.ndarray]:
     return points.scores[finite][order], points.loss[finite][order]
 
 
+def slope(scores: np.ndarray, seen: np.ndarray) -> float:
+    """Return the slope of the losses over their scores [n] (best first) among the best ones."""
+    tail = min(max(3, round(_TAIL * len(seen))), len(seen) - 1)
+    apart = scores[tail] - scores[0]
+    return float((seen[tail] - seen[0]) / apart) if apart > 0 else 0.0
+
+
 def chosen_line(note: Mapping[str, Any]) -> str:
     """A note of why a configuration was chosen, for a person; of several metrics with what each is foreseen to be."""
     origin = "the most promising of many at random" if note["near"] is None else f"near trial {note['near']}"
@@ -105,19 +111,6 @@ _DEVIATIONS = 1.645
 _UNKNOWN = 0.7  # before any trial has ended
 
 _TAIL = 0.3  # of the values, the best ones, by whose slope still better ones are told
-
-
-@dataclass(frozen=True)
-class _Open:
-    """A trial that runs or waits: its index among those that are known, and the best loss that it had."""
-
-    index: int
-    trial: FrozenTrial
-    loss: float
-
-    @property
-    def order(self) -> tuple[bool, int, float, int]:
-        return self.trial.state != TrialState.RUNNING, -len(self.trial.intermediate_values), self.loss, self.index
 
 
 def forecasts(
@@ -156,45 +149,40 @@ def forecasts(
         epochs=epochs,
         random=np.random.default_rng(0),
         of_each=_OF_EACH,
-        always=frozenset(each.index for each in still),
+        always=still,
     )
     process = lesson.fitted(lesson.new_process)
     posterior = process.given(lesson.points, lesson.scores)
-    rows = [each.index for each in still]
-    means, deviations = (found.numpy() for found in posterior.at(_some(lesson.ends, rows)))
+    means, deviations = (found.numpy() for found in posterior.at(lesson.ends.some([*still])))
     noise, ended = process.theta[5].exp().item(), sum(len(t.intermediate_values) >= epochs for t in told)
     wide = _DEVIATIONS * np.sqrt(deviations**2 + noise + _UNKNOWN**2 / (1 + ended))
     least = _least(lesson.seen, metric, maximize=maximize)
     ends = [_losses(lesson.seen, scores, least) for scores in (means, means - wide, means + wide)]
     found = {}
-    for each, values in zip(still, np.column_stack(ends), strict=True):
+    for (index, loss), values in zip(still.items(), np.column_stack(ends), strict=True):
         # The best value so far stays, whatever comes.
-        value, one, other = (-v if maximize else v for v in np.minimum(values, each.loss).tolist())
-        found[each.trial.number] = Forecast(value, min(one, other), max(one, other))
+        value, one, other = (-v if maximize else v for v in np.minimum(values, loss).tolist())
+        found[told[index].number] = Forecast(value, min(one, other), max(one, other))
     return found
 
 
-def _open(told: Sequence[FrozenTrial], *, epochs: int, maximize: bool, of: Container[int] | None) -> list[_Open]:
+def _open(told: Sequence[FrozenTrial], *, epochs: int, maximize: bool, of: Container[int] | None) -> dict[int, float]:
+    """Return the trials that are forecast: index to best loss so far, at most `MOST`."""
     found = []
     for index, trial in enumerate(told):
         asked = of is None or trial.number in of
         if asked and not trial.state.is_finished() and max(trial.intermediate_values) + 1 < epochs:
             loss = float(np.nanmin([*losses(trial, maximize=maximize, epochs=epochs).values(), np.inf]))
-            found += [_Open(index, trial, loss)] if np.isfinite(loss) else []
-    return sorted(found, key=lambda each: each.order)[:MOST]
-
-
-def _some(points: Points, rows: list[int]) -> Points:
-    return Points(points.x[rows], points.s[rows], points.trial[rows])
+            order = (trial.state != TrialState.RUNNING, -len(trial.intermediate_values), loss, index)
+            found += [order] if np.isfinite(loss) else []
+    return {index: loss for *_, loss, index in sorted(found)[:MOST]}
 
 
 def _losses(points: Seen, scores: np.ndarray, least: float) -> np.ndarray:
     """Expected scores [n] as losses [n]: told between those that were seen, and beyond the best by their slope."""
     of_seen, seen = scale(points)
-    tail = min(max(3, round(_TAIL * len(seen))), len(seen) - 1)
-    apart = of_seen[tail] - of_seen[0]
-    slope = (seen[tail] - seen[0]) / apart if apart > 0 else 0.0
-    found: np.ndarray = np.interp(scores, of_seen, seen) + slope * np.minimum(scores - of_seen[0], 0.0)
+    beyond = slope(of_seen, seen) * np.minimum(scores - of_seen[0], 0.0)
+    found: np.ndarray = np.interp(scores, of_seen, seen) + beyond
     return found.clip(min=least)
 
 

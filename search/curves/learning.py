@@ -33,33 +33,6 @@ def parameters(trials: Iterable[FrozenTrial], earlier: Earlier | None = None) ->
 
 
 @dataclass(frozen=True)
-class Others:
-    """Points of earlier studies, in a space of the present one.
-
-    Attributes:
-        rows: of their trials [trials, parameters].
-        trial: index of the trial of each point [n].
-        s: logarithm of the epochs [n].
-        scores: normal scores in their own study [n].
-        study: index of that, from 1 [n].
-    """
-
-    rows: np.ndarray
-    trial: np.ndarray
-    s: np.ndarray
-    scores: np.ndarray
-    study: np.ndarray
-
-    @classmethod
-    def of(cls, earlier: Earlier, space: Space, room: int) -> Others:
-        """Those of the most telling trials, as many as there is room for."""
-        rows = np.array([space.row(t.params) for t in earlier.trials]).reshape(len(earlier.trials), len(space.names))
-        flat = [(i, s, score, t.study) for i, t in enumerate(earlier.trials) for s, score in t.points][:room]
-        trial, s, scores, study = np.array(flat, dtype=np.float64).reshape(len(flat), 4).T
-        return cls(rows, trial.astype(np.int64), s, scores, study.astype(np.int64))
-
-
-@dataclass(frozen=True)
 class Lesson:
     """What a process learns from: points of a space, and their scores.
 
@@ -108,20 +81,22 @@ class Lesson:
                 trials have reported, of which the best so far counts.
             steady: whether they are points at the last epoch that depend on the configuration alone.
         """
-        earlier = earlier or Earlier.none()
+        earlier = earlier or Earlier()
         space = Space(distributions, [t.params for t in trials], earlier.drawn)
         so_far = curves is None
         curves = [losses(t, maximize=maximize, epochs=epochs) for t in trials] if curves is None else curves
         found = seen(curves, epochs, random, of_each=of_each, always=always, so_far=so_far)
-        points = Points(*map(torch.from_numpy, (space.features(space.rows)[found.trial], found.s, found.trial)))
-        scores = torch.from_numpy(found.scores)
-        others = Others.of(earlier, space, MOST - len(found.s))
-        if len(others.s):
-            numbers = others.trial + len(space.rows)
-            x = space.features(others.rows)[others.trial]
-            points = points.and_then(Points(*map(torch.from_numpy, (x, others.s, numbers, others.study))))
-            scores = torch.cat([scores, torch.from_numpy(others.scores)])
-        return cls(space, found, np.concatenate([space.rows, others.rows]), points, scores, steady)
+        theirs = np.array([space.row(t.params) for t in earlier.trials]).reshape(-1, len(space.names))
+        rows = np.concatenate([space.rows, theirs])
+        # Of earlier studies those of the most telling trials, as many as there is room for.
+        others = [(i, s, score, t.study) for i, t in enumerate(earlier.trials, len(trials)) for s, score in t.points]
+        others = others[: MOST - len(found.s)]
+        trial, s, their_scores, study = np.array(others, dtype=np.float64).reshape(len(others), 4).T
+        trial = np.concatenate([found.trial, trial.astype(np.int64)])
+        study = np.concatenate([np.zeros_like(found.trial), study.astype(np.int64)])
+        columns = (space.features(rows)[trial], np.concatenate([found.s, s]), trial, study)
+        scores = torch.from_numpy(np.concatenate([found.scores, their_scores]))
+        return cls(space, found, rows, Points(*map(torch.from_numpy, columns)), scores, steady)
 
     @property
     def ends(self) -> Points:
@@ -133,13 +108,12 @@ class Lesson:
     @property
     def new_process(self) -> Process:
         """What is expected before anything is seen."""
-        return Process.new(self.space.owner, several=self.points.study is not None, steady=self.steady)
+        return Process.new(self.space.owner, several=bool(self.points.study.any()), steady=self.steady)
 
     def fitted(self, process: Process) -> Process:
         """A process fitted to some of the points, sought from its hyperparameters on."""
         part = _part(len(self.seen.s), len(self.scores))
-        some = Points(*(column[part] for column in vars(self.points).values() if column is not None))
-        return process.fitted(some, self.scores[part])
+        return process.fitted(self.points.some(part), self.scores[part])
 
 
 def _part(own: int, every: int) -> Tensor:

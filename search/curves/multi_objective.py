@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.measured import MEASURED
-from hpsearch.search.curves.forecast import CHOSEN, band, scale
+from hpsearch.search.curves.forecast import CHOSEN, band, scale, slope
 from hpsearch.search.curves.learning import FITTED, Lesson, believing, posterior_of, silent_rows, told_trials
 from hpsearch.search.curves.points import Seen, losses
 from hpsearch.search.curves.process import Points, Posterior
@@ -61,7 +62,7 @@ def worth(trial: FrozenTrial, maximize: Sequence[bool]) -> np.ndarray:
 
 VECTORS = 256  # that no trial dominates, by which is told what is gained
 _BEYOND = 0.1  # of the front's width, by which the worst that counts is worse than its end
-_TAIL, _FAR = 0.3, 4.0  # of the values, the best ones, by whose slope better ones are told, up to so many scores
+_FAR = 4.0  # scores beyond the best one, up to which better values are told by the slope
 _HOPE = 2.0  # deviations by which a configuration may turn out better than is foreseen
 _STEADY = 0.1  # of a metric's deviation between trials, up to which that within one is noise
 
@@ -156,20 +157,46 @@ class Several:
         others = others_by_epoch(told, maximize, self._epochs)
         if not all(any(np.isfinite([*curve.values()]).any() for curve in curves) for curves in (first, *others)):
             return []
-        found = []
-        for index, curves in enumerate([first, *others]):
-            known = [i for i, curve in enumerate(curves) if curve]
-            shape: Any = {"maximize": maximize[index], "epochs": self._epochs, "random": self._random}
-            if index:
-                shape["curves"] = [curves[i] for i in known]
-                shape["steady"] = all(set(curve) == {self._epochs} for curve in shape["curves"])
-            lesson = Lesson.of([told[i] for i in known], distributions, **shape)
-            rows = np.full(len(told), -1, dtype=np.int64)
-            rows[known] = np.arange(len(known))
-            name = f"{FITTED}:{index}" if index else FITTED
-            posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
-            found.append(Metric(lesson, rows, posterior))
-        return found
+        learnt = partial(self._learnt, study, kept, told, distributions)
+        found = [learnt(FITTED, None, maximize=maximize[0])]
+        return found + [learnt(f"{FITTED}:{index}", curves) for index, curves in enumerate(others, 1)]
+
+    def _learnt(
+        self,
+        study: optuna.Study,
+        kept: Mapping[str, Any],
+        told: Sequence[FrozenTrial],
+        distributions: dict[str, BaseDistribution],
+        name: str,
+        curves: Sequence[Mapping[int, float]] | None,
+        *,
+        maximize: bool = False,
+    ) -> Metric:
+        """Return what trials tell of a metric.
+
+        Args:
+            study: of the trials.
+            kept: the study's system attributes.
+            told: the trials.
+            distributions: of their parameters.
+            name: of the system attribute with the hyperparameters.
+            curves: of each trial, the losses by epoch, empty if unknown; None for the reported values.
+            maximize: whether higher reported values are better.
+        """
+        known = [i for i in range(len(told)) if curves is None or curves[i]]
+        some = None if curves is None else [curves[i] for i in known]
+        lesson = Lesson.of(
+            [told[i] for i in known],
+            distributions,
+            maximize=maximize,
+            epochs=self._epochs,
+            random=self._random,
+            curves=some,
+            steady=some is not None and all(set(curve) == {self._epochs} for curve in some),
+        )
+        rows = np.full(len(told), -1, dtype=np.int64)
+        rows[known] = np.arange(len(known))
+        return Metric(lesson, rows, posterior_of(study, kept.get(name, {}), lesson, len(told), name=name))
 
     def _feasibility(
         self,
@@ -179,17 +206,13 @@ class Several:
         broken: np.ndarray,
     ) -> tuple[Posterior, float] | None:
         """What is known of how much constraints are broken, and the score up to which none is; None where none was."""
-        known = [int(i) for i in np.flatnonzero(~np.isnan(broken))]
         if not (broken > 0).any():
             return None
         kept = study._storage.get_study_system_attrs(study._study_id)
-        curves = [{self._epochs: float(broken[i])} for i in known]
-        shape: Any = {"maximize": False, "epochs": self._epochs, "random": self._random, "curves": curves}
-        shape["steady"] = True
-        lesson = Lesson.of([told[i] for i in known], distributions, **shape)
-        name = f"{FITTED}:feasible"
-        posterior = posterior_of(study, kept.get(name, {}), lesson, len(told), name=name)
-        scores, seen = scale(lesson.seen)
+        curves: list[dict[int, float]] = [{} if np.isnan(by) else {self._epochs: float(by)} for by in broken]
+        learnt = self._learnt(study, kept, told, distributions, f"{FITTED}:feasible", curves)
+        posterior = learnt.posterior
+        scores, seen = scale(learnt.lesson.seen)
         kept_to = scores[seen <= 0]
         if len(kept_to) == len(scores):  # none of the few that break one is among the points, or all do so infinitely
             return None
@@ -234,10 +257,8 @@ class Several:
 def _beyond(points: Seen) -> tuple[np.ndarray, np.ndarray]:
     """Scores and the losses that they stand for, the best first; of what is better yet, by the slope of the best."""
     scores, seen = scale(points)
-    tail = min(max(3, round(_TAIL * len(seen))), len(seen) - 1)
-    apart = scores[tail] - scores[0]
-    slope = (seen[tail] - seen[0]) / apart if apart > 0 else 0.0
-    return np.concatenate([[scores[0] - _FAR], scores]), np.concatenate([[seen[0] - _FAR * slope], seen])
+    better = seen[0] - _FAR * slope(scores, seen)
+    return np.concatenate([[scores[0] - _FAR], scores]), np.concatenate([[better], seen])
 
 
 def undominated(

@@ -36,30 +36,27 @@ class Points:
         x: features of the configurations [n, columns], see `Space`.
         s: logarithms of the epochs [n], 0 after the first, 1 after the last.
         trial: whose they are [n].
-        study: of which study [n], 0 the one that is searched; None where there is no other.
+        study: of which study [n]; 0 is the current one.
     """
 
     x: Tensor
     s: Tensor
     trial: Tensor
-    study: Tensor | None = None
+    study: Tensor
 
     @classmethod
     def at_the_end(cls, x: np.ndarray, trial: object = -1) -> Points:
         """Configurations after their last epoch; of no trial, unless it is said of which."""
-        numbers = np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy()
-        return cls(_tensor(x), torch.ones(len(x), dtype=torch.float64), torch.from_numpy(numbers))
+        numbers = torch.from_numpy(np.broadcast_to(np.asarray(trial, dtype=np.int64), len(x)).copy())
+        return cls(_tensor(x), torch.ones(len(x), dtype=torch.float64), numbers, torch.zeros_like(numbers))
 
     def and_then(self, other: Points) -> Points:
         """These points, then those."""
-        x, s, trial = (torch.cat([getattr(one, key) for one in (self, other)]) for key in ("x", "s", "trial"))
-        several = self.study is not None or other.study is not None
-        return Points(x, s, trial, torch.cat([self.studies, other.studies]) if several else None)
+        return Points(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    @property
-    def studies(self) -> Tensor:
-        """Of which study each is [n]."""
-        return torch.zeros_like(self.trial) if self.study is None else self.study
+    def some(self, rows: Tensor | list[int]) -> Points:
+        """Return the points at some indices [n]."""
+        return Points(*(column[rows] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,10 @@ class Process:
         apart = (a.s[:, None] - b.s).abs()
         same = a.trial[:, None] == b.trial
         if self._several:  # the same configuration in another study tells as much as they are alike (Bonilla 2007)
-            near = near * torch.where(a.studies[:, None] == b.studies, 1.0, self.theta[-1].sigmoid())
+            near = near * torch.where(a.study[:, None] == b.study, 1.0, self.theta[-1].sigmoid())
         shared: Tensor = level + slope * a.s[:, None] * b.s + config * near * torch.exp(-apart / decay)
         shared += own * same * torch.exp(-apart / OWN_DECAY)
         return shared
-
-    @property
-    def alike(self) -> float | None:
-        """The correlation between two studies, from 0 to 1; None where there is one only."""
-        return float(self.theta[-1].sigmoid()) if self._several else None
 
     @property
     def _several(self) -> bool:

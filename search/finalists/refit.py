@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create, fresh_seeds
-from hpsearch.search.finalists.table import counting_set, newest_set, tabulate, why_missing
+from hpsearch.search.finalists.table import decided_winner, why_missing
 from hpsearch.search.spec.spec import FinalistsOf
 from hpsearch.search.study.steering import find_trial
 from hpsearch.search.study.study import StoredStudy, find_study, load_study
@@ -99,35 +99,11 @@ def create_or_join_refit(
 
 
 def _decided(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
-    """Return the set of finalists that counts, and its winner.
-
-    Raises:
-        SearchError: there is none, or it is another than `trial`.
-    """
-    name, again = study.spec.name, command("finalists", study.spec.name)
-    counting, newest = counting_set(study), newest_set(study)
-    if counting is None or newest is None:
-        raise SearchError(f"--refit: study {name!r} has no finalists, whose winner it would train: choose with {again}")
-    chosen, found = counting
-    if tabulate(study, newest).pending:  # an earlier set may have a winner, which is about to be replaced
-        raise SearchError(
-            f"--refit: the finalists of {name!r}, in {newest.spec.name}, are not done: go on with {again}"
-        )
-    if trial is not None and trial in found.front:
-        return chosen, trial
-    if found.winner is None and found.front:
-        raise SearchError(
-            f"--refit: of the finalists of {name!r} no other dominates trials {', '.join(map(str, found.front))}: "
-            "choose one with --trial"
-        )
-    if found.winner is None:
-        raise SearchError(f"--refit: the finalists of {name!r} have no winner: see {again}")
-    if trial not in {None, found.winner}:
-        raise SearchError(
-            f"--trial {trial}: the winner among the finalists of {name!r} is trial {found.winner}, and no other is "
-            "refitted: leave it out"
-        )
-    return chosen, found.winner
+    """Return the set of finalists that counts, and its winner; see `decided_winner`."""
+    try:
+        return decided_winner(study, trial)
+    except SearchError as error:
+        raise SearchError(f"--refit: {error}") from None
 
 
 def confirmed_epochs(study: StoredStudy, chosen: StoredStudy, winner: int) -> int:
@@ -168,15 +144,32 @@ def _of(study: StoredStudy) -> FinalistsOf:
     return of
 
 
-def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit] | None:
-    """Return the refit of a study's winner as it stands, and the study that holds it; None without any.
+def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStudy, Refit]:
+    """Return the study that holds the refit of the winner, and the refit.
 
     Raises:
-        SearchError: no finalists have decided, or for another than `trial`.
+        SearchError: there is no refit; or no finalists have decided, or for another trial than `trial`.
     """
     chosen, winner = _decided(study, trial)
     made = _made_before(study, winner, confirmed_epochs(study, chosen, winner))
-    return None if made is None else (made, tabulate_refit(made))
+    if made is None:
+        again = command("promote", study.spec.name, "--refit")
+        raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
+    return made, tabulate_refit(made)
+
+
+def taken_run(made: StoredStudy, refit: Refit) -> FrozenTrial:
+    """Return the run of a refit that is promoted.
+
+    Raises:
+        SearchError: some runs have not ended, or none has a training loss.
+    """
+    if refit.pending:
+        raise SearchError(f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.go_on}")
+    if refit.taken is None:
+        why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
+        raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")
+    return find_trial(made, refit.taken)
 
 
 def tabulate_refit(made: StoredStudy) -> Refit:

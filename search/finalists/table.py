@@ -10,6 +10,7 @@ from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
+from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, expect, scored_of
 from hpsearch.search.study.ranking import first_value
@@ -148,6 +149,40 @@ def read_finalists(study: StoredStudy) -> Finalists | None:
     """Return the finalists of a study that count, as they stand, or None when none were chosen yet."""
     counting = counting_set(study)
     return None if counting is None else counting[1]
+
+
+def decided_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, int]:
+    """Return the set of finalists that counts, and its winner.
+
+    Args:
+        study: the search.
+        trial: number of the expected winner; with several metrics it selects a trial of the front.
+
+    Raises:
+        SearchError: there are no finalists, the newest set is not done, or the winner is not `trial`.
+    """
+    name, again = study.spec.name, command("finalists", study.spec.name)
+    counting, newest = counting_set(study), newest_set(study)
+    if counting is None or newest is None:
+        raise SearchError(f"study {name!r} has no finalists, which confirm a winner: choose them with {again}")
+    chosen, found = counting
+    if pending := tabulate(study, newest).pending:  # an earlier set may have a winner, which is about to be replaced
+        where = f"the finalists of {name!r}, in {newest.spec.name},"
+        raise SearchError(f"{where} are not done, {pending} are left: go on with {again}")
+    if trial is not None and trial in found.front:
+        return chosen, trial
+    if found.winner is None and found.front:
+        front = ", ".join(map(str, found.front))
+        raise SearchError(
+            f"no other finalist of {name!r} dominates trials {front}: choose one with --trial or --prefer"
+        )
+    if found.winner is None:
+        raise SearchError(f"the finalists of {name!r} have no winner: see {again}")
+    if trial not in {None, found.winner}:
+        raise SearchError(
+            f"--trial {trial}: the winner among the finalists of {name!r} is trial {found.winner}: leave it out"
+        )
+    return chosen, found.winner
 
 
 def tabulate(study: StoredStudy, chosen: StoredStudy) -> Finalists:

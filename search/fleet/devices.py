@@ -251,7 +251,7 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
 
     from hpsearch.objectives.training.ranks import RankLostError, joined
     from hpsearch.search.worker.join import join_study
-    from hpsearch.search.worker.ranks import dismiss, follow, hear
+    from hpsearch.search.worker.ranks import dismiss, follow
 
     exit_on_signals(signal.SIGTERM, signal.SIGINT)
     torch.set_num_threads(max(1, torch.get_num_threads() // options.devices))
@@ -262,7 +262,7 @@ def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place:
     options = options.model_copy(update={"device": device})
     with joined(device=device, timeout=options.collective_timeout or options.lease / 2, place=place) as ranks:
         if not ranks.first:
-            hear(ranks, told=stop_worker_on_signals().is_set, leave=lambda: None)
+            ranks.told_to_go = stop_worker_on_signals().is_set
             try:
                 return follow(ranks, device=device)
             except RankLostError:  # rank 0 may be stuck: the launcher ends it

@@ -182,16 +182,14 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         git_dirty=environment.get("git_dirty"),
         data_sha256=ran.get("split_hash"),
         finalists=None if found.finalists is None else asdict(found.finalists),
-        test=_opening(found.opening) if found.is_opened_for(trial.number) else None,
+        test=_opening(found.opening) if found.opening and found.is_opened_for(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
         weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
         refit=None if refit is None else {"search": found.search.spec.name, **refit.as_record()},
     )
 
 
-def _opening(opening: Opening | None) -> dict[str, Any] | None:
-    if opening is None:
-        return None
+def _opening(opening: Opening) -> dict[str, Any]:
     return {"scores": opening.scores, "opened_at": opening.opened_at.isoformat(), "opened_by": opening.opened_by}
 
 
@@ -206,29 +204,21 @@ def _resolved_config(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+_NO_TAGS = ("run_url", "reason", "git_dirty", "weights_only")  # of the evidence
+
+
 def version_tags(evidence: Evidence) -> dict[str, str]:
-    """Return the tags of a model version: what a program asks for."""
-    tags: dict[str, object] = {
-        "study": evidence.study,
-        "study_id": evidence.study_id,
-        "trial": evidence.trial,
-        "run_id": evidence.run_id,
-        "attempts": evidence.attempts,
-        "metric": f"val_{evidence.metric}",
-        "value": evidence.value,
-        "seed": evidence.seed,
-        "params": json.dumps(evidence.params),
-        "config": evidence.config and json.dumps(evidence.config),
-        "git_sha": evidence.git_sha and evidence.git_sha + (" (with changes)" if evidence.git_dirty else ""),
-        "data_sha256": evidence.data_sha256,
-        "refit": evidence.refit and json.dumps(evidence.refit),
-        "finalists": evidence.finalists and json.dumps(evidence.finalists),
-        "test": evidence.test and json.dumps(evidence.test),
-        "confirmed": str(not evidence.unconfirmed).lower(),
-        "unconfirmed": evidence.unconfirmed,
-    }
+    """Return the tags of a model version, by which programs read its evidence."""
+    tags = {key: value for key, value in vars(evidence).items() if key not in _NO_TAGS}
+    tags |= {"metric": f"val_{evidence.metric}", "confirmed": str(not evidence.unconfirmed).lower()}
+    if evidence.git_sha and evidence.git_dirty:
+        tags["git_sha"] += " (with changes)"
     # An empty reason is written too: it replaces that of a version which was confirmed since.
-    return {tag_names.PREFIX + key: str(value) for key, value in tags.items() if value is not None}
+    return {
+        tag_names.PREFIX + key: json.dumps(value) if isinstance(value, dict) else str(value)
+        for key, value in tags.items()
+        if value is not None
+    }
 
 
 HEADING = "## Lineage"  # what follows it is ours, what stands before it is the user's

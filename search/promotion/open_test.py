@@ -15,12 +15,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpsearch.objectives.fit import restore
 from hpsearch.objectives.own_loop.loop_objective import RestoredLoop
-from hpsearch.objectives.training.checks.held_out import Restored
-from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.finalists import Finalists, read_finalists
-from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit
-from hpsearch.search.finalists.table import newest_set
+from hpsearch.search.finalists.refit import current, read_refit, tabulate_refit, taken_run
+from hpsearch.search.finalists.table import decided_winner, read_finalists
 from hpsearch.search.promotion.weights import BestWeights
 from hpsearch.search.study.steering import find_trial, whoami
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -71,74 +68,35 @@ def choose_candidate(study: StoredStudy, *, trial: int | None, unconfirmed: bool
         other = trial not in {None, opening.trial_number} or refit != (opening.refit is not None)
         if opening.scores is not None or other:
             raise AlreadyOpenError(opening)
-        of = None if opening.refit is None else _taken(load_study(study.storage, opening.refit))
-        return Candidate(_complete(study, opening.trial_number), opening.finalists, of)
+        run = None
+        if opening.refit is not None:
+            made = load_study(study.storage, opening.refit)
+            run = made, taken_run(made, tabulate_refit(made))
+        return Candidate(_complete(study, opening.trial_number), opening.finalists, run)
     if refit and unconfirmed:
         raise SearchError("--unconfirmed: a refit is of the finalists' winner: leave it out")
-    found = read_finalists(study)
-    winner = None if found is None else _winner(study, found, trial)
-    name, again = study.spec.name, command("finalists", study.spec.name)
-    newest = newest_set(study)
-    if not unconfirmed:
-        if newest is not None and found is not None and newest.spec.name != found.study:
-            raise SearchError(
-                f"finalists of {name!r} were chosen anew, in {newest.spec.name}, and are not done: go on with {again}, "
-                f"or open the test set for the winner of {found.study} with --unconfirmed --trial {winner}"
-            )
-        if found is None:
-            raise SearchError(
-                f"study {name!r} has no finalists: the best of a search over-states itself; choose a winner with "
-                f"{again}, or open the test set for an unconfirmed trial with --unconfirmed"
-            )
-        if found.pending:
-            raise SearchError(f"the finalists of {name!r} are not done, {found.pending} are left: go on with {again}")
-        if winner is None and found.front:
-            raise SearchError(
-                f"no other finalist of {name!r} dominates trials {', '.join(map(str, found.front))}: promote one of "
-                "them, or choose one with --trial or --prefer"
-            )
-        if winner is None:
-            raise SearchError(
-                f"the finalists of {name!r} have no winner: see {again}, or open the test set for an unconfirmed trial "
-                "with --unconfirmed --trial N"
-            )
-        if trial not in {None, winner}:
-            raise SearchError(
-                f"--trial {trial}: the winner among the finalists of {name!r} is trial {winner}: leave it out, or add "
-                "--unconfirmed"
-            )
-    number = trial if trial is not None else winner
+    found, number = read_finalists(study), trial
+    if found is not None and number is None:
+        promoted = [each.trial_number for each in current(study) if each.study_id == study.study_id]
+        number = next((each for each in promoted if each in found.front), found.winner)
+    run = None
+    if refit:
+        made, its = read_refit(study, number)
+        number, run = its.of, (made, taken_run(made, its))
+    elif not unconfirmed:
+        try:
+            _, number = decided_winner(study, number)
+        except SearchError as error:
+            instead = f"--unconfirmed --trial {'N' if number is None else number}"
+            raise SearchError(f"{error}, or open the test set for an unconfirmed trial with {instead}") from None
     if number is None:
         best = summarise(study).best
         if best is None:
+            name = study.spec.name
             raise SearchError(f"study {name!r} has no complete trial: there is nothing to open the test set for")
         number = best.number
-    confirmed = found is not None and number == winner
-    finalists = found.study if found is not None and confirmed else None
-    return Candidate(_complete(study, number), finalists, _refit(study, trial) if refit else None)
-
-
-def _winner(study: StoredStudy, found: Finalists, trial: int | None) -> int | None:
-    """Return the winner; of several that no other dominates the chosen one: that is named, or was promoted last."""
-    if found.winner is not None or not found.front:
-        return found.winner
-    promoted = [each.trial_number for each in current(study) if each.study_id == study.study_id]
-    return next((number for number in [trial, *promoted] if number is not None and number in found.front), None)
-
-
-def _refit(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, FrozenTrial]:
-    """Return the refit of the winner and the run of it that is taken."""
-    found = read_refit(study, trial)
-    if found is None or found[1].taken is None:
-        again = command("promote", study.spec.name, "--refit")
-        raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
-    return _taken(found[0])
-
-
-def _taken(made: StoredStudy) -> tuple[StoredStudy, FrozenTrial]:
-    taken = tabulate_refit(made).taken
-    assert taken is not None
-    return made, find_trial(made, taken)
+    confirmed = found is not None and number in (found.winner, *found.front)
+    return Candidate(_complete(study, number), found.study if found is not None and confirmed else None, run)
 
 
 def _complete(study: StoredStudy, number: int) -> FrozenTrial:
@@ -160,7 +118,9 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
     with tempfile.TemporaryDirectory() as folder:
         weights = BestWeights(of, trial, undone="nothing was opened")
         path = weights.fetch(tracking, Path(folder))
-        restored = _restore(of, weights, path)
+        restored = restore(of.objective(), weights.read(path))
+        if not isinstance(restored, RestoredLoop):  # only its own loop can measure the value
+            weights.require_value(restored)
         opening = open_test_set(
             study.engine,
             study.study_id,
@@ -171,12 +131,3 @@ def open_for(study: StoredStudy, candidate: Candidate, tracking: Tracking) -> Op
             refit=None if candidate.refit is None else of.spec.name,
         )
     return write_scores(study.engine, study.study_id, opening, restored.test())
-
-
-def _restore(study: StoredStudy, weights: BestWeights, path: Path) -> Restored | RestoredLoop:
-    """Put the weights back into their model, when they are what the trial says they are."""
-    best = weights.read(path)
-    restored = restore(study.objective(), best)
-    if not isinstance(restored, RestoredLoop):  # nobody but its own loop knows what the value was measured on
-        weights.require_value(restored)
-    return restored

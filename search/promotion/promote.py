@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
-from hpsearch.search.finalists.refit import current, read_refit
+from hpsearch.search.finalists.refit import current, read_refit, taken_run
 from hpsearch.search.promotion.evidence import Confirmation, Evidence, describe, gather_evidence, version_tags
 from hpsearch.search.promotion.weights import late_model
 from hpsearch.search.study.steering import find_trial, whoami
@@ -31,7 +32,7 @@ from hpsearch.storage.mlflow.registry import (
     check_model_name,
     previous_alias,
 )
-from hpsearch.storage.records.promotions import Promotion, TrialOfRun, record_promotion
+from hpsearch.storage.records.promotions import Promotion, record_promotion
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Promoted:
     alias: str
     replaced: int | None
     unconfirmed: str
-    checkable: bool = True
-    made: bool = False
+    checkable: bool
+    made: bool
 
     @property
     def previous(self) -> str:
@@ -69,6 +70,7 @@ def promote(
     tracking: Tracking,
     *,
     trial: int | None = None,
+    refit: bool = False,
     alias: str = CHAMPION,
     model: str | None = None,
     infeasible: bool = False,
@@ -84,12 +86,13 @@ def promote(
         tracking: the MLflow server that has its runs.
         trial: the trial's number; the winner of the finalists unless given, or else the best trial. Of several metrics
             it has to be given, unless one dominates all others.
+        refit: whether the refit of the winner is promoted instead of the trial.
         alias: for the version; what had it gets `previous_alias` of it.
         model: name of the registered model; the study's name unless given.
         infeasible: whether a trial will do that breaks a constraint.
 
     Raises:
-        SearchError: the trial has nothing to promote.
+        SearchError: the trial has nothing to promote, or the refit is not trained.
         ObjectiveError: its model is to be made, and today's code does not fit its weights.
         StorageError: MLflow refuses, or is away.
     """
@@ -99,6 +102,9 @@ def promote(
     name = model or study.spec.name
     check_alias(alias)
     check_model_name(name)
+    if refit:
+        made, its = read_refit(study, trial)
+        return register(Confirmation.read(made), taken_run(made, its), tracking, alias=alias, name=name)
     found = Confirmation.read(study)
     number = _default_trial(study, found.finalists, infeasible=infeasible) if trial is None else trial
     chosen = find_trial(study, number)
@@ -135,15 +141,7 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
         if replaced is not None:  # first, so that doing it again after a death still knows what was there before
             registry.set_alias(replaced, previous_alias(alias))
         registry.set_alias(version, alias)
-        record_promotion(
-            connection,
-            TrialOfRun(study.study_id, study.spec.name, chosen.number),
-            model=name,
-            version=version.number,
-            alias=alias,
-            by=whoami(),
-            evidence=evidence.as_record(),
-        )
+        record_promotion(connection, evidence.as_record(), name, version.number, alias, by=whoami())
     return Promoted(
         trial=chosen.number,
         model=name,
@@ -157,44 +155,28 @@ def register(found: Confirmation, chosen: FrozenTrial, tracking: Tracking, *, al
 
 
 def refresh_evidence(study: StoredStudy, tracking: Tracking) -> None:
-    """Write anew what stands behind a study's promotions, where finalists or the test set have spoken since.
+    """Update the evidence of a study's promotions, where finalists or the test set have changed it.
 
     Raises:
         StorageError: MLflow refuses, or is away.
     """
-    changed = [promotion for promotion in current(study) if _has_changed(study, promotion)]
+    changed: list[tuple[Promotion, StoredStudy]] = []
+    for each in current(study):
+        of = study if each.study_id == study.study_id else load_study(study.storage, str(each.evidence["study"]))
+        if Confirmation.read(of).why_unconfirmed(each.trial_number) != each.evidence.get("unconfirmed"):
+            changed.append((each, of))
     if not changed:
         return
     registry = Registry(tracking.client)
     with registry_lock(study.engine) as connection:
-        for promotion in changed:
-            version = registry.version_by_alias(promotion.model_name, promotion.alias)
-            if version is None or version.number != promotion.version:
-                continue  # it has moved: that is for the noticing
-            of = _study_of(study, promotion)
-            evidence = gather_evidence(Confirmation.read(of), find_trial(of, promotion.trial_number), tracking.client)
+        for each, of in changed:
+            version = registry.version_by_alias(each.model_name, each.alias)
+            if version is None or version.number != each.version:
+                continue  # it has moved: `registry_watch` records that
+            evidence = gather_evidence(Confirmation.read(of), find_trial(of, each.trial_number), tracking.client)
             write_evidence(registry, version, evidence)
-            record_promotion(
-                connection,
-                TrialOfRun(of.study_id, of.spec.name, promotion.trial_number),
-                model=promotion.model_name,
-                version=promotion.version,
-                alias=promotion.alias,
-                by=promotion.promoted_by,
-                evidence=evidence.as_record(),
-            )
-
-
-def _has_changed(study: StoredStudy, promotion: Promotion) -> bool:
-    of = _study_of(study, promotion)
-    return Confirmation.read(of).why_unconfirmed(promotion.trial_number) != promotion.evidence.get("unconfirmed")
-
-
-def _study_of(study: StoredStudy, promotion: Promotion) -> StoredStudy:
-    """Return the study of a promotion's trial: the search, or a refit of it."""
-    if promotion.study_id == study.study_id:
-        return study
-    return load_study(study.storage, str(promotion.evidence["study"]))
+            by = each.promoted_by
+            record_promotion(connection, evidence.as_record(), version.model, version.number, each.alias, by=by)
 
 
 def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> None:
@@ -206,9 +188,7 @@ def write_evidence(registry: Registry, version: Version, evidence: Evidence) -> 
 def _default_trial(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> int:
     if finalists is not None and finalists.winner is not None:
         return finalists.winner
-    front = [trial.number for trial in study.front(infeasible=infeasible)]
-    if finalists is not None and finalists.front:
-        front = list(finalists.front)
+    front = list(_candidates(study, finalists, infeasible=infeasible))
     if not front:
         raise SearchError(f"study {study.spec.name!r} has no trial to promote: {why_none(study)}")
     if len(front) > 1:
@@ -227,74 +207,31 @@ def why_none(study: StoredStudy) -> str:
     return "none has run to its end"
 
 
+_NOT_PROMOTABLE = {
+    TrialState.COMPLETE: "has no run in MLflow",
+    TrialState.PRUNED: "was pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "is still running",
+    TrialState.WAITING: "has not been run yet",
+}
+
+
 def _check_promotable(study: StoredStudy, trial: FrozenTrial) -> None:
-    """Refuse a trial that has not run to its end, or of which MLflow knows nothing."""
-    reason = trial.user_attrs.get(REASON)
-    told = f" ({reason})" if reason else ""
-    match trial.state:
-        case TrialState.COMPLETE:
-            if RUN_ID in trial.user_attrs:
-                return
-            what = "has no run in MLflow"
-        case TrialState.PRUNED if trial.user_attrs.get(INFEASIBLE):
-            what = f"is infeasible{told}"
-        case TrialState.PRUNED:
-            what = f"was pruned{told}"
-        case TrialState.FAIL:
-            what = f"failed{told}"
-        case TrialState.RUNNING:
-            what = "is still running"
-        case _:
-            what = "has not been run yet"
+    """Refuse a trial that has not run to its end, or that has no run in MLflow."""
+    attrs = trial.user_attrs
+    if trial.state == TrialState.COMPLETE and RUN_ID in attrs:
+        return
+    infeasible = trial.state == TrialState.PRUNED and attrs.get(INFEASIBLE)
+    what = "is infeasible" if infeasible else _NOT_PROMOTABLE[trial.state]
+    if trial.state in {TrialState.PRUNED, TrialState.FAIL} and (reason := attrs.get(REASON)):
+        what += f" ({reason})"
     best = summarise(study).best
     instead = f"promote one that has run to its end, such as {best.number}" if best else "no trial has run to its end"
     raise SearchError(f"--trial {trial.number}: it {what}; {instead}")
 
 
-def promote_refit(
-    study: StoredStudy,
-    tracking: Tracking,
-    *,
-    trial: int | None = None,
-    alias: str = CHAMPION,
-    model: str | None = None,
-) -> Promoted:
-    """Register the refit of a study's winner, with its evidence, and let an alias name it. Safe to repeat.
-
-    Args:
-        study: the search.
-        tracking: the MLflow server that has its runs.
-        trial: the winner's number, where it is to be made sure of.
-        alias: for the version; what had it gets `previous_alias` of it.
-        model: name of the registered model; the search's name unless given.
-
-    Raises:
-        SearchError: the refit is not trained, or its weights are not to be had.
-        ObjectiveError: today's code does not fit its weights.
-        StorageError: MLflow refuses, or is away.
-    """
-    name = model or study.spec.name
-    check_alias(alias)
-    check_model_name(name)
-    found = read_refit(study, trial)
-    if found is None:
-        raise SearchError(f"--refit: the winner of study {study.spec.name!r} was not trained on all data yet")
-    made, refit = found
-    if refit.pending:
-        raise SearchError(f"--refit: {made.spec.name!r} is not done, {refit.pending} are left: go on with {made.go_on}")
-    if refit.taken is None:
-        why = "; ".join(f"trial {number} {why}" for number, why in enumerate(refit.reasons))
-        raise SearchError(f"--refit: no run of {made.spec.name!r} has come to its end: {why}")
-    return register(Confirmation.read(made), find_trial(made, refit.taken), tracking, alias=alias, name=name)
-
-
 _CONDITION = re.compile(r"(?P<metric>[^<>=]+?)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^<>=\s]+)")
-_SIGNS = {
-    "<=": lambda value, limit: value <= limit,
-    ">=": lambda value, limit: value >= limit,
-    "<": lambda value, limit: value < limit,
-    ">": lambda value, limit: value > limit,
-}
+_SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _NEAREST = 3  # trials that are named where none will do
 
 
@@ -315,16 +252,8 @@ class Condition:
         return 0.0 if self.holds(values) else abs(values[self.metric] - self.limit)
 
 
-@dataclass(frozen=True)
-class Preference:
-    """Conditions, and the metrics by which the best of those is taken that keep to them, one after the other."""
-
-    conditions: tuple[Condition, ...]
-    then: tuple[str, ...]
-
-
-def parse_preference(text: str, ways: Sequence[str]) -> Preference:
-    """Return what a sentence says: conditions with `and` between, and metrics, with `then` between.
+def parse_preference(text: str, ways: Sequence[str]) -> tuple[list[Condition], list[str]]:
+    """Return the conditions of a preference, and the metrics that rank the trials that meet them, in their order.
 
     Args:
         text: such as ``accuracy >= 0.98 and model_mb <= 10 then latency_ms``.
@@ -347,7 +276,7 @@ def parse_preference(text: str, ways: Sequence[str]) -> Preference:
             then.append(metric)
             continue
         conditions.append(Condition(metric, match["sign"], _limit(text, match["limit"])))
-    return Preference(tuple(conditions), tuple(then) or (ways[0],))
+    return conditions, then or [ways[0]]
 
 
 def _limit(text: str, given: str) -> float:
@@ -356,6 +285,21 @@ def _limit(text: str, given: str) -> float:
         if not math.isnan(limit):
             return limit
     raise SearchError(f"--prefer {text!r}: {given!r} is no number: write it as in 'accuracy >= 0.98'")
+
+
+def chosen_trial(
+    study: StoredStudy, trial: int | None, preference: str | None, *, infeasible: bool = False
+) -> int | None:
+    """Return the trial that is named, or the one that a preference selects; None if neither is given.
+
+    Raises:
+        SearchError: both are given, or no trial satisfies the preference.
+    """
+    if preference is None:
+        return trial
+    if trial is not None:
+        raise SearchError(f"--trial {trial} and --prefer both name a trial: leave one out")
+    return preferred(study, preference, infeasible=infeasible)
 
 
 def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
@@ -369,34 +313,32 @@ def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int
     spec = study.spec
     if not spec.several:
         raise SearchError(f"--prefer: study {spec.name!r} has one metric, {spec.metric}: leave it out, or give --trial")
-    preference = parse_preference(text, list(spec.ways))
-    found = _candidates(study, infeasible=infeasible)
+    conditions, then = parse_preference(text, list(spec.ways))
+    found = _candidates(study, read_finalists(study), infeasible=infeasible)
     if not found:
         raise SearchError(f"study {spec.name!r} has no trial to prefer: {why_none(study)}")
-    kept = {
-        trial: values for trial, values in found.items() if all(each.holds(values) for each in preference.conditions)
-    }
+    kept = {trial: values for trial, values in found.items() if all(each.holds(values) for each in conditions)}
     if not kept:
-        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_closest(found, preference)}")
+        raise SearchError(f"--prefer {text!r}: no trial of the front is so; {_closest(found, conditions)}")
     signs = {name: -1 if way == "maximize" else 1 for name, way in spec.ways.items()}
-    return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in preference.then], trial))
+    return min(kept, key=lambda trial: ([signs[name] * kept[trial][name] for name in then], trial))
 
 
-def _candidates(study: StoredStudy, *, infeasible: bool) -> dict[int, dict[str, float]]:
-    """The trials of the front with their values, by fresh seeds where there are any."""
-    names, finalists = list(study.spec.ways), read_finalists(study)
+def _candidates(study: StoredStudy, finalists: Finalists | None, *, infeasible: bool) -> dict[int, dict[str, float]]:
+    """Return the trials of the front with their values: means on fresh seeds where there are any."""
+    names = list(study.spec.ways)
     if finalists is not None and finalists.front:
         return {trial: dict(zip(names, finalists.row(trial).means, strict=True)) for trial in finalists.front}
     return {trial.number: dict(zip(names, trial.values, strict=True)) for trial in study.front(infeasible=infeasible)}
 
 
-def _closest(found: Mapping[int, Mapping[str, float]], preference: Preference) -> str:
+def _closest(found: Mapping[int, Mapping[str, float]], conditions: Sequence[Condition]) -> str:
     """The trials that miss the conditions by least, each in units of what the front spans."""
-    metrics = {each.metric for each in preference.conditions}
+    metrics = {each.metric for each in conditions}
     span = {name: max(v[name] for v in found.values()) - min(v[name] for v in found.values()) for name in metrics}
 
     def missed(trial: int) -> float:
-        return sum(each.missed(found[trial]) / (span[each.metric] or 1.0) for each in preference.conditions)
+        return sum(each.missed(found[trial]) / (span[each.metric] or 1.0) for each in conditions)
 
     near = sorted(found, key=lambda trial: (missed(trial), trial))[:_NEAREST]
     told = [f"trial {t} ({', '.join(f'{name} {value:.4g}' for name, value in found[t].items())})" for t in near]

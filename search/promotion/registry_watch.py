@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import sqlalchemy as sa
@@ -58,111 +57,92 @@ def notice(storage: PostgresStorage, tracking: Tracking, *, known: Aliases | Non
     Raises:
         StorageError: MLflow is away, or refuses.
     """
-    noticing = _Noticing(storage, tracking, Registry(tracking.client))
-    return noticing.run(known)
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """An alias that names another version than is recorded; None for nothing."""
-
-    model: str
-    alias: str
-    version: int | None
-    recorded: Promotion | None
-
-
-@dataclass(frozen=True)
-class _Noticing:
-    storage: PostgresStorage
-    tracking: Tracking
-    registry: Registry
-
-    def run(self, known: Aliases | None) -> Aliases:
-        aliases = self.registry.aliases()
-        if aliases == known:
-            return aliases
-        engine = self.storage.engine
-        with engine.connect() as connection:
-            if not _differences(aliases, current_promotions(connection)):
-                return aliases
-        with registry_lock(engine) as connection:
-            aliases = self.registry.aliases()  # again: a promotion of ours may have been at work
-            changed = self._bring_in_line(connection, _differences(aliases, current_promotions(connection)))
-        for study in sorted(changed):
-            self._update_note(study)
+    registry, engine = Registry(tracking.client), storage.engine
+    aliases = registry.aliases()
+    if aliases == known:
         return aliases
-
-    def _bring_in_line(self, connection: sa.Connection, differences: list[_Difference]) -> set[str]:
-        """Record what has changed; return the names of the studies of which it was recorded."""
-        versions = [self.registry.version(d.model, d.version) for d in differences if d.version is not None]
-        named = {(version.model, version.number): version for version in versions if version is not None}
-        runs = {version.run_id for version in named.values() if version.run_id}
-        trials = trials_of_runs(connection, runs) if runs else {}
-        changed = set()
-        for difference in differences:
-            version = named.get((difference.model, difference.version or 0))
-            trial = trials.get(version.run_id or "") if version is not None else None
-            old = difference.recorded
-            still_held(connection)
-            if version is not None and trial is not None:
-                self._record(connection, difference.alias, version, trial)
-                changed.add(trial.study_name)
-            # Else it is somebody else's model, or nothing; a promotion that was made on another server stays.
-            elif old is not None and self.registry.knows_run(str(old.evidence.get("run_id"))):
-                end_promotion(connection, old)
-            else:
-                continue
-            if old is not None:
-                changed.add(str(old.evidence.get("study")))
-        return changed
-
-    def _record(self, connection: sa.Connection, alias: str, version: Version, trial: TrialOfRun) -> None:
-        # Here, because they load torch: a process that only looks is to stay small.
-        from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
-        from hpsearch.search.promotion.promote import write_evidence
-        from hpsearch.search.study.steering import find_trial
-
-        study = load_study(self.storage, trial.study_name)
-        evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), self.tracking.client)
-        # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
-        before = was_recorded(connection, version.model, version.number)
-        by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
-        try:
-            write_evidence(self.registry, version, evidence)
-        except StorageError as error:  # such as for want of rights: that it was promoted is true all the same
-            log.warning("version %d of %s lacks its evidence: %s", version.number, version.model, error)
-        record_promotion(
-            connection,
-            trial,
-            model=version.model,
-            version=version.number,
-            alias=alias,
-            by=by,
-            evidence=evidence.as_record(),
-        )
-        log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
-
-    def _update_note(self, name: str) -> None:
-        from hpsearch.search.study.summary import summarise
-        from hpsearch.search.tracking.publish import write_note
-
-        try:
-            study = load_study(self.storage, name)
-            if study.spec.finalists_of is not None:
-                study = parent_of(study)
-            write_note(study, summarise(study))
-        except (SearchError, KeyError):
-            log.info("study %s was deleted: it has no note to update", name)
+    with engine.connect() as connection:
+        if not _differing(aliases, current_promotions(connection)):
+            return aliases
+    with registry_lock(engine) as connection:
+        aliases = registry.aliases()  # again: a promotion of ours may have been at work
+        changed = _bring_in_line(connection, storage, tracking, aliases)
+    for study in sorted(changed):
+        _update_note(storage, study)
+    return aliases
 
 
-def _differences(aliases: Aliases, recorded: dict[tuple[str, str], Promotion]) -> list[_Difference]:
-    found = []
-    for model, alias in sorted(aliases.keys() | recorded.keys()):
-        version, promotion = aliases.get((model, alias)), recorded.get((model, alias))
-        if version != (promotion.version if promotion else None) and not is_previous(alias):
-            found.append(_Difference(model, alias, version, promotion))
-    return found
+def _differing(aliases: Aliases, recorded: Mapping[tuple[str, str], Promotion]) -> list[tuple[str, str]]:
+    """Return the aliases (model, alias) that do not name the version that is recorded."""
+    versions = {key: promotion.version for key, promotion in recorded.items()}
+    keys = sorted(aliases.keys() | versions.keys())
+    return [key for key in keys if aliases.get(key) != versions.get(key) and not is_previous(key[1])]
+
+
+def _bring_in_line(
+    connection: sa.Connection, storage: PostgresStorage, tracking: Tracking, aliases: Aliases
+) -> set[str]:
+    """Record the changed aliases; return the names of the studies whose trials they are of."""
+    registry, recorded = Registry(tracking.client), current_promotions(connection)
+    differing = _differing(aliases, recorded)
+    versions = {key: registry.version(key[0], aliases[key]) for key in differing if key in aliases}
+    runs = {version.run_id for version in versions.values() if version is not None and version.run_id}
+    trials = trials_of_runs(connection, runs) if runs else {}
+    changed = set()
+    for key in differing:
+        version, old = versions.get(key), recorded.get(key)
+        trial = trials.get(version.run_id or "") if version is not None else None
+        still_held(connection)
+        if version is not None and trial is not None:
+            _record(connection, storage, tracking, trial, version, key[1])
+            changed.add(trial.study_name)
+        # Else it is somebody else's model, or nothing; a promotion that was made on another server stays.
+        elif old is not None and registry.knows_run(str(old.evidence.get("run_id"))):
+            end_promotion(connection, old)
+        else:
+            continue
+        if old is not None:
+            changed.add(str(old.evidence.get("study")))
+    return changed
+
+
+def _record(
+    connection: sa.Connection,
+    storage: PostgresStorage,
+    tracking: Tracking,
+    trial: TrialOfRun,
+    version: Version,
+    alias: str,
+) -> None:
+    # Here, because they load torch: a process that only looks is to stay small.
+    from hpsearch.search.promotion.evidence import Confirmation, gather_evidence
+    from hpsearch.search.promotion.promote import write_evidence
+    from hpsearch.search.study.steering import find_trial
+
+    study = load_study(storage, trial.study_name)
+    evidence = gather_evidence(Confirmation.read(study), find_trial(study, trial.number), tracking.client)
+    # The tag says who promoted it by our command and died before that was recorded; later moves are another's.
+    before = was_recorded(connection, version.model, version.number)
+    by = (None if before else version.tags.get(tag_names.PROMOTED_BY)) or version.user or MLFLOW_UI
+    try:
+        write_evidence(Registry(tracking.client), version, evidence)
+    except StorageError as error:  # such as for want of rights: that it was promoted is true all the same
+        log.warning("version %d of %s lacks its evidence: %s", version.number, version.model, error)
+    record_promotion(connection, evidence.as_record(), version.model, version.number, alias, by=by)
+    log.info("trial %d of %s is %s@%s, by %s", trial.number, trial.study_name, version.model, alias, by)
+
+
+def _update_note(storage: PostgresStorage, name: str) -> None:
+    from hpsearch.search.study.summary import summarise
+    from hpsearch.search.tracking.publish import write_note
+
+    try:
+        study = load_study(storage, name)
+        if study.spec.finalists_of is not None:
+            study = parent_of(study)
+        write_note(study, summarise(study))
+    except (SearchError, KeyError):
+        log.info("study %s was deleted: it has no note to update", name)
 
 
 class Watch:

@@ -191,47 +191,38 @@ class Halving:
         return rung
 
     def _at(self, rung: int, case: Case, peers: Peers) -> Decision:
-        if case.several:
-            return self._among_fronts(rung, case, peers)
-        value = case.last
-        if math.isnan(value):
-            return case.prune(f"{case.metric} is not a number", value=value, rung=rung, bracket=self.bracket)
+        """Judge the trial at a rung: with several metrics by fronts (Schmucker et al. 2021), else by its last value."""
+        value, several = case.last, case.several
+        grounds: Grounds = {"value": value, "rung": rung, "bracket": self.bracket}
+        if math.isnan(value) and not several:
+            return case.prune(f"{case.metric} is not a number", **grounds)
         # Noted before the others are read: of two trials that arrive at once, at least one sees the other.
-        peers.note(rung, value)
-        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and not isinstance(at, list)]
-        values = sorted([*others, value], reverse=case.maximize)
-        # The first of a rung go on, unless better ones are there: none is held back to wait for others.
-        promoted = max(1, len(values) // self.reduction_factor)
-        cutoff = values[promoted - 1]
-        grounds: Grounds = {"value": value, "peers": len(others), "rung": rung, "bracket": self.bracket}
+        peers.note(rung, list(case.vector) if several else value)
+        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number)]
+        grounds["peers"] = len(others)
+        reached = len(others) + 1
         there = f"rung {rung}" if self.bracket is None else f"rung {rung} of bracket {self.bracket}"
-        if len(values) <= self.bootstrap_count:
-            why = f"is number {len(values)} at {there}, which promotes none of the first {self.bootstrap_count}"
-            return case.prune(why, **grounds)
-        grounds["cutoff"] = cutoff
-        if case.worse(value, cutoff):
-            reach = f"best {promoted} of {len(values)} trials at {there} reach"
-            return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
-        return case.on(**grounds)
-
-    def _among_fronts(self, rung: int, case: Case, peers: Peers) -> Decision:
-        """As with one metric, in the order of fronts: multi-objective ASHA (Schmucker et al. 2021), by stopping."""
-        peers.note(rung, list(case.vector))
-        others = [at for number, at in peers.at_rung(rung) if self.is_peer(number) and isinstance(at, list)]
-        reached, grounds = len(others) + 1, Grounds(value=case.last, peers=len(others), rung=rung, bracket=self.bracket)
         if reached <= self.bootstrap_count:
-            why = f"is number {reached} at rung {rung}, which promotes none of the first {self.bootstrap_count}"
+            why = f"is number {reached} at {there}, which promotes none of the first {self.bootstrap_count}"
             return case.prune(why, **grounds)
+        # The first of a rung go on, unless better ones are there: none is held back to wait for others.
         promoted = max(1, reached // self.reduction_factor)
-        # Last, so that of equal ones the earlier goes on.
-        from hpsearch.storage.rungs.fronts import losses_of, order  # loads SQLAlchemy
+        if several:
+            # Last, so that of equal ones the earlier goes on.
+            from hpsearch.storage.rungs.fronts import losses_of, order  # loads SQLAlchemy
 
-        rank = order(losses_of([*others, case.vector], case.maximized)).index(len(others)) + 1
-        if rank > promoted:
-            return case.prune(
-                f"rank {rank} of {reached} by fronts at rung {rung}, where the best {promoted} go on", **grounds
-            )
-        return case.on(**grounds)
+            vectors = [at for at in others if isinstance(at, list)]
+            rank = order(losses_of([*vectors, case.vector], case.maximized)).index(len(vectors)) + 1
+            if rank <= promoted:
+                return case.on(**grounds)
+            why = f"rank {rank} of {reached} by fronts at {there}, where the best {promoted} go on"
+            return case.prune(why, **grounds)
+        values = [at for at in others if not isinstance(at, list)]
+        cutoff = grounds["cutoff"] = sorted([*values, value], reverse=case.maximize)[promoted - 1]
+        if not case.worse(value, cutoff):
+            return case.on(**grounds)
+        reach = f"best {promoted} of {reached} trials at {there} reach"
+        return case.prune(f"{case.compared(value, cutoff)}, which the {reach}", **grounds)
 
 
 def require_reachable(min_resource: int, epochs: int) -> None:

@@ -111,13 +111,11 @@ class Threshold(PrunerSpec):
         metric, value = self.metric or case.metric, case.last if self.metric is None else case.reported[self.metric]
         if math.isnan(value):
             return case.prune(f"{metric} is not a number", value=value)
-        if self.lower is not None and value < self.lower:
-            why = f"{metric} {value:.6g} is below the threshold {self.lower:g}"
-            return case.prune(why, value=value, cutoff=self.lower)
-        if self.upper is not None and value > self.upper:
-            why = f"{metric} {value:.6g} is above the threshold {self.upper:g}"
-            return case.prune(why, value=value, cutoff=self.upper)
-        return case.on(value=value)
+        low, high = (-math.inf if self.lower is None else self.lower), (math.inf if self.upper is None else self.upper)
+        if low <= value <= high:
+            return case.on(value=value)
+        side, cutoff = ("below", low) if value < low else ("above", high)
+        return case.prune(f"{metric} {value:.6g} is {side} the threshold {cutoff:g}", value=value, cutoff=cutoff)
 
 
 def _parse(given: object) -> object:

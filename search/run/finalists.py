@@ -52,8 +52,7 @@ def open_beside(
     """
     if options.checkpoint_url is not None:
         Checkpoints(options.checkpoint_url).check()
-    if (of := search.spec.finalists_of) is not None:
-        raise SearchError(f"study {search.spec.name!r} holds {of.what}: {search.go_on}")
+    search.require_search("{go_on}")
     services = with_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
@@ -17,18 +16,15 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.report import write_report
 from hpsearch.search.report.show import summary_lines
 from hpsearch.search.run.fleet import drive, open_run, require_started, tell_outbox, without_mlflow
-from hpsearch.search.services import Services, find_services
-from hpsearch.search.study.checkpoints import note_checkpoints
-from hpsearch.search.study.create import load_for_search, prepare_study, start_clock
-from hpsearch.search.study.enqueue import Configurations, read_rows, waits_in_vain
+from hpsearch.search.services import Services
+from hpsearch.search.study.create import start_clock
+from hpsearch.search.study.enqueue import waits_in_vain
 from hpsearch.search.study.smoke import smoke_test
 from hpsearch.search.study.study import StoredStudy, report_path, require_measurable, with_tracking
 from hpsearch.search.study.summary import Summary, summarise
 from hpsearch.search.tracking.publish import close_study
-from hpsearch.search.tracking.tracker import check_readers
 from hpsearch.search.worker.options import WorkerOptions
 from hpsearch.storage.attributes import RUN_ID, STOPPED
-from hpsearch.storage.checkpoints.store import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -50,37 +46,6 @@ class Ran:
     stopped: str = ""
     over: bool = False
     gave_up: tuple[str, ...] = ()
-
-
-def begin_search(
-    settings: dict[str, Any], options: WorkerOptions, console: Console, enqueue: Configurations | None = None
-) -> tuple[Services, StoredStudy, bool]:
-    """Create or join the study that `settings` describe; return where it is kept, the study, and whether it is new.
-
-    The configurations `enqueue` run before others.
-
-    Raises:
-        SearchError: a setting is wrong or differs from the stored spec.
-        ObjectiveError: the objective cannot be searched.
-        StorageError: a service cannot be used.
-    """
-    if options.checkpoint_url is not None:
-        Checkpoints(options.checkpoint_url).check()
-    with steps(console) as tell:
-        tell("loading the objective")
-        settings, objective = load_for_search(settings)
-        enqueued = read_rows(enqueue, objective) if enqueue else []
-        services = find_services(
-            options.addresses,
-            both=True,
-            tracking_required=options.tracking_required,
-            progress=tell,
-        )
-        tell("opening the study")
-        study, created = prepare_study(services, settings, objective, enqueued, check=check_readers)
-        if options.checkpoint_url is not None:
-            note_checkpoints(study, options.checkpoint_url)
-    return services, study, created
 
 
 def run_search(

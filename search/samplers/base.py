@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from hpsearch.search.spec.kinds import Kind
 
 if TYPE_CHECKING:  # a wrong setting is refused before Optuna is loaded
-    from collections.abc import Mapping, Sequence
-
-    from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
-    from optuna.study import StudyDirection
-    from optuna.trial import FrozenTrial
 
     from hpsearch.objectives.objective import BaseObjective
 
@@ -27,7 +22,7 @@ class SamplerSpec(Kind):
     by_number: ClassVar[bool] = False
     # Whether it suggests what another trial had, number for number, though there are ranges of floats.
     repeats: ClassVar[bool] = False
-    # Whether it learns from trials of earlier studies: `earlier` says what is kept of them.
+    # Whether it learns from trials of earlier studies (`search.curves.earlier`).
     warm_starts: ClassVar[bool] = False
 
     def most(self) -> int | None:
@@ -61,31 +56,6 @@ class SamplerSpec(Kind):
             ValueError: it cannot be had; one line says why.
         """
         return
-
-    def earlier(
-        self,
-        studies: Mapping[str, Sequence[FrozenTrial]],
-        *,
-        distributions: Mapping[str, BaseDistribution],
-        drawn: Sequence[Mapping[str, Any]],
-        direction: StudyDirection,
-        epochs: int,
-        seed: int,
-    ) -> dict[str, Any]:
-        """Return system attributes by which a new study knows what trials of earlier ones tell.
-
-        Args:
-            studies: their trials, by their names.
-            distributions: of the new study's parameters.
-            drawn: configurations of its space at random.
-            direction: of all studies.
-            epochs: of a full trial of the new study.
-            seed: of the new study.
-
-        Raises:
-            ValueError: a study tells nothing; one line says why.
-        """
-        raise NotImplementedError(f"{self.name} learns from no earlier study")
 
     @abstractmethod
     def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:

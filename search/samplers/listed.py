@@ -110,23 +110,15 @@ def _number(value: object) -> object:
 
 
 def _grid_sampler(points: list[dict[str, Any]]) -> BaseSampler:
-    from optuna.samplers import BaseSampler
+    from optuna.samplers import RandomSampler
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-    class ByNumber(BaseSampler):
+    class ByNumber(RandomSampler):
         """Gives a trial the point of its place among those that nobody gave another: on any worker the same.
 
         (Optuna's chooses among the points that no trial has yet, which several workers may do at once.)
         """
-
-        def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-            return {}
-
-        def sample_relative(
-            self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-        ) -> dict[str, Any]:
-            return {}
 
         def sample_independent(
             self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -1,4 +1,4 @@
-"""Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
+"""The sampler `curves`, and Optuna's samplers with their options: random, TPE, GP, QMC, NSGA-II, CMA-ES."""
 
 from __future__ import annotations
 
@@ -179,3 +179,25 @@ def _sampler(seed: int, options: dict[str, Any]) -> BaseSampler:
         return shown
 
     return Fitting(seed=seed, warn_independent_sampling=False, **options)
+
+
+class Curves(SamplerSpec):
+    """Learn from every epoch, of trials that run or wait too, what a configuration ends with.
+
+    A Gaussian process over configurations and epochs (after Swersky et al. 2014), and the expected improvement at the
+    last epoch on the best that is foreseen. It takes --warm-start: the same configuration in an earlier study tells as
+    much as the studies turn out to be alike (after Bonilla et al. 2007 and Swersky et al. 2013). A `random_fraction` of
+    the trials is drawn at random (after Falkner et al. 2018): the process alone can dwell on what it believes in.
+    """
+
+    name: Literal["curves"] = "curves"
+    n_startup_trials: int = Field(default=10, ge=1)
+    random_fraction: Number = Field(default=0.3, ge=0, le=1)
+
+    warm_starts: ClassVar[bool] = True
+    repeats: ClassVar[bool] = True  # two workers at once, at the ends of ranges
+
+    def build(self, *, seed: int, common_seed: int, epochs: int) -> BaseSampler:
+        from hpsearch.search.curves.sampler import CurvesSampler
+
+        return CurvesSampler(seed=seed, epochs=epochs, **self.options)

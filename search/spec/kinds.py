@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -91,8 +92,6 @@ class Kind(Options):
     @classmethod
     def _refusal(cls, first: Mapping[str, Any]) -> str:
         setting = ".".join(map(str, (cls.family, *first["loc"])))
-        if first["type"] == "value_error":
-            return f"{setting}: {first['ctx']['error']}"
         if first["type"] == "missing":
             name = str(first["loc"][-1])
             example = cls.examples.get(name, "...")
@@ -111,7 +110,13 @@ class Kind(Options):
 
 
 def refusal(setting: str, first: Mapping[str, Any]) -> str:
-    """Turn a complaint of pydantic's into a line that names the setting, its value and what is allowed."""
-    message = str(first["msg"]).removeprefix("Input should be ")
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    return f"{setting} is {first['input']!r}: it must be {message}"
+    """Return pydantic's error as a sentence that names the setting, its value and the constraint."""
+    if first["type"] == "value_error":
+        return f"{setting}: {first['ctx']['error']}"
+    return f"{setting} is {first['input']!r}: {must(str(first['msg']))}"
+
+
+def must(message: str) -> str:
+    """Return a message with pydantic's words as part of a sentence: ``it must have at least 1 character``."""
+    said = re.sub(r"\b[A-Z]\w+ should (.+?)(, unable to .+| after validation, .+)?$", r"it must \1", message)
+    return said.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

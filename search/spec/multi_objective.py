@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ Direction = Literal["maximize", "minimize"]
 USUAL = {"sampler": "curves", "pruner": "asha"}
 
 _BOUND = re.compile(r"(<=|>=)\s*(\S+)")
-_NAMED = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")
+_NAMED_BOUND = re.compile(r"([^<>=]+?)\s*((?:<=|>=|<|>|=).*)")
+_NAMED_DIRECTION = re.compile(r"([^=]+?)\s*=\s*(.*)")
 
 
 @dataclass(frozen=True)
@@ -49,106 +51,65 @@ class Bound:
 
 def bounds_of(constraints: Mapping[str, str]) -> tuple[Bound, ...]:
     """Return the bounds of constraints that were checked: ``{"model_mb": "<= 10"}``."""
-    found = []
-    for metric, text in constraints.items():
-        match = _BOUND.fullmatch(text.strip())
-        assert match is not None
-        found.append(Bound(metric, match[1], float(match[2])))
-    return tuple(found)
+    parts = ((metric, *text.split()) for metric, text in constraints.items())
+    return tuple(Bound(metric, sign, float(limit)) for metric, sign, limit in parts)
 
 
-def constraints_given(given: Any) -> Any:
-    """Return constraints as a table; a flag has them with commas between, and none is no setting.
+def constraints_given(given: Any) -> dict[str, str] | None:
+    """Return constraints as a table; None if there are none.
 
     Raises:
         ValueError: one cannot be read; one line names it and says how it is written.
     """
-    if isinstance(given, str):
-        given = _named_bounds(given)
-    if given is None or given == {}:
-        return None
-    if not isinstance(given, Mapping):
-        raise ValueError(f"constraints is {given!r}: give a table of metrics and bounds, such as {{model_mb: '<= 10'}}")
-    _once("constraints", given)
-    return {_metric("constraints", metric): _bound(str(metric), text) for metric, text in given.items()}
-
-
-def _named_bounds(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if not text.strip(" ,"):
-        raise ValueError("--constraints is empty: give METRIC<=NUMBER or METRIC>=NUMBER, or leave it out")
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _NAMED.fullmatch(part)
-        if match is None:
-            raise ValueError(f"--constraints {part!r}: write it as METRIC<=NUMBER or METRIC>=NUMBER")
-        if match[1] in found:
-            raise ValueError(f"--constraints: {match[1]} has two bounds: leave one out")
-        found[match[1]] = match[2]
-    return found
+    found = _by_metric("constraints", given, _NAMED_BOUND, "METRIC<=NUMBER or METRIC>=NUMBER")
+    return {metric: _bound(metric, text) for metric, text in found.items()} or None
 
 
 def _bound(metric: str, text: object) -> str:
     match = _BOUND.fullmatch(str(text).strip())
-    try:
-        limit = float(match[2]) if match else math.nan
-    except ValueError:
-        limit = math.nan
-    if match is None or not math.isfinite(limit):
-        raise ValueError(
-            f"--constraints: {metric} {str(text).strip()!r} is no bound: write <= or >= and a number, such as '<= 10'"
-        )
-    return f"{match[1]} {limit!r}"
+    with suppress(ValueError):
+        if match and math.isfinite(limit := float(match[2])):
+            return f"{match[1]} {limit!r}"
+    raise ValueError(
+        f"--constraints: {metric} {str(text).strip()!r} is no bound: write <= or >= and a number, such as '<= 10'"
+    )
 
 
-def directions_given(given: Any) -> Any:
-    """Return directions as a table; a flag has them with commas between, and none is no setting.
+def directions_given(given: Any) -> dict[str, Direction] | None:
+    """Return directions as a table; None if there are none.
 
     Raises:
         ValueError: they cannot be read, or one metric is there twice.
     """
+    found = _by_metric("directions", given, _NAMED_DIRECTION, "METRIC=maximize or METRIC=minimize")
+    for metric, way in found.items():
+        if way not in ("maximize", "minimize"):
+            raise ValueError(f"--directions: {metric}={way}: a direction is maximize or minimize")
+    return found or None
+
+
+def _by_metric(setting: str, given: Any, pattern: re.Pattern[str], form: str) -> dict[str, Any]:
+    """Return a setting with a value for each metric as a table; a text has parts of this form, separated by commas.
+
+    Raises:
+        ValueError: it cannot be read, or one metric is there twice.
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else []
     if isinstance(given, str):
-        given = _named_ways(given)
-    if given is None or given == {}:
-        return None
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"directions is {given!r}: give a table of metrics and directions, such as {{accuracy: maximize, "
-            "latency_ms: minimize}"
-        )
-    _once("directions", given)
-    return {_metric("directions", metric): _way(str(metric), way) for metric, way in given.items()}
-
-
-def _named_ways(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if not text.strip(" ,"):
-        raise ValueError("--directions is empty: give METRIC=maximize or METRIC=minimize, or leave it out")
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        metric, sign, way = (word.strip() for word in part.partition("="))
-        if not sign or not metric:
-            raise ValueError(f"--directions {part!r}: write it as METRIC=maximize or METRIC=minimize")
-        if metric in found:
-            raise ValueError(f"--directions: {metric} is given two directions: leave one out")
-        found[metric] = way
+        for part in map(str.strip, given.strip(" ,").split(",")):
+            if (match := pattern.fullmatch(part)) is None:
+                raise ValueError(f"--{setting} {part!r}: write it as {form}, or leave it out")
+            pairs.append((match[1], match[2]))
+    elif not isinstance(given, Mapping | None):
+        raise ValueError(f"{setting} is {given!r}: give a table by metric, or a text such as {form}")
+    found: dict[str, Any] = {}
+    for metric, value in pairs:
+        if not isinstance(metric, str) or not (name := metric.strip()):
+            raise ValueError(f"--{setting}: {metric!r} names no metric")
+        if name in found:
+            raise ValueError(f"--{setting}: {name} is there twice: leave one out")
+        found[name] = value
     return found
-
-
-def _once(setting: str, given: Mapping[Any, Any]) -> None:
-    names = [str(metric).strip() for metric in given]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"--{setting}: {twice} is there twice: leave one out")
-
-
-def _metric(setting: str, metric: object) -> str:
-    if not isinstance(metric, str) or not metric.strip():
-        raise ValueError(f"--{setting}: {metric!r} names no metric")
-    return metric.strip()
-
-
-def _way(metric: str, way: object) -> str:
-    if way not in ("maximize", "minimize"):
-        raise ValueError(f"--directions: {metric}={way}: a direction is maximize or minimize")
-    return str(way)
 
 
 def metrics_of(given: dict[str, Any]) -> dict[str, Any]:

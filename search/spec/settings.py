@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpsearch.search.errors import SearchError
+from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.spec.multi_objective import USUAL, constraints_given, metrics_of
-from hpsearch.search.spec.spec import BUDGETS, MOST_TRIALS, StudySpec, parse_spec, typed
+from hpsearch.search.spec.spec import BUDGETS, KEYS, MOST_TRIALS, StudySpec, parse_spec, typed
 
 if TYPE_CHECKING:  # a wrong setting is rejected before torch is loaded
     from hpsearch.objectives.objective import BaseObjective
@@ -62,6 +65,28 @@ def parse_options(flag: str, pairs: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             raise SearchError(f"{flag} {pair!r}: the value cannot be read") from None
     return options
+
+
+# A flag, or a command, whose flags stay.
+_FLAG = re.compile(r"hpsearch [^:;,]*|OBJECTIVE|--[a-z]+(-(?!option)[a-z]+)*(?![a-z-])")
+
+
+@contextmanager
+def keys_in_errors(keys: Container[str] | None = None) -> Iterator[None]:
+    """Name settings in errors by their keys, as a program or a spec file has them, and not by their flags.
+
+    Args:
+        keys: the settings that were given by their keys; None for all.
+    """
+
+    def key_of(match: re.Match[str]) -> str:
+        key = KEYS.get(match[0], match[0].removeprefix("--").replace("-", "_"))
+        return match[0] if match[0].startswith("hpsearch ") or not (keys is None or key in keys) else key
+
+    try:
+        yield
+    except SearchError as error:
+        raise SearchError(_FLAG.sub(key_of, str(error))) from None
 
 
 def check_settings(settings: dict[str, Any]) -> None:
@@ -128,11 +153,9 @@ def metrics_given(given: dict[str, Any], objective: BaseObjective) -> dict[str, 
     from hpsearch.objectives.training.evaluation.metrics import DIRECTIONS
 
     ways = given.get("directions", dict(objective.directions) if "metric" not in given else None)
-    try:
+    with as_search_error():
         asked = metrics_of({**{key: given[key] for key in ("metric", "direction") if key in given}, "directions": ways})
         constraints = constraints_given(given.get("constraints", dict(objective.constraints)))
-    except ValueError as error:
-        raise SearchError(str(error)) from None
     metric = asked.setdefault("metric", objective.metric)
     own_way = objective.direction if metric == objective.metric else DIRECTIONS.get(metric, objective.direction)
     return {"direction": own_way, **asked, "constraints": constraints}

@@ -27,11 +27,13 @@ from hpsearch.search.spec.multi_objective import (
     directions_given,
     metrics_of,
 )
+from hpsearch.storage.urls import Addresses
 
 SPEC_VERSION: Literal[1] = 1
 
 # What a user types for a setting is the flag of its name, but for these; messages speak of it.
 FLAGS = {"n_trials": "--trials", "objective": "OBJECTIVE"}
+KEYS = {flag: key for key, flag in FLAGS.items()}
 BUDGETS = ("n_trials", "budget_epochs", "budget_seconds")
 IN_FILES_ONLY = frozenset({"version", "retry_on", "finalists_of"})
 
@@ -285,33 +287,26 @@ class StudySpec(Options):
         return {**given, **{key: {"name": usual[key], **kinds[key]} for key in usual if isinstance(kinds[key], dict)}}
 
     @model_validator(mode="after")
-    def _for_several(self) -> Self:
+    def _agree(self) -> Self:
+        """Check the settings against each other, and complete the pruner."""
         if self.several:
             self.sampler.for_several()
             self.pruner.for_several()
             if self.stop_when is not None:
                 raise ValueError("--stop-when: what several metrics gain is no one number: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _reported_metric(self) -> Self:
         known = [self.metric, *self.also_reported]
         if (named := self.pruner.names_metric()) is not None and named not in known:
             raise ValueError(
                 f"pruner.metric {named!r} is none of the study's ({', '.join(known)}): name one of these, or add it to "
                 "--constraints"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _complete_pruner(self) -> Self:
         self.__dict__["pruner"] = self.pruner.for_epochs(self.epochs)
+        if self.warm_start is not None:
+            self._check_warm_start(self.warm_start)
+        self.sampler.for_trials(self.n_trials)
         return self
 
-    @model_validator(mode="after")
-    def _warm_sampler(self) -> Self:
-        if self.warm_start is None:
-            return self
+    def _check_warm_start(self, earlier: list[str]) -> None:
         if not self.sampler.warm_starts:
             can = " or ".join(sorted(name for name, kind in SamplerSpec.kinds.items() if kind.warm_starts))
             raise ValueError(
@@ -320,14 +315,35 @@ class StudySpec(Options):
             )
         if self.several:
             raise ValueError("--warm-start: earlier studies tell of one metric, and this one has several: leave it out")
-        if self.name in self.warm_start:
+        if self.name in earlier:
             raise ValueError(f"--warm-start: {self.name} is the study itself: name earlier ones")
-        return self
 
-    @model_validator(mode="after")
-    def _enough_configurations(self) -> Self:
-        self.sampler.for_trials(self.n_trials)
-        return self
+
+class Settings(Addresses, total=False):
+    """Settings of a study, as docs/reference/settings.md explains them, and its addresses."""
+
+    name: str | None
+    n_trials: int | None
+    epochs: int | None
+    metric: str | None
+    direction: str | None
+    directions: Mapping[str, str] | str | None
+    constraints: Mapping[str, str] | str | None
+    sampler: str | Mapping[str, Any] | None
+    warm_start: str | list[str] | None
+    pruner: str | Mapping[str, Any] | None
+    default_first: bool | None
+    seed: int | None
+    retries: int | None
+    retry_on: list[str] | None
+    timeout: float | None
+    budget_epochs: int | None
+    budget_seconds: float | None
+    stop_when: float | None
+    models: str | None
+    top_models: int | None
+    tensorboard: Path | str | None
+    wandb: str | None
 
 
 def typed(setting: str) -> str:
@@ -359,12 +375,12 @@ def parse_spec(values: dict[str, Any]) -> StudySpec:
 
 
 def _first_line(error: ValidationError) -> str:
-    """Turn pydantic's first complaint into one line that names the setting and its value."""
+    """Return pydantic's first error as one line that names the setting and its value."""
     first = error.errors(include_url=False)[0]
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
     where = ".".join(map(str, first["loc"]))
     setting, value = typed(where), first["input"]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
     if first["type"] == "missing":
         return f"{setting} is not set: give it in the spec file or as a flag"
     if where == "name":
@@ -373,6 +389,5 @@ def _first_line(error: ValidationError) -> str:
             "a letter or digit first"
         )
     if where.startswith("retry_on"):
-        kinds = ", ".join(repr(k) for k in ("lost", "error", "memory"))
-        return f'retry_on: {value!r} is no list of {kinds}, such as ["lost", "memory"]'
+        return f"retry_on: {value!r} is no list of 'lost', 'error', 'memory', such as [\"lost\", \"memory\"]"
     return refusal(setting, first)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import optuna
 import sqlalchemy as sa
 import torch
@@ -18,6 +19,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import RandomSampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.errors import MetricError, users_code
@@ -25,21 +27,26 @@ from hpsearch.objectives.loading import load_objective, objective_reference, sou
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.search.console import command
-from hpsearch.search.errors import SearchError
+from hpsearch.search.console import command, steps
+from hpsearch.search.curves.earlier import EARLIER, Earlier
+from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
-from hpsearch.search.services import Services
+from hpsearch.search.services import Services, find_services
 from hpsearch.search.spec.settings import metrics_given, resolve
-from hpsearch.search.spec.spec import StudySpec, parse_spec, searched_by
-from hpsearch.search.study.enqueue import default_params, enqueue, require_room, waiting_trial
-from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study, note_release
-from hpsearch.storage.attributes import FOLDER, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.search.spec.spec import StudySpec, searched_by
+from hpsearch.search.study.checkpoints import note_checkpoints
+from hpsearch.search.study.enqueue import Configurations, default_params, read_rows, require_room, waiting_trial
+from hpsearch.search.study.enqueue import enqueue as enqueue_missing
+from hpsearch.search.study.study import StoredStudy, find_study, judge_by_metrics, load_study
+from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
+from hpsearch.storage.checkpoints.store import Checkpoints
 from hpsearch.storage.database.locks import LockLostError, name_lock, still_held
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
 from hpsearch.storage.study_storage.studies import set_attrs_by
 from hpsearch.storage.trials.budget import open_spending
 from hpsearch.storage.trials.claims import running_now
+from hpsearch.storage.urls import Addresses
 
 DRAWS = 50  # configurations by which a search space is known before there are trials: enough to see its branches
 
@@ -65,17 +72,16 @@ def told_by_earlier(storage: PostgresStorage, spec: StudySpec, objective: BaseOb
                 f"--warm-start {name}: its trials have none of the parameters of {objective.name} ({has}): "
                 "name a study of the same parameters, or leave it out"
             )
-    try:
-        return spec.sampler.earlier(
+    with as_search_error("--warm-start "):
+        told = Earlier.of(
             found,
             distributions=distributions,
             drawn=drawn,
             direction=StudyDirection[spec.direction.upper()],
             epochs=spec.epochs,
-            seed=spec.seed,
+            random=np.random.default_rng(spec.seed),
         )
-    except ValueError as error:
-        raise SearchError(f"--warm-start {error}") from None
+    return {EARLIER: told.to_json()}
 
 
 def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution], list[dict[str, Any]]]:
@@ -94,12 +100,9 @@ def search_space(objective: BaseObjective) -> tuple[dict[str, BaseDistribution],
 
 
 def _earlier(storage: PostgresStorage, spec: StudySpec, name: str) -> StoredStudy:
-    try:
+    with as_search_error(f"--warm-start {name}: ", SearchError):
         study = load_study(storage, name)
-    except SearchError as error:
-        raise SearchError(f"--warm-start {name}: {error}") from None
-    if (of := study.spec.finalists_of) is not None:
-        raise SearchError(f"--warm-start {name}: it holds {of.what}: name {of.study} instead")
+        study.require_search("name {study} instead")
     if study.spec.direction != spec.direction:
         raise SearchError(
             f"--warm-start {name}: it is to {study.spec.direction} {study.spec.metric}, this study is to "
@@ -154,27 +157,28 @@ def create_or_join(
                 f"{command('finalists', searched)}, or choose another --name"
             )
         spec = _fitted(resolve(settings, objective), settings, objective)
-        _check_budget(spec)
+        if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
+            raise SearchError(
+                f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs: none would "
+                "run to its end; raise it, or lower --epochs"
+            )
         check(spec)
         rehearse(objective, spec)
         return spec
 
     def once() -> tuple[StoredStudy, bool]:
         with name_lock(storage.engine, name) as lock:
-            study_id = find_study(storage, name)
-            stored = None if study_id is None else storage.get_study_user_attrs(study_id).get(SPEC)
-            if study_id is not None and stored is not None:
-                study = _joined(StoredStudy(parse_spec(stored), storage, study_id), settings, objective)
-                check(study.spec)
-            else:
-                if study_id is not None and storage.get_n_trials(study_id):
-                    raise SearchError(f"study {name!r} exists and was not made by hpsearch: choose another --name")
-                study = _created(storage, study_id, new_spec(), objective, enqueued, lock)
+            if find_study(storage, name) is None:
+                study = _created(storage, new_spec(), objective, enqueued, lock)
                 made.append(study.study_id)
                 name_metric(storage, study.spec)
-                note_release(study)
-        if enqueued and stored is not None:
-            enqueue(study, enqueued)
+                return study, True
+            study = load_study(storage, name)
+            study.require_search("run them with {go_on}, or choose another --name")
+            resolve(settings, objective, study.spec)
+            check(study.spec)
+        if enqueued:
+            enqueue_missing(study, enqueued)
         return study, bool(made)
 
     return retrying(also=LockLostError)(once)
@@ -182,55 +186,34 @@ def create_or_join(
 
 def _fitted(spec: StudySpec, settings: dict[str, Any], objective: BaseObjective) -> StudySpec:
     """Return the spec of a new study with the sampler fitted to the objective's search space."""
-    try:
+    with as_search_error():
         sampler = spec.sampler.for_objective(objective)
         n_trials = settings.get("n_trials", sampler.most() or spec.n_trials)
         sampler.for_trials(n_trials)
-    except ValueError as error:
-        raise SearchError(str(error)) from None
     return spec.model_copy(update={"sampler": sampler, "n_trials": n_trials})
-
-
-def _joined(study: StoredStudy, settings: dict[str, Any], objective: BaseObjective) -> StoredStudy:
-    """Return the stored study.
-
-    Raises:
-        SearchError: it holds finalists, or its spec differs from the settings.
-    """
-    if (of := study.spec.finalists_of) is not None:
-        raise SearchError(
-            f"study {study.spec.name!r} holds {of.what}: run them with {study.go_on}, or choose another --name"
-        )
-    resolve(settings, objective, study.spec)
-    return study
 
 
 def _created(
     storage: PostgresStorage,
-    study_id: int | None,
     spec: StudySpec,
     objective: BaseObjective,
     enqueued: Sequence[FrozenTrial],
     lock: sa.Connection,
 ) -> StoredStudy:
-    """Create the study, or fill one without a spec, which a process left that was killed."""
-    earlier = told_by_earlier(storage, spec, objective)
-    trials, attrs, fill = (
-        _first_trials(spec, objective, enqueued),
-        _first_attrs(spec, objective),
-        _filling(spec, earlier),
-    )
-    if study_id is None:
-        still_held(lock)
-        study_id = storage.create_filled_study(
-            study_directions(spec), spec.name, user_attrs=attrs, trials=trials, also=fill
-        )
-    else:
-        storage.import_trials(study_id, trials)
-        with storage.engine.begin() as connection:
-            fill(connection, study_id)
-        for key, value in attrs.items():
-            storage.set_study_user_attr(study_id, key, value)
+    """Create the study with its attributes and first trials, in one transaction."""
+    earlier, trials = told_by_earlier(storage, spec, objective), _first_trials(spec, objective, enqueued)
+    folder = f"{spec.name}-{secrets.token_hex(8)}"
+    release = version("hpsearch")
+    attrs = {SOURCE: source_hash(objective), FOLDER: folder, RELEASE: release, SPEC: spec.model_dump()}
+
+    def fill(connection: sa.Connection, study_id: int) -> None:
+        if spec.metered:
+            open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
+        set_attrs_by(connection, study_id, earlier, kind="system")
+
+    still_held(lock)
+    directions = study_directions(spec)
+    study_id = storage.create_filled_study(directions, spec.name, user_attrs=attrs, trials=trials, also=fill)
     return StoredStudy(spec, storage, study_id)
 
 
@@ -249,31 +232,6 @@ def _first_trials(spec: StudySpec, objective: BaseObjective, enqueued: Sequence[
     return [waiting_trial(default, "default"), *others]
 
 
-def _first_attrs(spec: StudySpec, objective: BaseObjective) -> dict[str, Any]:
-    """Return what a new study has; the spec is last: one that has it is whole."""
-    folder = f"{spec.name}-{secrets.token_hex(8)}"
-    return {SOURCE: source_hash(objective), FOLDER: folder, SPEC: spec.model_dump()}
-
-
-def _filling(spec: StudySpec, earlier: Mapping[str, Any]) -> Callable[[sa.Connection, int], None]:
-    """Return what gives a new study its budgets in epochs and seconds, and what earlier studies tell it."""
-
-    def fill(connection: sa.Connection, study_id: int) -> None:
-        if spec.metered:
-            open_spending(connection, study_id, epochs=spec.budget_epochs, seconds=spec.budget_seconds)
-        set_attrs_by(connection, study_id, earlier, kind="system")
-
-    return fill
-
-
-def _check_budget(spec: StudySpec) -> None:
-    if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
-        raise SearchError(
-            f"--budget-epochs {spec.budget_epochs} is less than one full trial of {spec.epochs} epochs: none would run "
-            "to its end; raise it, or lower --epochs"
-        )
-
-
 def name_metric(storage: PostgresStorage, spec: StudySpec) -> None:
     """Tell the dashboard what the values of a study are."""
     with warnings.catch_warnings():
@@ -286,33 +244,50 @@ def study_directions(spec: StudySpec) -> list[optuna.study.StudyDirection]:
     return [optuna.study.StudyDirection[way.upper()] for way in spec.ways.values()]
 
 
-def prepare_study(
-    services: Services,
+def begin_search(
     settings: dict[str, Any],
-    objective: BaseObjective,
-    enqueued: Sequence[FrozenTrial] = (),
+    where: Addresses,
+    console: Console,
+    enqueue: Configurations | None = None,
     *,
+    tracking_required: bool = False,
     check: Callable[[StudySpec], None] = lambda _: None,
-) -> tuple[StoredStudy, bool]:
-    """Create or join the study and make it ready for workers; return it and whether it is new.
+) -> tuple[Services, StoredStudy, bool]:
+    """Create or join the study that `settings` describe and make it ready for workers.
 
     Args:
-        services: where it is kept.
-        settings: of it.
-        objective: that it searches.
-        enqueued: trials that it is to run before others.
-        check: raises where the spec cannot be run on this machine; called before a study is created or joined.
+        settings: settings that were given, checked.
+        where: addresses of its services.
+        console: receives each step.
+        enqueue: configurations that run before others.
+        tracking_required: whether the tracking server has to answer now.
+        check: called before a study is created or joined; raises if this machine cannot run the spec.
+
+    Returns:
+        The services, the study, and whether it is new.
 
     Raises:
         SearchError: a setting is wrong or differs from the stored spec.
+        ObjectiveError: the objective cannot be searched.
+        StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = open_storage(services.storage_url, application_name="hpsearch run")
-    study, created = create_or_join(storage, settings, objective, check=check, rehearse=rehearse, enqueued=enqueued)
-    tracking = services.open_tracking()
-    study.set_attr(TRACKING_URI, tracking.uri)
-    start_clock(study)
-    return study, created
+    checkpoint_url = where.get("checkpoint_url")
+    if checkpoint_url is not None:
+        Checkpoints(checkpoint_url).check()
+    with steps(console) as tell:
+        tell("loading the objective")
+        settings, objective = load_for_search(settings)
+        enqueued = read_rows(enqueue, objective) if enqueue else []
+        services = find_services(where, both=True, tracking_required=tracking_required, progress=tell)
+        tell("opening the study")
+        storage = open_storage(services.storage_url, application_name="hpsearch run")
+        study, created = create_or_join(storage, settings, objective, check=check, rehearse=rehearse, enqueued=enqueued)
+        study.set_attr(TRACKING_URI, services.open_tracking().uri)
+        start_clock(study)
+        if checkpoint_url is not None:
+            note_checkpoints(study, checkpoint_url)
+    return services, study, created
 
 
 def start_clock(study: StoredStudy) -> None:
@@ -387,9 +362,6 @@ def suggested(objective: BaseObjective, spec: StudySpec) -> Any:
     Raises:
         ObjectiveError: with the file and line of a mistake in the objective's `suggest`.
     """
-    from hpsearch.objectives.errors import users_code
-
-    logging.getLogger("optuna").setLevel(logging.WARNING)
     scratch = optuna.create_study(
         sampler=make_sampler(spec.sampler, study_seed=spec.seed, trial_number=0, epochs=spec.epochs)
     )

@@ -15,7 +15,7 @@ from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
 from hpsearch.search.console import command, counted
-from hpsearch.search.errors import SearchError
+from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import ORIGIN
@@ -104,10 +104,8 @@ def _waiting(source: str, unit: str, rows: Iterable[tuple[int, Given]], objectiv
     found: list[tuple[dict[str, Any], int]] = []
     for place, space in rows:
         where = f"--enqueue {source}: {unit} {place}"
-        try:
+        with as_search_error(f"{where}: ", NotInSpaceError):
             params = asked_for(objective, space)
-        except NotInSpaceError as error:
-            raise SearchError(f"{where}: {error}") from None
         if not params:
             raise SearchError(f"{where}: no parameter has a value")
         if same := next((before for earlier, before in found if earlier == params), None):

@@ -73,9 +73,12 @@ def rank_trials(
     if len(maximize) > 1:
         order = fronts.best_first(losses_of([trial.values for trial in ended], maximize))
         return [ended[place] for place in order]
-    values = {trial.number: float(trial.values[0]) for trial in ended}
-    by_number = {trial.number: trial for trial in ended}
-    return [by_number[number] for number in best_first(values, maximize=maximize[0])]
+    return _by_first_metric(ended, maximize)
+
+
+def _by_first_metric(trials: Iterable[FrozenTrial], maximize: Sequence[bool]) -> list[FrozenTrial]:
+    sign = -1 if maximize[0] else 1
+    return sorted(trials, key=lambda trial: (sign * trial.values[0], trial.number))
 
 
 def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasible: bool = False) -> list[FrozenTrial]:
@@ -85,7 +88,6 @@ def front_of(trials: Iterable[FrozenTrial], maximize: Sequence[bool], *, infeasi
     """
     ended = _ended(trials, infeasible=infeasible)
     if len(maximize) == 1:
-        return rank_trials(ended, maximize, infeasible=infeasible)[:1]
+        return _by_first_metric(ended, maximize)[:1]
     members = [ended[place] for place in fronts.front(losses_of([trial.values for trial in ended], maximize))]
-    sign = -1 if maximize[0] else 1
-    return sorted(members, key=lambda trial: (sign * trial.values[0], trial.number))
+    return _by_first_metric(members, maximize)

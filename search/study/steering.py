@@ -178,15 +178,9 @@ def retry_trial(study: StoredStudy, number: int, *, from_start: bool = False) ->
 
 
 def _why_not(trial: FrozenTrial) -> str:
-    match trial.state:
-        case TrialState.PRUNED:
-            return f"it was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
-        case TrialState.RUNNING:
-            return "it is running"
-        case TrialState.WAITING:
-            return "it is waiting already"
-        case _:
-            return f"it is {trial.state.name}"
+    if trial.state == TrialState.PRUNED:
+        return f"it was pruned ({trial.user_attrs.get(REASON, 'by another program')})"
+    return f"it is {trial.state.name.lower()}"
 
 
 def find_trial(study: StoredStudy, number: int) -> FrozenTrial:

@@ -97,6 +97,19 @@ class StoredStudy:
             return command("finalists", of.study) if of.refit is None else command("promote", of.study, "--refit")
         return command("run", self.spec.objective, "--name", self.spec.name)
 
+    def require_search(self, remedy: str) -> None:
+        """Reject a study that holds the finalists, or the refit, of another.
+
+        Args:
+            remedy: what to do instead; ``{study}`` is the name of the other study, ``{go_on}`` the command to continue.
+
+        Raises:
+            SearchError: it holds finalists or a refit.
+        """
+        if (of := self.spec.finalists_of) is not None:
+            instead = remedy.format(study=of.study, go_on=self.go_on)
+            raise SearchError(f"study {self.spec.name!r} holds {of.what}: {instead}")
+
     def set_attr(self, key: str, value: Any) -> None:
         """Set a user attribute of the study."""
         self.storage.set_study_user_attr(self.study_id, key, value)
@@ -155,7 +168,7 @@ def load_study(storage: PostgresStorage, name: str) -> StoredStudy:
         raise SearchError(f"no study {name!r}{hint}")
     stored = storage.get_study_user_attrs(study_id).get(SPEC)
     if stored is None:
-        raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch")
+        raise SearchError(f"study {name!r} has no spec: it was not made by hpsearch; choose another name")
     return StoredStudy(parse_spec(stored), storage, study_id)
 
 
@@ -273,11 +286,6 @@ def with_tracking(services: Services, study: StoredStudy, *, required: bool = Fa
     """
     uri = tracking_uri_of(services, study)
     return replace(services, tracking_uri=uri, tracking_away=why_away(uri, required=required))
-
-
-def note_release(study: StoredStudy) -> None:
-    """Note at a study that is new which release made it."""
-    study.set_attr(RELEASE, version("hpsearch"))
 
 
 def check_release(study: StoredStudy) -> None:

@@ -124,7 +124,7 @@ def _result(
     if not pointers:
         raise SearchError("its checkpoint is gone, and the machine that trained it has not sent its model")
     last = folder / "last.pt"
-    checkpoints.files.get(pointers[0].stored, last)
+    checkpoints.files.get(next(iter(pointers.values())), last)
     state = checkpoint.read(last)
     best = checkpoint.promotable(state)
     if best["value"] != first_value(trial):

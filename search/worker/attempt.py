@@ -113,22 +113,14 @@ class Attempt:
         config, params = suggest(context.objective, context.sampled, self._claim, spec)
         self._tracked.log_params(params)
         self._session = TrialSession(context, self._claim, self._run_dir, log_epoch=self._tracked.log_epoch)
-        job = Job(
-            trial=self._claim.number,
-            attempt=self._claim.attempt,
-            objective=spec.objective,
-            metric=spec.metric,
-            direction=spec.direction,
-            also=spec.also_reported,
-            config=config,
-            plan=RunPlan(
-                epochs=spec.epochs,
-                seed=training_seed(spec, self._claim.number),
-                split_seed=spec.seed,
-                division=division_seed(spec, self._claim.number),
-                refit=spec.refit,
-            ),
+        plan = RunPlan(
+            epochs=spec.epochs,
+            seed=training_seed(spec, self._claim.number),
+            split_seed=spec.seed,
+            division=division_seed(spec, self._claim.number),
+            refit=spec.refit,
         )
+        job = Job(spec, config, plan)
         return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
 
     def _settle(self, result: RunResult) -> Ended:
@@ -160,7 +152,7 @@ class Attempt:
             best = {**spec.asked(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.ways]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)
-        session.forget(but_last=kept)
+        session.kept.forget(but_last=kept)
         remove_earlier(self._context.runs_dir, self._claim)
         return ended
 

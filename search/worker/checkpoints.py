@@ -16,7 +16,7 @@ import tenacity
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.training.reproducibility.checkpoint import CheckpointError, RunFiles
 from hpsearch.search.study.checkpoints import StudyCheckpoints
-from hpsearch.storage.checkpoints.pointers import Pointer, read_pointers
+from hpsearch.storage.checkpoints.pointers import read_pointers
 from hpsearch.storage.checkpoints.store import Stored, checkpoint_of, is_file, part_of
 from hpsearch.storage.database.retry import retrying
 from hpsearch.storage.errors import CheckpointStoreError, StoredCheckpointError
@@ -37,7 +37,10 @@ class TrialCheckpoints:
     """The checkpoints of one attempt at a trial.
 
     A state is saved to the run directory and under the study's URL. It counts once the statement that reports its
-    epoch has written its pointer (:attr:`pending`). A store that is full or away costs checkpoints, not the trial.
+    epoch has written its pointer. A store that is full or away costs checkpoints, not the trial.
+
+    Attributes:
+        pending: the stored state whose pointer is to be written; None if the last one was not stored, or counts.
     """
 
     def __init__(self, study: StudyCheckpoints, files: RunFiles, claim: Claim) -> None:
@@ -45,10 +48,10 @@ class TrialCheckpoints:
         self._files = files
         self._claim = claim
         self._folder = f"{study.folder}/{claim.number:04d}"
-        self._known: list[Pointer] = []  # in the database, as far as this attempt knows
+        self._known: dict[int, Stored] = {}  # by epoch: those in the database, as far as this attempt knows
         self._parts: dict[str, list[str]] = {}  # of a checkpoint, both by their paths in the store
         self._failing = False
-        self.pending: Pointer | None = None
+        self.pending: Stored | None = None
 
     def save(self, state: dict[str, Any], *, best: bool) -> None:
         """Save the state after an epoch and put it into the store.
@@ -65,14 +68,14 @@ class TrialCheckpoints:
                 raise
             if not self._files.best_path.exists():
                 self._files.write_best(state)
-            self._put_last(epoch, f"{epoch:04d}", state)
+            self._put_last(f"{epoch:04d}", state)
 
     def save_within(self, state: dict[str, Any]) -> None:
         """Save a mid-epoch state and put it into the store, in place of the state after the epoch before."""
         epoch = len(state["history"]) - 1
         with self._failure_costs_the_checkpoint(epoch):
             self._files.save_last(state)
-            self._put_last(epoch, f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state)
+            self._put_last(f"{epoch + 1:04d}.{state['within']['sums']['steps']}", state)
 
     @contextlib.contextmanager
     def _failure_costs_the_checkpoint(self, epoch: int) -> Iterator[None]:
@@ -84,42 +87,40 @@ class TrialCheckpoints:
         else:
             self._failing = False
 
-    def _put_last(self, epoch: int, name: str, state: dict[str, Any]) -> None:
+    def _put_last(self, name: str, state: dict[str, Any]) -> None:
         path = f"{self._folder}/{name}-{self._claim.attempt}.pt"
         parts = _parts(path, state)
         try:
             for local, part in parts.items():  # before the file that names them, which alone makes them count
                 self._study.files.put(self._files.shards / local, name=part.path, sha256=part.sha256)
-            stored = self._study.files.put(self._files.last_path, name=path)
+            pending = self._study.files.put(self._files.last_path, name=path)
         except (OSError, CheckpointStoreError):
             self._remove([part.path for part in parts.values()])
             raise
         self._parts[path] = [part.path for part in parts.values()]
-        self.pending = Pointer(epoch, self._claim.attempt, stored)
+        self.pending = pending
 
     def _warn(self, epoch: int, error: Exception) -> None:
         if self._failing:
             return
         self._failing = True
-        known = max((pointer.epoch for pointer in self._known), default=None)
-        where = "from its beginning" if known is None or known < 0 else f"after epoch {known + 1}"
+        known = max(self._known, default=-1)
+        where = "from its beginning" if known < 0 else f"after epoch {known + 1}"
         log.warning(
             "trial %d: no checkpoint of epoch %d: %s; the trial goes on, and would be resumed %s",
             *(self._claim.number, epoch + 1, error, where),
         )
 
     @kill_point("remove superseded checkpoints")
-    def committed(self) -> None:
-        """Take note that the pending pointer is in the database, and remove the files that it supersedes."""
+    def committed(self, epoch: int) -> None:
+        """Record that the pending state of `epoch` is in the database, and remove the files that it supersedes."""
         if self.pending is None:
             return
-        newest = self.pending
         # As the database does it: the one before stays, for two survive a torn file.
-        before = max((p.epoch for p in self._known if p.epoch < newest.epoch), default=newest.epoch)
-        gone = [p for p in self._known if p.epoch < before or p.epoch == newest.epoch]
-        self._known = [*(p for p in self._known if p not in gone), newest]
-        self.pending = None
-        self._remove([path for p in gone for path in (p.stored.path, *self._parts.pop(p.stored.path, ()))])
+        before = max((e for e in self._known if e < epoch), default=epoch)
+        gone = [self._known.pop(e).path for e in list(self._known) if e < before or e == epoch]
+        self._known[epoch], self.pending = self.pending, None
+        self._remove([path for of in gone for path in (of, *self._parts.pop(of, ()))])
 
     @kill_point("restore checkpoint")
     def restore(self) -> dict[str, Any] | None:
@@ -134,13 +135,13 @@ class TrialCheckpoints:
         if self._claim.attempt > 1:
             self._known = retrying()(read_pointers, self._study.engine, self._claim.trial_id)
             self._sweep()
-        for pointer in self._known:
+        for epoch, stored in self._known.items():
             try:
-                self._bring(pointer)
+                self._bring(stored)
                 state = self._files.read(self._files.last_path)
-                self._bring_parts(pointer, state)
+                self._bring_parts(stored, state)
             except (StoredCheckpointError, CheckpointError) as error:
-                log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, pointer.epoch + 1, error)
+                log.warning("trial %d: epoch %d cannot be resumed: %s", self._claim.number, epoch + 1, error)
                 continue
             self._begin_from(state)
             return state
@@ -163,15 +164,15 @@ class TrialCheckpoints:
             self._warn(len(state["history"]) - 1, error)
 
     @kill_point("fetch checkpoint")
-    def _bring(self, pointer: Pointer) -> None:
+    def _bring(self, stored: Stored) -> None:
         for path in (self._files.last_path, self._files.previous_path):
-            if is_file(path, pointer.stored):
+            if is_file(path, stored):
                 path.replace(self._files.last_path)
                 return
-        _waiting(self._study.files.get, pointer.stored, self._files.last_path)
+        _waiting(self._study.files.get, stored, self._files.last_path)
 
-    def _bring_parts(self, pointer: Pointer, state: dict[str, Any]) -> None:
-        for local, part in _parts(pointer.stored.path, state).items():
+    def _bring_parts(self, stored: Stored, state: dict[str, Any]) -> None:
+        for local, part in _parts(stored.path, state).items():
             if not is_file(path := self._files.shards / local, part):
                 _waiting(self._study.files.get, part, path)
 
@@ -179,7 +180,7 @@ class TrialCheckpoints:
         """Remove files of this attempt or earlier ones that no pointer names; a later attempt's are its own."""
         try:
             found = self._study.files.find(self._folder)
-            known = {pointer.stored.path for pointer in self._known}
+            known = {stored.path for stored in self._known.values()}
             self._parts = {of: [p for p in found if p != of and checkpoint_of(p) == of] for of in known}
             left = [p for p in found if checkpoint_of(p) not in known and _attempt(p) <= self._claim.attempt]
             self._study.files.remove(left)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hpsearch.objectives.training.ranks import current
-from hpsearch.search.errors import SearchError
+from hpsearch.search.errors import as_search_error
 from hpsearch.search.process import GracefulShutdown, StopEvent, stop_worker_on_signals, watch_fleet
 from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
@@ -82,10 +82,8 @@ class WorkerContext:
             log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
-        try:
+        with as_search_error(f"study {name!r} cannot be joined here: "):
             spec.sampler.get_ready()
-        except ValueError as error:
-            raise SearchError(f"study {name!r} cannot be joined here: {error}") from None
         if warning := study.source_warning(self.objective):
             log.warning(warning)
         self.tracking = services.open_tracking()

@@ -23,7 +23,6 @@ from hpsearch.search.worker.context import WorkerContext
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.search.worker.loop import Worker
 from hpsearch.search.worker.options import WorkerOptions
-from hpsearch.search.worker.ranks import hear
 from hpsearch.storage.attributes import STOPPED
 from hpsearch.storage.errors import CheckpointStoreError, one_line
 
@@ -70,21 +69,19 @@ def work_on(name: str, options: WorkerOptions, stop: StopEvent | threading.Event
     code = EXIT_UNAVAILABLE
     try:
         context.tracker.sender.start()
-        hear(current(), told=lambda: False, leave=context.shutdown.begin)
+        current().on_told_to_go = context.shutdown.begin  # if another rank gets the signal
         log.info("worker %s joins study %s", worker_name(), name)
         context.register.enter()
-        code = Worker(context).work()
-        _send_rest(context, over=code == EXIT_DONE)
+        ended = Worker(context).work()
+        _send_rest(context, over=ended == EXIT_DONE)
+        code = ended
     except SERVICE_ERRORS as error:
-        # Its trial is free as soon as this process is gone: whoever starts this worker again goes on with it.
+        # The trial is free as soon as this process has ended: the next start of this worker resumes it.
         log.error("the study's database does not answer: %s", one_line(error, 300))
-        code = EXIT_UNAVAILABLE
     except RankLostError as error:
         log.error("the trial is left to other workers: %s", error)
-        code = EXIT_UNAVAILABLE
     except CheckpointStoreError as error:
         log.error("the trial is given back: %s", error)
-        code = EXIT_UNAVAILABLE
     finally:
         context.register.leave(_HOW.get(code, f"exit code {code}"))
         context.tracker.sender.close()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from hpsearch.kill_points import kill_point
 from hpsearch.objectives.fit import fit
@@ -15,28 +14,23 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.ranks import RankLostError, Ranks
 from hpsearch.objectives.training.result import RunResult
 from hpsearch.objectives.training.session import Session
+from hpsearch.search.spec.spec import StudySpec
+from hpsearch.search.study.study import judge_by_metrics
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What rank 0 tells the others to train with it: plain values, and the configuration.
+    """A training that rank 0 tells the others to join.
 
     Attributes:
-        trial, attempt: their numbers.
-        objective: as the study names it.
-        metric, direction: what it is judged by.
+        spec: of the study; it names the objective and its metrics.
         config: as the objective's `suggest` made it.
         plan: its epochs, seeds and data.
     """
 
-    trial: int
-    attempt: int
-    objective: str
-    metric: str
-    direction: Literal["maximize", "minimize"]
-    also: tuple[str, ...]
+    spec: StudySpec
     config: Any
     plan: RunPlan
 
@@ -65,10 +59,9 @@ def follow(ranks: Ranks, *, device: str | None) -> int:
     while isinstance(job := _next(ranks), Job):
         try:
             with ranks.together():
-                objective = loaded.get(job.objective) or load_objective(job.objective)
-                loaded[job.objective] = objective
-                objective.judge_by(job.metric, job.direction)
-                objective.also_report(job.also)
+                name = job.spec.objective
+                objective = loaded[name] = loaded.get(name) or load_objective(name)
+                judge_by_metrics(objective, job.spec)
                 fit(objective, job.config, job.plan, device=device)
         except RankLostError:
             raise
@@ -98,15 +91,3 @@ def dismiss(ranks: Ranks, code: int) -> None:
         RankLostError: a rank is gone.
     """
     _tell(ranks, code)
-
-
-def hear(ranks: Ranks, *, told: Callable[[], bool], leave: Callable[[], None]) -> None:
-    """Let a rank that is told to go tell rank 0, at the next step at which the ranks agree.
-
-    Args:
-        ranks: of this process.
-        told: whether this rank's process is told to; rank 0 looks for itself.
-        leave: what rank 0 does where another is.
-    """
-    if not ranks.alone:
-        ranks.told_to_go, ranks.on_told_to_go = told, leave

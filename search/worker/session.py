@@ -91,9 +91,10 @@ class TrialSession:
             ClaimLostError: the trial is no longer this worker's.
         """
         self.kept.save_within(state)
-        if (pending := self.kept.pending) is not None:  # else the store was away, and the trial goes on from before
-            self._context.claims.keep(self._claim, pending.epoch, pending.stored)
-            self.kept.committed()
+        if self.kept.pending is not None:  # else the store was away, and the trial would resume from before
+            epoch = len(state["history"]) - 1
+            self._context.claims.keep(self._claim, epoch, self.kept.pending)
+            self.kept.committed(epoch)
             self.saved = where(state)
 
     def report(self, record: EpochRecord) -> Verdict:
@@ -153,11 +154,9 @@ class TrialSession:
         return self._context.claims.reach(self._claim, rung, value, system=violations(spec, best))
 
     def _report(self, epoch: int, value: float, vector: list[float] | None) -> Reported:
-        pending = self.kept.pending
-        stored = pending.stored if pending else None
-        reported = self._context.claims.report(self._claim, epoch, value, stored, metrics=vector)
+        reported = self._context.claims.report(self._claim, epoch, value, self.kept.pending, metrics=vector)
         if reported.counted:
-            self.kept.committed()
+            self.kept.committed(epoch)
             self.curve.values.setdefault(epoch, value)
         return reported
 
@@ -185,10 +184,6 @@ class TrialSession:
     def keep_best(self) -> None:
         """Make the best checkpoint outlive a power cut: the trial is about to be settled, and relies on it."""
         self._files.sync_best()
-
-    def forget(self, *, but_last: bool) -> None:
-        """Remove what only a later attempt would need: the trial is settled, and its best checkpoint kept."""
-        self.kept.forget(but_last=but_last)
 
     def report_non_finite(self, epoch: int) -> None:
         """Tell the sampler by a NaN at `epoch` that this region is infeasible."""

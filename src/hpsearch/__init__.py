@@ -7,70 +7,46 @@ Every public name is imported from here, as in ``from hpsearch import Study``. A
 from __future__ import annotations
 
 import importlib
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpsearch.objectives.errors import ObjectiveError
-    from hpsearch.objectives.loading import BUILTIN, load_objective, objective_reference, source_hash
-    from hpsearch.objectives.objective import BaseObjective, Objective
-    from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-    from hpsearch.objectives.training.config import TrainConfig
-    from hpsearch.objectives.training.data.dataset import Batch, Dataset
-    from hpsearch.objectives.training.data.division import Blocks
-    from hpsearch.objectives.training.data.preprocess import Standardize
-    from hpsearch.objectives.training.data.samplers import ByLength
-    from hpsearch.objectives.training.data.samples import fingerprint_files, padded
-    from hpsearch.objectives.training.data.splits import Splits
-    from hpsearch.objectives.training.evaluation.evaluate import evaluate
-    from hpsearch.objectives.training.evaluation.metrics import Metrics, classification
-    from hpsearch.objectives.training.evaluation.step import Step
-    from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
-    from hpsearch.objectives.training.reproducibility.checkpoint import promotable
-    from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
-    from hpsearch.objectives.training.result import FitResult
-    from hpsearch.objectives.training.session import LocalSession, Session, Verdict
-    from hpsearch.objectives.training.trainer import Trainer
-    from hpsearch.search.api.study import Study, delete_study, list_studies
-    from hpsearch.search.errors import SearchError
-    from hpsearch.storage.errors import StorageError
-
-__all__ = [
-    "BUILTIN",
-    "BaseObjective",
-    "Batch",
-    "Blocks",
-    "ByLength",
-    "Dataset",
-    "DeviceMemoryError",
-    "EpochRecord",
-    "FitResult",
-    "LocalSession",
-    "LoopObjective",
-    "Metrics",
-    "NonFiniteError",
-    "Objective",
-    "ObjectiveError",
-    "SearchError",
-    "Session",
-    "Splits",
-    "Standardize",
-    "Step",
-    "StorageError",
-    "Study",
-    "TrainConfig",
-    "Trainer",
-    "Verdict",
-    "classification",
-    "delete_study",
-    "evaluate",
-    "fingerprint_files",
-    "list_studies",
-    "load_objective",
-    "objective_reference",
-    "padded",
-    "promotable",
-    "source_hash",
-]
+    from hpsearch.objectives.errors import ObjectiveError as ObjectiveError
+    from hpsearch.objectives.loading import BUILTIN as BUILTIN
+    from hpsearch.objectives.loading import load_objective as load_objective
+    from hpsearch.objectives.loading import objective_reference as objective_reference
+    from hpsearch.objectives.loading import source_hash as source_hash
+    from hpsearch.objectives.objective import BaseObjective as BaseObjective
+    from hpsearch.objectives.objective import Objective as Objective
+    from hpsearch.objectives.own_loop.loop_objective import LoopObjective as LoopObjective
+    from hpsearch.objectives.training.config import TrainConfig as TrainConfig
+    from hpsearch.objectives.training.data.dataset import Batch as Batch
+    from hpsearch.objectives.training.data.dataset import Dataset as Dataset
+    from hpsearch.objectives.training.data.division import Blocks as Blocks
+    from hpsearch.objectives.training.data.preprocess import Standardize as Standardize
+    from hpsearch.objectives.training.data.samplers import ByLength as ByLength
+    from hpsearch.objectives.training.data.samples import fingerprint_files as fingerprint_files
+    from hpsearch.objectives.training.data.samples import padded as padded
+    from hpsearch.objectives.training.data.splits import Splits as Splits
+    from hpsearch.objectives.training.evaluation.evaluate import evaluate as evaluate
+    from hpsearch.objectives.training.evaluation.metrics import Metrics as Metrics
+    from hpsearch.objectives.training.evaluation.metrics import classification as classification
+    from hpsearch.objectives.training.evaluation.step import Step as Step
+    from hpsearch.objectives.training.loop.guards import DeviceMemoryError as DeviceMemoryError
+    from hpsearch.objectives.training.loop.guards import NonFiniteError as NonFiniteError
+    from hpsearch.objectives.training.reproducibility.checkpoint import promotable as promotable
+    from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord as EpochRecord
+    from hpsearch.objectives.training.result import FitResult as FitResult
+    from hpsearch.objectives.training.session import LocalSession as LocalSession
+    from hpsearch.objectives.training.session import Session as Session
+    from hpsearch.objectives.training.session import Verdict as Verdict
+    from hpsearch.objectives.training.trainer import Trainer as Trainer
+    from hpsearch.search.api.study import Study as Study
+    from hpsearch.search.api.study import delete_study as delete_study
+    from hpsearch.search.api.study import list_studies as list_studies
+    from hpsearch.search.errors import SearchError as SearchError
+    from hpsearch.storage.errors import StorageError as StorageError
 
 _NAMES_BY_MODULE = {
     "objectives.errors": ("ObjectiveError",),
@@ -98,12 +74,23 @@ _NAMES_BY_MODULE = {
     "storage.errors": ("StorageError",),
 }
 MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names}
+__all__ = list(MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(MODULES[name]), name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
+    from hpsearch.objectives.errors import nearest
+
+    error = ImportError if _is_from_import(sys._getframe(1)) else AttributeError
+    raise error(f"module {__name__!r} has no attribute {name!r}; {nearest(name, list(MODULES))}")
+
+
+def _is_from_import(frame: FrameType) -> bool:
+    """Return whether a frame runs `from ... import`, for which Python replaces the message of an AttributeError."""
+    import dis
+
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def __dir__() -> list[str]:

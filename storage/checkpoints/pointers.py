@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpsearch.kill_points import kill_point
@@ -14,29 +13,21 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """A checkpoint of a trial, written by `attempt`: the state after `epoch` (0-based), or in the midst of the next.
+def read_pointers(engine: sa.Engine, trial_id: int) -> dict[int, Stored]:
+    """Return the checkpoints of a trial by epoch (0-based), newest first.
 
-    In the midst of the first epoch `epoch` is -1.
+    Each has the state after its epoch, or in the middle of the next one. In the middle of the first epoch, the key
+    is -1.
     """
-
-    epoch: int
-    attempt: int
-    stored: Stored
-
-
-def read_pointers(engine: sa.Engine, trial_id: int) -> list[Pointer]:
-    """Return the checkpoints of a trial, the newest epoch first."""
     import sqlalchemy as sa
 
     statement = sa.text("""
-        SELECT epoch, attempt, path, sha256, size FROM hpsearch_checkpoints WHERE trial_id = :trial
+        SELECT epoch, path, sha256, size FROM hpsearch_checkpoints WHERE trial_id = :trial
          ORDER BY epoch DESC
     """)
     with engine.connect() as connection:
         rows = connection.execute(statement, {"trial": trial_id}).all()
-    return [Pointer(row.epoch, row.attempt, Stored(row.path, row.sha256, row.size)) for row in rows]
+    return {row.epoch: Stored(row.path, row.sha256, row.size) for row in rows}
 
 
 # A trial whose model is on its way to MLflow: another machine makes it again if the one that has it never returns.

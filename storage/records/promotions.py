@@ -112,28 +112,21 @@ def promotions_of(engine: sa.Engine, study_id: int) -> list[Promotion]:
 
 
 def record_promotion(
-    connection: sa.Connection,
-    trial: TrialOfRun,
-    *,
-    model: str,
-    version: int,
-    alias: str,
-    by: str,
-    evidence: Mapping[str, Any],
+    connection: sa.Connection, evidence: Mapping[str, Any], model: str, version: int, alias: str, *, by: str
 ) -> None:
     """Write that an alias names a version now; what it named before has ended. Of the same version, only the evidence.
 
     Args:
         connection: in a transaction that holds `hpsearch.storage.database.locks.registry_lock`.
-        trial: whose model it is.
+        evidence: plain values; `study_id` and `trial` name the trial that the model is of.
         model: name of the registered model.
         version: of it.
         alias: that names the version.
-        by: who did it, for a person to read.
-        evidence: what is known of the trial; plain values.
+        by: user and host, for a person to read.
     """
     # The same version may be another trial's: a registered model that was deleted and made again counts from 1.
-    place = {"model": model, "alias": alias, "version": version, "study": trial.study_id, "trial": trial.number}
+    trial = {"study": evidence["study_id"], "trial": evidence["trial"]}
+    place = {"model": model, "alias": alias, "version": version, **trial}
     connection.execute(_END, place)
     connection.execute(_RECORD, {**place, "by": by, "evidence": json.dumps(_without_nan(evidence))})
 

@@ -49,13 +49,13 @@ def distribution(text: str) -> BaseDistribution:
 
 
 def skeleton(row: Any) -> FrozenTrial:
-    """Return a trial of which only id, number and state are known."""
+    """Return a trial of which only id, number, state and times are known."""
     return FrozenTrial(
         number=row.number,
         state=STATES[row.state],
         value=None,
-        datetime_start=None,
-        datetime_complete=None,
+        datetime_start=to_local(row.datetime_start),
+        datetime_complete=to_local(row.datetime_complete),
         params={},
         distributions={},
         user_attrs={},
@@ -147,8 +147,8 @@ _NEWS = f"""
 _NEWLY_FINISHED = f"""
     SELECT s.study_id AS study, t.*
       FROM studies s LEFT JOIN LATERAL (
-            SELECT trial_id, number, state {_NEW}
-            UNION ALL SELECT trial_id, number, state {_JUST_FINISHED}) t ON true
+            SELECT {_ROW} {_NEW}
+            UNION ALL SELECT {_ROW} {_JUST_FINISHED}) t ON true
      WHERE s.study_id = :study_id ORDER BY t.trial_id
 """
 
@@ -281,9 +281,6 @@ def read_study(database: Database, study_id: int) -> list[FrozenTrial]:
     rows = _of_study(database.rows(_TRIALS, {"study_id": study_id}), study_id)
     with _no_collection():
         trials = [skeleton(row) for row in rows]
-        for trial, row in zip(trials, rows, strict=True):
-            trial.datetime_start = to_local(row.datetime_start)
-            trial.datetime_complete = to_local(row.datetime_complete)
         finished = {trial._trial_id: trial for trial in trials if trial.state.is_finished()}
         if finished:
             _fill(database, finished, {"study_id": study_id, "last": max(finished)})

@@ -271,17 +271,12 @@ class Claims:
             if study is None or study.stopped is not None:
                 return False
             row = connection.execute(self._choice, {"study": self._study_id, "n_trials": study.n_trials}).one()
-            if self._rungs is not None and self._any_waits(connection):
-                return True
+            # A trial that waits at a rung is promoted, or is to be ended.
+            at_rung = self._rungs and next_retired(connection, self._study_id, self._rungs, n_trials=0, over=True)
             spending = self._spending(connection)
         room = spending is None or spending.room(row.running)
         waits = open_new and room and row.total - row.enqueued < row.opens
-        return bool(row.given_back or row.running or waits)
-
-    def _any_waits(self, connection: sa.Connection) -> bool:
-        """Whether a trial waits at a rung: it goes on, or is to be ended."""
-        assert self._rungs is not None
-        return next_retired(connection, self._study_id, self._rungs, n_trials=0, over=True) is not None
+        return bool(row.given_back or row.running or at_rung or waits)
 
     def sweep(self) -> None:
         """Put back the trials of workers that died, so that whoever claims next finds them.

@@ -79,9 +79,8 @@ def brought_with(metric: str) -> tuple[str, ...]:
     """All that the usual set of a metric may report: with the loss that is what fits the targets."""
     if metric == "loss":
         return ("loss", *CLASSIFICATION, *REGRESSION)
-    if metric in BINARY:
-        return (*BINARY, "base_rate", "loss")
-    return (*(CLASSIFICATION if metric in CLASSIFICATION else REGRESSION if metric in REGRESSION else ()), "loss")
+    sets = (CLASSIFICATION, REGRESSION, (*BINARY, "base_rate"))
+    return (*next((names for names in sets if metric in names), ()), "loss")
 
 
 def fitting(y: Tensor, output: Tensor | None = None) -> list[str]:

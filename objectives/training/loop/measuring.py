@@ -134,7 +134,7 @@ def layout(model: nn.Module, config: TrainConfig) -> None:
 def plain(model: nn.Module) -> nn.Module:
     """The model without what `layout` and `compiled` put on it, as it is served."""
     for module in model.modules():
-        if "forward" in vars(module):
+        if _recomputes(module):  # another forward of its own belongs to the model
             del module.forward
         module._compiled_call_impl = None
     return model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload, no-any-return]

@@ -50,9 +50,7 @@ def train(arena: Arena, *orders: Order) -> None:
 
 
 def found(study: StoredStudy) -> Refit:
-    there = read_refit(study)
-    assert there is not None
-    return there[1]
+    return read_refit(study)[1]
 
 
 def test_the_winner_is_refitted_promoted_and_served(arena: Arena, study: StoredStudy) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import hpsearch
 from tests.search.api.support import run_program
 
@@ -22,3 +24,10 @@ def test_the_package_lists_what_it_has() -> None:
     found = {name: getattr(hpsearch, name) for name in hpsearch.__all__}
     assert {name: getattr(value, "__name__", name) for name, value in found.items()} == {name: name for name in found}
     assert not hasattr(hpsearch, "Stduy")
+
+
+def test_a_misspelt_name_is_told_the_nearest() -> None:
+    with pytest.raises(ImportError, match="did you mean 'Objective'"):
+        from hpsearch import Objectiv  # type: ignore[attr-defined]  # noqa: F401 the mistake
+    with pytest.raises(AttributeError, match="did you mean 'Study'"):
+        hpsearch.Stduy  # type: ignore[attr-defined]  # noqa: B018 the mistake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -128,5 +129,46 @@ def test_a_file_that_a_notebook_writes_anew_is_read_anew(folder: Path) -> None:
 def test_a_wrong_setting_is_told_before_anything_is_started() -> None:
     with pytest.raises(SearchError, match="unknown sampler 'tpee'; did you mean 'tpe'"):
         Study.create("digits", sampler="tpee")
-    with pytest.raises(SearchError, match="--trials is 0"):
-        Study.create("digits", n_trials=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n_trials": 0}, "n_trials is 0: it must be at least 1"),
+        ({"metric": ""}, "metric is '': it must have at least 1 character"),
+        ({"warm_start": "a,a"}, "warm_start: a is named twice: leave one out"),
+        ({"n_trial": 5}, "create(n_trial=5): unknown argument; did you mean 'n_trials'?"),
+        (
+            {"checkpoints_url": "x"},
+            "create(checkpoints_url='x'): unknown argument; did you mean 'checkpoint_url' or 'tracking_uri'?",
+        ),
+    ],
+)
+def test_errors_name_keywords(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SearchError) as error:
+        Study.create("digits", **settings)
+    assert str(error.value) == said
+
+
+def test_an_objective_that_is_none_is_rejected() -> None:
+    with pytest.raises(SearchError, match=r"^objective is 42: give a name, such as 'digits' or 'wine.py', or a class$"):
+        Study.create(42)  # type: ignore[arg-type]  # the mistake
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"worker": 2}, "run(worker=2): unknown argument; did you mean 'workers'?"),
+        ({"workers": "x"}, "run(workers='x'): give a number of processes, such as workers=2"),
+        ({"workers": 0, "lease": "x"}, "lease is 'x': it must be a valid number"),
+    ],
+)
+def test_wrong_options_of_workers_are_rejected(study: Study, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(SearchError) as error:
+        study.run(**how)
+    assert str(error.value) == said
+
+
+def test_a_budget_of_a_program_is_named_by_its_keyword(study: Study) -> None:
+    with pytest.raises(SearchError, match=r"^n_trials '5\+': give \+N for N more trials"):
+        study.extend("5+")

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,3 +227,17 @@ def test_a_question_that_nobody_is_there_to_answer(monkeypatch: pytest.MonkeyPat
         confirm("remove it?")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert confirm("remove it?")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "n_trials is 0: it must be at least 1"),
+        (("--trials", "-1"), "--trials is -1: it must be at least 1"),
+    ],
+)
+def test_an_error_names_a_setting_as_it_was_given(
+    refuse: Any, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "spec.yaml").write_text("objective: digits\nn_trials: 0\n")
+    assert refuse("run", "--spec", str(tmp_path / "spec.yaml"), *flags) == f"hpsearch: {said}\n"

@@ -13,11 +13,10 @@ from optuna.study import StudyDirection
 
 from hpsearch.search.curves.earlier import EARLIER, TRIALS, Earlier
 from hpsearch.search.curves.forecast import CHOSEN, chosen_line
-from hpsearch.search.curves.learning import Others
+from hpsearch.search.curves.learning import Lesson
 from hpsearch.search.curves.points import MOST
 from hpsearch.search.curves.process import Points, Process
 from hpsearch.search.curves.sampler import FITTED
-from hpsearch.search.curves.space import Space
 from tests.factories import X
 from tests.search.curves.support import EPOCHS, curve, pruned, study_of, suggestion
 
@@ -90,10 +89,17 @@ def test_of_many_the_longest_and_the_best_are_kept_and_own_points_come_first():
     assert {t.study for t in found.trials} == {1, 2}
     long = [t for t in found.trials[: TRIALS // 4] if len(t.points) == 2 and t.points[-1][0] == 1.0]
     assert len(long) == TRIALS // 4
-    space = Space(SPACE, [])
-    assert len(Others.of(found, space, MOST).s) == sum(len(t.points) for t in found.trials) <= MOST // 2
-    assert len(Others.of(found, space, 7).s) == 7
-    assert len(Others.of(found, space, 0).s) == 0
+    points = sum(len(t.points) for t in found.trials)
+    assert points <= MOST // 2
+    for own, others in ((0, points), (MOST - 7, 7), (MOST, 0)):
+        began = [pruned({"x": i / 700}, {"x": X}, curve(i / 700, 1)) for i in range(own)]
+        random = np.random.default_rng(0)
+        lesson = Lesson.of(began, SPACE, maximize=True, epochs=EPOCHS, random=random, earlier=found)
+        assert (len(lesson.seen.s), int((lesson.points.study > 0).sum())) == (own, others)
+
+
+def alike(process: Process) -> float:
+    return float(process.theta[-1].sigmoid())
 
 
 def test_the_same_configuration_in_another_study_tells_as_much_as_they_are_alike():
@@ -103,7 +109,7 @@ def test_the_same_configuration_in_another_study_tells_as_much_as_they_are_alike
     level, slope, config = process.theta[:3].exp().tolist()
     covariance = process.covariance(points, points)
     assert float(covariance[0, 1]) == pytest.approx(level + slope + config, rel=1e-6)
-    assert float(covariance[0, 2]) == pytest.approx(level + slope + config * process.alike, rel=1e-6)
+    assert float(covariance[0, 2]) == pytest.approx(level + slope + config * alike(process), rel=1e-6)
     assert torch.linalg.eigvalsh(process.noisy(points)).min() > 0
 
 
@@ -117,6 +123,6 @@ def test_how_alike_studies_are_is_learnt():
     found = []
     for other in (one, np.cos(9 * x[:, 0])):
         y = torch.from_numpy(np.concatenate([one, other]) + 0.02 * random.standard_normal(80))
-        found.append(Process.new(np.array([0]), several=True).fitted(points, y).alike)
+        found.append(alike(Process.new(np.array([0]), several=True).fitted(points, y)))
     assert found[0] > 0.9
     assert found[1] < 0.6

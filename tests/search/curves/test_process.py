@@ -21,6 +21,7 @@ def points(count: int, *, seed: int = 0, trials: int = 5, columns: int = 3) -> P
         torch.from_numpy(random.random((count, columns))),
         torch.from_numpy(random.random(count)),
         torch.from_numpy(random.integers(trials, size=count)),
+        torch.zeros(count, dtype=torch.int64),
     )
 
 
@@ -50,7 +51,7 @@ def test_what_was_seen_is_expected_there_and_nothing_is_known_far_away():
     posterior = process.given(seen, y)
     mean, deviation = posterior.at(seen)
     assert torch.allclose(mean, y, atol=0.15)
-    _, far = posterior.at(Points(seen.x + 100, seen.s, seen.trial - 10**6))
+    _, far = posterior.at(Points(seen.x + 100, seen.s, seen.trial - 10**6, seen.study))
     assert (far > 5 * deviation).all()
 
 
@@ -76,7 +77,7 @@ def test_a_fit_makes_the_values_more_probable_and_finds_what_matters():
 
 def test_a_trial_that_began_better_than_its_twin_is_foreseen_to_end_better():
     x = np.full((2, 3), 0.5)
-    early = Points(torch.from_numpy(x), torch.full((2,), 0.3).double(), torch.tensor([0, 1]))
+    early = Points(torch.from_numpy(x), torch.full((2,), 0.3).double(), torch.tensor([0, 1]), torch.tensor([0, 0]))
     posterior = Process.new(OWNER).given(early, torch.tensor([-0.5, 0.5]).double())
     mean, deviation = posterior.at(Points.at_the_end(x, [0, 1]))
     assert mean[0] < mean[1]

@@ -155,7 +155,7 @@ def test_where_no_finalist_is_whole_nothing_is_decided(study: StoredStudy) -> No
 
 def test_the_test_set_opens_for_the_one_of_the_front_that_is_named(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match="no other finalist of 's' dominates trials 0, 2: promote one of them, or"):
+    with pytest.raises(SearchError, match="no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
         choose_candidate(study, trial=None, unconfirmed=False)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
         choose_candidate(study, trial=1, unconfirmed=False)
@@ -184,7 +184,7 @@ def test_what_a_choice_of_the_front_lacks(study: StoredStudy) -> None:
 
 def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) -> None:
     confirm(study)
-    with pytest.raises(SearchError, match="no other dominates trials 0, 2: choose one with --trial"):
+    with pytest.raises(SearchError, match=r"no other finalist of 's' dominates trials 0, 2: choose one with --trial"):
         create_or_join_refit(study, seeds=None)
     with pytest.raises(SearchError, match="dominates trials 0, 2"):
         create_or_join_refit(study, seeds=None, trial=1)
@@ -193,11 +193,11 @@ def test_a_trial_of_the_front_is_refitted_where_it_is_named(study: StoredStudy) 
     assert of is not None
     assert (created, of.trials, of.refit) == (True, [2], 3)
     train_runs(made, [0.3, 0.1, 0.2], value=[0.9, 1.0])
-    found = read_refit(study, 2)
-    assert found is not None
-    assert (found[1].taken, found[1].of) == (2, 2)
+    _, found = read_refit(study, 2)
+    assert (found.taken, found.of) == (2, 2)
     assert why(made, 2) == "the test set was not opened for it yet"
-    assert read_refit(study, 0) is None
+    with pytest.raises(SearchError, match="the winner of study 's' is not trained on all data yet"):
+        read_refit(study, 0)
 
 
 PREFERENCES = [

@@ -109,12 +109,16 @@ def test_a_new_set_counts_from_when_it_has_a_winner(study: StoredStudy) -> None:
     assert confirmation_lines(study)[-1] == (
         "chosen anew, in s.finalists-2: finalists: 1 of 2 trained, on 1 fresh seed"
     )
-    with pytest.raises(SearchError, match=r"chosen anew, in s.finalists-2, and are not done: go on with"):
+    with pytest.raises(SearchError, match=r"in s.finalists-2, are not done, 1 are left: go on with"):
         choose_candidate(study, trial=None, unconfirmed=False)
     assert choose_candidate(study, trial=3, unconfirmed=True).finalists == "s.finalists"
     train(second, lambda *_: 0.5)
     assert (table(study).study, table(study).winner) == ("s.finalists-2", 1)
     assert len(confirmation_lines(study)) == 3
+    third, _ = create_or_join(study, top=2, seeds=1, new_set=True)
+    train(third, lambda *_: None)
+    candidate = choose_candidate(study, trial=None, unconfirmed=False)
+    assert (candidate.trial.number, candidate.finalists) == (1, "s.finalists-2"), "a set without a winner replaces none"
 
 
 def test_a_trial_whose_model_was_removed_is_passed_over(study: StoredStudy, database_url: str) -> None:

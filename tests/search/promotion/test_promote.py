@@ -24,7 +24,7 @@ from hpsearch.storage.attributes import REASON, REMOVED, TRACKING
 from hpsearch.storage.database.locks import registry_lock
 from hpsearch.storage.errors import StorageError
 from hpsearch.storage.mlflow.run_links import RunLinks
-from hpsearch.storage.records.promotions import TrialOfRun, end_promotion, record_promotion
+from hpsearch.storage.records.promotions import end_promotion, record_promotion
 from hpsearch.storage.records.test_openings import open_test_set, write_scores
 from hpsearch.storage.trials.history import finalist_studies
 from tests.search.promotion.support import Tracked, train_finalists
@@ -332,11 +332,11 @@ def test_a_version_that_was_made_again_is_another_trials(tracked: Tracked) -> No
 
 def test_a_score_that_is_no_number_is_recorded_as_none(tracked: Tracked) -> None:
     with tracked.storage.engine.begin() as connection:
-        trial = TrialOfRun(tracked.stored.study_id, tracked.stored.spec.name, 1)
+        trial = {"study_id": tracked.stored.study_id, "trial": 1}
         evidence = {"test": {"scores": {"loss": math.nan, "auroc": 0.5}}, "best": [math.inf]}
-        record_promotion(connection, trial, model=tracked.name, version=1, alias="a", by="x", evidence=evidence)
+        record_promotion(connection, trial | evidence, tracked.name, 1, "a", by="x")
     [promotion] = tracked.promotions()
-    assert promotion.evidence == {"test": {"scores": {"loss": None, "auroc": 0.5}}, "best": [None]}
+    assert promotion.evidence == {**trial, "test": {"scores": {"loss": None, "auroc": 0.5}}, "best": [None]}
 
 
 def test_the_report_shows_what_it_is_given_as_text(tracked: Tracked, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_one_of_the_front_that_was_promoted_has_the_test_set(several: Tracke
 def test_a_promoted_trial_that_fresh_seeds_dominate_has_no_test_set(several: Tracked) -> None:
     promote(several.stored, several.tracking, trial=2, infeasible=True)
     confirm(several, {0: [0.9, 5.0], 1: [0.95, 9.0]})
-    with pytest.raises(SearchError, match="dominates trials 1, 0: promote one of them"):
+    with pytest.raises(SearchError, match="dominates trials 1, 0: choose one with --trial"):
         choose_candidate(several.stored, trial=None, unconfirmed=False)
     refresh_evidence(several.stored, several.tracking)
     assert several.version("champion").tags["hpsearch.unconfirmed"] == "the finalists chose trial 1 or 0"

@@ -109,7 +109,7 @@ def test_a_setting_from_outside_is_one_field_of_the_spec(monkeypatch: pytest.Mon
     seen: list[dict[str, Any]] = []
 
     def toy(settings: options.Settings) -> int:
-        seen.append(settings)
+        seen.append(settings.given)
         return 0
 
     app = typer.Typer(rich_markup_mode=None)

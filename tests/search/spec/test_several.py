@@ -63,7 +63,7 @@ def test_bounds(given: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"directions": "accuracy=maximize,accuracy=minimize"}, "accuracy is given two directions"),
+        ({"directions": "accuracy=maximize,accuracy=minimize"}, "accuracy is there twice"),
         ({"directions": "accuracy"}, "METRIC=maximize"),
         ({"directions": "accuracy=up,loss=minimize"}, "accuracy=up"),
         ({"directions": ["accuracy"]}, "give a table"),
@@ -86,7 +86,7 @@ def test_bounds(given: Any) -> None:
         ({"directions": WAYS, "constraints": "model_mb<10"}, "is no bound"),
         ({"directions": WAYS, "constraints": {"model_mb": "<= ten"}}, "'<= ten' is no bound"),
         ({"directions": WAYS, "constraints": {"model_mb": "<= nan"}}, "is no bound"),
-        ({"directions": WAYS, "constraints": "model_mb<=1,model_mb>=0"}, "two bounds"),
+        ({"directions": WAYS, "constraints": "model_mb<=1,model_mb>=0"}, "model_mb is there twice"),
         ({"directions": WAYS, "constraints": 5}, "give a table"),
     ],
 )

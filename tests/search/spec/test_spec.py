@@ -12,7 +12,8 @@ from hpsearch.search.pruners.rungs import bracket_of, shares
 from hpsearch.search.samplers import SamplerSpec
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
 from hpsearch.search.spec.settings import differences
-from hpsearch.search.spec.spec import StudySpec, parse_spec
+from hpsearch.search.spec.spec import Settings, StudySpec, parse_spec
+from hpsearch.storage.urls import Addresses
 from tests.factories import BASE
 
 
@@ -210,3 +211,38 @@ def test_the_sampler_is_told_hyperbands_brackets_before_any_verdict() -> None:
     bracket = bracket_of("night", trial.number, parts)
     assert [t.number for t in seen] == [n for n in range(31) if bracket_of("night", n, parts) == bracket]
     assert len(seen) < 31
+
+
+def test_a_program_has_a_keyword_for_each_setting() -> None:
+    settable = StudySpec.model_fields.keys() - {"version", "objective", "finalists_of"}
+    assert set(Settings.__annotations__) == settable | set(Addresses.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"metric": ""}, "--metric is '': it must have at least 1 character"),
+        ({"n_trials": 0}, "--trials is 0: it must be at least 1"),
+        ({"epochs": 1_000_001}, "--epochs is 1000001: it must be at most 1000000"),
+        ({"timeout": 0}, "--timeout is 0: it must be greater than 0"),
+        ({"seed": 2**31}, "--seed is 2147483648: it must be less than 2147483648"),
+        ({"epochs": "x"}, "--epochs is 'x': it must be a valid integer"),
+        ({"timeout": "x"}, "--timeout is 'x': it must be a valid number"),
+        ({"timeout": float("nan")}, "--timeout is nan: it must be a finite number"),
+        ({"default_first": 1}, "--default-first is 1: it must be a valid boolean"),
+        ({"metric": 1}, "--metric is 1: it must be a valid string"),
+        ({"models": "x"}, "--models is 'x': it must be 'top', 'complete', 'all' or 'none'"),
+        ({"sampler": {"name": "tpe", "multivariate": "x"}}, "sampler.multivariate is 'x': it must be a valid boolean"),
+        ({"pruner": {"name": "percentile", "percentile": 101}}, "pruner.percentile is 101: it must be at most 100"),
+    ],
+)
+def test_each_constraint_is_told_in_a_sentence(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(SearchError) as error:
+        parse_spec({**BASE, **settings})
+    assert str(error.value) == said
+
+
+def test_a_list_that_is_too_short_is_told_in_a_sentence() -> None:
+    of = {"study": "s", "study_id": 1, "top": 1, "trials": [], "seeds": [1]}
+    with pytest.raises(SearchError, match=r"^finalists_of.trials is \[\]: it must have at least 1 item$"):
+        parse_spec({**BASE, "finalists_of": of})

@@ -73,7 +73,7 @@ class Study:
         return [path.removeprefix("s-1-abcd/") for path in self.checkpoints.files.find("s-1-abcd")]
 
     def pointers(self) -> list[str]:
-        return [p.stored.path.removeprefix("s-1-abcd/") for p in read_pointers(self.engine, self.trial_id)]
+        return [p.path.removeprefix("s-1-abcd/") for p in read_pointers(self.engine, self.trial_id).values()]
 
     def replace(self, name: str, data: bytes | None) -> None:
         fs, root = fsspec.core.url_to_fs(self.url)
@@ -96,12 +96,13 @@ class Attempt:
         if parts:
             state["shards"] = written_in_parts(self.local.shards, epoch)
         self.kept.save(state, best=epoch % 2 == 0)
+        self.epoch = epoch
 
     def commit(self) -> None:
         pending = self.kept.pending
         assert pending is not None
-        self.study.claims.report(self.claim, pending.epoch, 0.5, pending.stored)
-        self.kept.committed()
+        self.study.claims.report(self.claim, self.epoch, 0.5, pending)
+        self.kept.committed(self.epoch)
 
     def epochs(self, *epochs: int, parts: bool = False) -> Attempt:
         for epoch in epochs:

@@ -79,7 +79,8 @@ def test_a_file_of_the_right_checksum_that_is_no_checkpoint_is_passed_over(folde
     first = folder_study.attempt(1).epochs(0)
     (folder_study.folder / "other").write_bytes(b"not what torch writes")
     (folder_study.folder / "other").replace(first.local.last_path)
-    first.kept._put_last(1, "0001", {})
+    first.kept._put_last("0001", {})
+    first.epoch = 1
     first.commit()
     assert folder_study.attempt(2, machine="b").restore() == 0
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import optuna
 import pytest
 import sqlalchemy as sa
@@ -12,6 +10,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpsearch.storage.attributes import REASON
+from hpsearch.storage.checkpoints.store import Stored
 from hpsearch.storage.errors import ClaimLostError
 from hpsearch.storage.rungs.rungs import Rungs
 from hpsearch.storage.trials.budget import open_spending
@@ -22,13 +21,6 @@ from hpsearch.storage.trials.settle import Outcome
 from tests.storage.trials.support import budget, kill, rows, take
 
 RUNGS = Rungs("asha", epochs=(1, 2), total=4, factor=2, maximize=True, several=(True, False))
-
-
-@dataclass(frozen=True)
-class _Stored:
-    path: str
-    sha256: str = "0" * 64
-    size: int = 10
 
 
 @pytest.fixture
@@ -141,7 +133,7 @@ def test_a_trial_that_is_retried_keeps_what_its_checkpoint_has_and_nothing_else(
 ) -> None:
     claim = take(claims)
     for step in range(2):
-        stored = _Stored(f"at-{step}") if step == 0 else None
+        stored = Stored(f"at-{step}", "0" * 64, 10) if step == 0 else None
         claims.report(claim, step, 0.5, stored, metrics=[0.5, float(step)])
     claims.settle(claim, Outcome.FAILED)
     assert reopen_trial(engine, study_id, claim.trial_id, from_start=from_start) == (True, None if from_start else 0)

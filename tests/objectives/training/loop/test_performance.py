@@ -42,6 +42,20 @@ def test_recomputed_activations_change_no_bit_and_leave_no_trace(settings):
     torch.export.export(recomputed.model, (recomputed.example.x,))
 
 
+def test_a_forward_that_a_model_chooses_itself_stays(objective_with):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(13, 3)
+            self.forward = self.classify
+
+        def classify(self, x):
+            return self.net(x)
+
+    result = _fit(objective_with(model=lambda *_: Chosen()), TrainConfig(ema_decay=0.9), epochs=1)
+    assert result.model(result.example.x).shape == (4, 3)
+
+
 def test_activations_are_really_computed_again_but_for_batch_norm():
     calls = {"linear": 0, "norm": 0}
     run = started(load_objective("digits"), TrainConfig(model=MLP, activation_checkpointing=True))

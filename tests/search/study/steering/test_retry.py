@@ -141,11 +141,11 @@ def test_what_is_not_to_be_tried_again_is_refused(say: Say, claims: Claims, stud
     claims.settle(take(claims), Outcome.PRUNED, value=0.1, attrs={REASON: "median pruner at epoch 2 of 5: ..."})
     running = take(claims)
     only = "only a failed or an infeasible trial is tried again"
-    assert f"--trial 0: it is COMPLETE; {only}" in say("retry", "s", "--trial", "0", code=2)
+    assert f"--trial 0: it is complete; {only}" in say("retry", "s", "--trial", "0", code=2)
     assert "it was pruned (median pruner at epoch 2 of 5: ...)" in say("retry", "s", "--trial", "1", code=2)
     assert "it is running" in say("retry", "s", "--trial", "2", code=2)
     claims.settle(running, Outcome.RELEASED)
-    assert "it is waiting already" in say("retry", "s", "--trial", "2", code=2)
+    assert "it is waiting" in say("retry", "s", "--trial", "2", code=2)
     assert "has no such trial; it has 0 to 2" in say("retry", "s", "--trial", "9", code=2)
     assert "--trial" in say("retry", "s", code=2)
     assert "-1" in say("retry", "s", "--trial", "-1", code=2)
