@@ -38,8 +38,8 @@ from benchmarks.bench_search import own_environment, say, services
 from benchmarks.plain_quality import worth
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.objective import BaseObjective
-from hpsearch.search.fleet.fork import cores, thread_settings
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.fleet.fork import count_cores, thread_environment
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack
 
 OBJECTIVES = {
@@ -207,7 +207,7 @@ def run(commands: list[list[str]], case: Case, name: str) -> None:
     """Run all at once, and wait for all; they must succeed."""
     environment = {
         **own_environment(),
-        **thread_settings(case.workers),
+        **thread_environment(case.workers),
         "HPSEARCH_HOME": str(case.home),
         "BENCH_STORAGE": case.storage,
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -228,7 +228,7 @@ def judge(reference: str, sign: float, traces: list[Trace], fresh: int) -> None:
     """Fill in what all that were the best once are worth."""
     known: dict[str, float] = {}
     wanted = list({json.dumps(params, sort_keys=True): params for trace in traces for params in trace.params}.items())
-    with ProcessPoolExecutor(cores()) as pool:
+    with ProcessPoolExecutor(count_cores()) as pool:
         found = pool.map(partial(worth, reference, epochs=EPOCHS, fresh=fresh), [params for _, params in wanted])
         for done, ((key, _), value) in enumerate(zip(wanted, found, strict=True), 1):
             known[key] = sign * value
@@ -268,8 +268,8 @@ def main() -> None:
     given = parser.parse_args()
     ways = list(dict.fromkeys([BASELINE, *given.ways]))
     with services() as home:
-        info = stack.up(home, progress=say, dashboard=DASHBOARD)
-        print(f"{given.seconds:g} s, {given.workers} workers on {cores()} cores, load {os.getloadavg()[0]:.1f}")
+        info = stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
+        print(f"{given.seconds:g} s, {given.workers} workers on {count_cores()} cores, load {os.getloadavg()[0]:.1f}")
         for objective in given.objectives:
             loaded = load_objective(OBJECTIVES[objective])
             traces: dict[str, list[Trace]] = {way: [] for way in ways}

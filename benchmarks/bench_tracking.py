@@ -45,9 +45,9 @@ from benchmarks.bench_search import REQUIREMENTS, own_environment, say, services
 from hpsearch import EpochRecord, FitResult, LocalSession, TrainConfig, Trainer, Verdict
 from hpsearch.objectives.builtin.digits import Digits
 from hpsearch.search.console import PlainConsole
-from hpsearch.search.fleet.fork import cores, thread_settings
+from hpsearch.search.fleet.fork import count_cores, thread_environment
 from hpsearch.search.samplers.suggest import suggest
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.create import begin_search
 from hpsearch.search.study.study import StoredStudy, load_study
@@ -232,7 +232,7 @@ class Bench:
     """The services, and a fresh study for each measurement."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD)
+        self.home, self.info = home, stack.up(home, progress=say, dashboard=DASHBOARD_COMMAND)
         self.server = next(psutil.Process(s.pid) for s in stack.status(home) if s.name == "MLflow")
         self.done = 0
 
@@ -247,7 +247,9 @@ class Bench:
         command = [sys.executable, "-m", "benchmarks.bench_tracking", "--work", kind, *of_study]
         environment = {
             **own_environment(),
-            **thread_settings(max(workers, cores())),  # one each: threads that wait for each other measure the others
+            **thread_environment(
+                max(workers, count_cores())
+            ),  # one each: threads that wait for each other measure the others
             "BENCH_STORAGE": self.info.storage_url,
             "HPSEARCH_HOME": str(self.home),
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -358,7 +360,7 @@ def main() -> None:
         return
     with services() as home:
         bench = Bench(home)
-        print(f"trials of {EPOCHS} epochs on {cores()} cores, mlflow {mlflow.__version__}", flush=True)
+        print(f"trials of {EPOCHS} epochs on {count_cores()} cores, mlflow {mlflow.__version__}", flush=True)
         for workers in given.workers:
             measured = {kind: Measurement() for kind in given.kinds}
             rounds, trials = (1, 2) if given.quick else (3, 6) if workers == 1 else (2, 3)

@@ -73,18 +73,18 @@ def plain_table(
     return table
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return ``1 worker`` or ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def command(*arguments: str) -> str:
+def format_command(*arguments: str) -> str:
     """Return a command line of ours as the user would type it, quoted, with the wrapper's name where it is in use."""
     return shlex.join([os.environ.get("HPSEARCH_COMMAND", "hpsearch"), *arguments])
 
 
 @contextmanager
-def steps(console: Console) -> Iterator[Callable[[str], None]]:
+def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
     """Yield a function that tells what is being done: a spinner on a terminal, a line each elsewhere."""
     if not console.is_terminal:
         yield console.print

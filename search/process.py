@@ -166,7 +166,7 @@ def shield_children() -> None:
     def begin_loader() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         handle_faults()
-        signal.signal(signal.SIGTERM, _not_heard)
+        signal.signal(signal.SIGTERM, _ignore_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     torch_signals._set_worker_signal_handlers = begin_loader
@@ -174,7 +174,7 @@ def shield_children() -> None:
     util.register_after_fork(shield_children, lambda _: bind())
 
 
-def _not_heard(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """Do nothing; unlike SIG_IGN, a program that is executed does not inherit it."""
 
 
@@ -222,7 +222,7 @@ def _job_end() -> float:
         return math.inf
 
 
-def watch_fleet(pid: int) -> Callable[[], bool]:
+def make_fleet_watcher(pid: int) -> Callable[[], bool]:
     """Return a function that returns whether the fleet that started this process has ended, or its fork server."""
     fleet, parent = multiprocessing.parent_process(), os.getppid()
     if fleet is not None and fleet.pid == pid:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpsearch.search.errors import SearchError
 
-NAMES = (
+SECRET_VARIABLES = (
     "PGPASSWORD",  # libpq's own, for a URL without a password
     "HPSEARCH_STORAGE_URL",
     "HPSEARCH_OWNER_URL",
@@ -36,7 +36,7 @@ def read_secret_files(environment: MutableMapping[str, str] | None = None) -> No
         SearchError: a name is given twice, or its file cannot be read or is empty.
     """
     environment = os.environ if environment is None else environment
-    for name in NAMES:
+    for name in SECRET_VARIABLES:
         setting = f"{name}_FILE"
         if not (path := environment.get(setting)):
             continue

@@ -22,7 +22,7 @@ DASHBOARD_URL = "HPSEARCH_DASHBOARD_URL"
 MLFLOW_UI_URL = "HPSEARCH_MLFLOW_UI_URL"
 
 # The dashboard of the embedded stack: that of hpsearch, which also records promotions made in MLflow's UI.
-DASHBOARD = (sys.executable, "-P", "-m", "hpsearch", "serve", "dashboard")
+DASHBOARD_COMMAND = (sys.executable, "-P", "-m", "hpsearch", "serve", "dashboard")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Services:
     dashboard_url: str | None
     checkpoint_url: str | None = None  # that was given; without it the study's own is used
     embedded: bool = False
-    tracking_away: str | None = None  # why the tracking server does not answer
+    tracking_error: str | None = None  # why the tracking server does not answer
 
     @property
     def addresses(self) -> Addresses:
@@ -54,7 +54,7 @@ class Services:
         return Tracking(address, ui_url=os.environ.get(MLFLOW_UI_URL))
 
 
-def with_environment(where: Addresses) -> Addresses:
+def resolve_addresses(where: Addresses) -> Addresses:
     """Return the given addresses; the environment has those that are missing (HPSEARCH_STORAGE_URL and so on).
 
     Raises:
@@ -89,14 +89,14 @@ def find_services(
     check_pair(where, both=both)
     directory, checkpoint_url = home_dir(where.get("home")), where.get("checkpoint_url")
     if (storage_url := where.get("storage_url")) is None:
-        info = stack.up(directory, dashboard=DASHBOARD, progress=progress)
+        info = stack.up(directory, dashboard=DASHBOARD_COMMAND, progress=progress)
         return Services(
             directory, info.storage_url, info.tracking_uri, info.dashboard_url, checkpoint_url, embedded=True
         )
     url, uri = normalise(storage_url), where.get("tracking_uri")
     check_database(url)
-    away = None if uri is None else why_away(uri, required=tracking_required)
-    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_away=away)
+    away = None if uri is None else probe_tracking(uri, required=tracking_required)
+    return Services(directory, url, uri, os.environ.get(DASHBOARD_URL), checkpoint_url, tracking_error=away)
 
 
 def check_pair(where: Addresses, *, both: bool = True) -> None:
@@ -119,7 +119,7 @@ def check_pair(where: Addresses, *, both: bool = True) -> None:
             )
 
 
-def why_away(uri: str, *, required: bool = False) -> str | None:
+def probe_tracking(uri: str, *, required: bool = False) -> str | None:
     """Ask the tracking server; return why it does not answer, if it does not: what is logged can wait for it.
 
     Raises:

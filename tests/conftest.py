@@ -24,7 +24,7 @@ from filelock import FileLock
 from hypothesis import settings
 from psycopg2 import sql
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.migrate import migrate
 from hpsearch.storage.database.roles import OWNER, WORKER, Databases, create_databases
 from hpsearch.storage.embedded import stack as embedded
@@ -155,7 +155,7 @@ def stack(_no_settings_of_the_user: None, pytestconfig: pytest.Config) -> embedd
     home = pytestconfig.stash[_SHARED] / "stack"
     with FileLock(home.with_suffix(".lock")):
         first = not home.exists()
-        made = embedded.up(home, dashboard=DASHBOARD)
+        made = embedded.up(home, dashboard=DASHBOARD_COMMAND)
         if first:
             folder = find_folder(home)
             assert folder is not None
@@ -182,7 +182,7 @@ def own_home(_no_settings_of_the_user: None) -> Iterator[Path]:
 @pytest.fixture
 def own_stack(own_home: Path) -> embedded.StackInfo:
     """The stack in `own_home`, running. Who asks for it comes after the tests of how it is started."""
-    return embedded.up(own_home, dashboard=DASHBOARD)
+    return embedded.up(own_home, dashboard=DASHBOARD_COMMAND)
 
 
 @dataclass

@@ -15,12 +15,12 @@ from mlflow.exceptions import MlflowException
 from hpsearch.objectives.loading import BUILTIN
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.search.api.opening import notice_promotions, tell_mlflow
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.open_test import Candidate, choose_candidate, open_for
 from hpsearch.search.promotion.promote import refresh_evidence
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import why_waiting
+from hpsearch.search.report.show import find_waiting_reasons
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.ranking import first_value
@@ -49,7 +49,7 @@ def trials_frame(study: StoredStudy) -> pd.DataFrame:
     Of several metrics `value` is that of the first, and each has a column, as Optuna names it: ``values_accuracy``.
     Where there are constraints, `out_of_bounds` has those that the trial breaks.
     """
-    trials, waiting, spec = study.trials(), why_waiting(study), study.spec
+    trials, waiting, spec = study.trials(), find_waiting_reasons(study), study.spec
     names = list(spec.ways) if spec.several else []
     params = sorted({name for trial in trials for name in trial.params})
     columns: dict[str, list[Any]] = {
@@ -166,7 +166,7 @@ def open_test_set(
 
 def _opened(study: StoredStudy, error: AlreadyOpenError) -> SearchError:
     name = study.spec.name
-    return SearchError(f"study {name!r}: {error}; see it with: {command('show', name)}")
+    return SearchError(f"study {name!r}: {error}; see it with: {format_command('show', name)}")
 
 
 def with_finalists(study: StoredStudy) -> list[StoredStudy]:
@@ -182,8 +182,8 @@ def with_finalists(study: StoredStudy) -> list[StoredStudy]:
     for each in (study, *own):
         if alive := running_trials(each):
             raise SearchError(
-                f"study {each.spec.name!r} has {counted(alive, 'running trial')}: "
-                f"stop it first: {command('stop', each.spec.name)}"
+                f"study {each.spec.name!r} has {pluralize(alive, 'running trial')}: "
+                f"stop it first: {format_command('stop', each.spec.name)}"
             )
     return [*own, study]
 
@@ -194,7 +194,7 @@ def what_goes(study: StoredStudy) -> str:
     Raises:
         SearchError: trials of it or of its finalists are running.
     """
-    what = f"study {study.spec.name} with {counted(summarise(study).finished, 'finished trial')}"
+    what = f"study {study.spec.name} with {pluralize(summarise(study).finished, 'finished trial')}"
     what += ", its finalists" if len(with_finalists(study)) > 1 else ""
     opened = read_opening(study.engine, study.study_id)
     return what + (", and the record that its test set was opened" if opened else "")

@@ -10,7 +10,7 @@ import optuna
 
 from hpsearch.search.console import PlainConsole
 from hpsearch.search.promotion.registry_watch import notice
-from hpsearch.search.services import Services, find_services, with_environment
+from hpsearch.search.services import Services, find_services, resolve_addresses
 from hpsearch.search.spec.spec import parse_spec
 from hpsearch.search.study.study import StoredStudy, known_tracking_uri, load_study, tracking_of
 from hpsearch.storage.attributes import RUN_ID, SPEC, STOPPED
@@ -102,7 +102,7 @@ def open_services(where: Addresses, progress: Callable[[str], None] | None = Non
         StorageError: a service cannot be used.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    where = with_environment(where)
+    where = resolve_addresses(where)
     if not where.get("storage_url"):
         where = {**where, "tracking_uri": None}
     services = find_services(where, progress=progress or (lambda _: None))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpsearch.search.finalists import Finalists
     from hpsearch.search.finalists.refit import Refit
     from hpsearch.search.promotion.promote import Promoted
-    from hpsearch.search.run.finalists import Trained
-    from hpsearch.search.run.sync import Synced
+    from hpsearch.search.run.finalists import RetrainResult
+    from hpsearch.search.run.sync import SyncResult
     from hpsearch.search.services import Services
     from hpsearch.search.spec.spec import Settings, StudySpec
     from hpsearch.search.study.cleanup import Garbage
@@ -100,11 +100,11 @@ class Study:
             check_settings(given)
 
             from hpsearch.search.console import PlainConsole
-            from hpsearch.search.services import with_environment
+            from hpsearch.search.services import resolve_addresses
             from hpsearch.search.study.create import begin_search
             from hpsearch.search.tracking.tracker import check_readers
 
-            addresses = with_environment(where)
+            addresses = resolve_addresses(where)
             services, stored, created = begin_search(given, addresses, PlainConsole(), enqueue, check=check_readers)
         study = cls(stored, services)
         study._is_new = created
@@ -125,11 +125,11 @@ class Study:
     def _unsent(cls, name: str | None = None, **where: Unpack[Addresses]) -> list[Study]:
         """Return the studies with records on this machine that were not sent yet, or the study of that name."""
         from hpsearch.search.api.opening import open_services
-        from hpsearch.search.run.sync import waiting_studies
+        from hpsearch.search.run.sync import find_studies_to_sync
         from hpsearch.search.study.study import load_study
 
         services, storage = open_services(where)
-        found = waiting_studies(storage, services.home) if name is None else [load_study(storage, name)]
+        found = find_studies_to_sync(storage, services.home) if name is None else [load_study(storage, name)]
         return [cls(stored, services) for stored in found]
 
     # --- run ---
@@ -165,9 +165,9 @@ class Study:
         """Return the options of a fleet, and load what its workers need while this process loads what it needs."""
         if not isinstance(workers, int) or workers < 0:
             raise SearchError(f"{method.__name__}(workers={workers!r}): give a number of processes, such as workers=2")
-        from hpsearch.search.fleet.fork import load_ahead
+        from hpsearch.search.fleet.fork import start_fork_server
 
-        load_ahead(workers)
+        start_fork_server(workers)
         return self._worker_options(method, how)
 
     def _worker_options(self, method: Callable[..., Any], how: Working, device: str | None = None) -> WorkerOptions:
@@ -349,9 +349,9 @@ class Study:
         return f"Study({self.name!r})"
 
     def _repr_html_(self) -> str:
-        from hpsearch.search.report.show import summary_lines
+        from hpsearch.search.report.show import format_summary
 
-        lines = summary_lines(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
+        lines = format_summary(self._stored, self.summary(), dashboard_url=self._services.dashboard_url)
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     # --- steer ---
@@ -531,7 +531,7 @@ class Study:
         new_set: bool = False,
         infeasible: bool = False,
         **how: Unpack[Working],
-    ) -> Trained[Finalists]:
+    ) -> RetrainResult[Finalists]:
         """Train the finalists and return how the training ended."""
         options = self._options(self.train_finalists, workers, how)
         from hpsearch.search.console import PlainConsole
@@ -604,7 +604,7 @@ class Study:
 
     def _train_refit(
         self, *, trial: int | None, seeds: int | None, workers: int, **how: Unpack[Working]
-    ) -> Trained[Refit]:
+    ) -> RetrainResult[Refit]:
         """Train the finalists' winner on train and validation, and return how the training ended."""
         options = self._options(self.promote, workers, how)
         from hpsearch.search.console import PlainConsole
@@ -641,7 +641,7 @@ class Study:
         actions.log(self._services, self._stored, report)
         return report
 
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         """Send MLflow the records that wait on this machine, and rebuild models of a lost machine; safe to repeat.
 
         Example:

@@ -42,19 +42,19 @@ def finalists(
     on new data. The test split is not used. Run the command again to resume, or to show the table. Other machines join
     with 'worker --study STUDY.finalists'.
     """
-    from hpsearch.search.fleet.fork import load_ahead
+    from hpsearch.search.fleet.fork import start_fork_server
     from hpsearch.search.services import check_pair
 
     check_pair(where)  # before anything is loaded
 
-    load_ahead(workers)  # while this process loads what it needs itself
+    start_fork_server(workers)  # while this process loads what it needs itself
 
     with loading():
         from hpsearch.search.api.study import Study
-        from hpsearch.search.console import PlainConsole, steps
+        from hpsearch.search.console import PlainConsole, show_steps
         from hpsearch.search.run import finalists as _  # noqa: F401 all that the study will need
 
-    with steps(PlainConsole()) as tell:
+    with show_steps(PlainConsole()) as tell:
         opened = Study.open(study, progress=tell, **where)
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
     if ran.interrupted:
@@ -143,7 +143,7 @@ def promote(
     data except the test split. Other machines join with 'worker --study STUDY.refit'.
     """
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
+    from hpsearch.search.console import format_command
     from hpsearch.search.errors import SearchError
     from hpsearch.search.promotion.promote import chosen_trial
     from hpsearch.storage.mlflow.registry import check_alias, check_model_name
@@ -171,7 +171,7 @@ def promote(
     if done.unconfirmed:
         typer.echo(f"{'test set' if refit else 'unconfirmed'}: {done.unconfirmed}")
     if done.checkable:
-        typer.echo(f"check it: {command('serve-check', f'{done.model}@{done.alias}')}")
+        typer.echo(f"check it: {format_command('serve-check', f'{done.model}@{done.alias}')}")
     return 0
 
 

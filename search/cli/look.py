@@ -26,7 +26,7 @@ _LEAST = {"study": 5, "objective": 8, "best": 9}  # columns: what is folded narr
 def studies(where: o.Addresses) -> None:
     """List all studies with their state and best value."""
     from hpsearch.search.api.study import list_studies
-    from hpsearch.search.console import PlainConsole, command, plain_table
+    from hpsearch.search.console import PlainConsole, format_command, plain_table
 
     found = [_cells(row) for row in list_studies(**where)]
     # What no study has takes no room: a terminal of 80 columns has none for all of them.
@@ -39,7 +39,7 @@ def studies(where: o.Addresses) -> None:
     if table.row_count:
         PlainConsole().print(table)
     else:
-        typer.echo(f"no studies yet; start one with: {command('run', 'digits')}")
+        typer.echo(f"no studies yet; start one with: {format_command('run', 'digits')}")
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
@@ -106,20 +106,20 @@ def top(
 
     from hpsearch.search.api.study import Study
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.report.top import Pace, read_standing, render
+    from hpsearch.search.report.top import EpochRate, read_status, render_status
 
-    study, console, pace = Study.open(name, **where), PlainConsole(), Pace()
+    study, console, pace = Study.open(name, **where), PlainConsole(), EpochRate()
     if as_json:
-        typer.echo(read_standing(study._stored).to_json())
+        typer.echo(read_status(study._stored).to_json())
         return
     if once or not console.is_terminal:
-        console.print(render(read_standing(study._stored), None, width=console.width))
+        console.print(render_status(read_status(study._stored), None, width=console.width))
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            standing = read_standing(study._stored)
+            standing = read_status(study._stored)
             rate = pace.add(standing.at.timestamp(), standing.progress.epochs)
-            live.update(render(standing, rate, width=console.width, height=console.height), refresh=True)
+            live.update(render_status(standing, rate, width=console.width, height=console.height), refresh=True)
             time.sleep(every)  # a look; nothing wakes it
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpsearch.search.cli.app import OBJECTIVES, group, register
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.process import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def init(
     from hpsearch.objectives.template import write_template
 
     write_template(path)
-    typer.echo(f"wrote {path}; run it with: {command('run', str(path))}")
+    typer.echo(f"wrote {path}; run it with: {format_command('run', str(path))}")
 
 
 Objective_ = Annotated[

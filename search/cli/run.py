@@ -30,7 +30,7 @@ def run(
     where: o.Addresses,
 ) -> int:
     """Run a search until its budget is spent. Run it again to resume it."""
-    from hpsearch.search.fleet.fork import load_ahead, visible_gpus, workers_on
+    from hpsearch.search.fleet.fork import count_gpu_workers, start_fork_server, visible_gpus
     from hpsearch.search.services import check_pair
     from hpsearch.search.spec.settings import check_settings, keys_in_errors
 
@@ -39,8 +39,8 @@ def run(
     check_pair(where)  # before anything is loaded
 
     if workers_per_gpu is not None:
-        workers = workers_on(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])
-    load_ahead(workers)  # while this process loads what it needs itself
+        workers = count_gpu_workers(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])
+    start_fork_server(workers)  # while this process loads what it needs itself
 
     with loading():
         from hpsearch.search.console import PlainConsole
@@ -86,10 +86,10 @@ def worker(
     start the worker again; 2, a setting is wrong (final); 3, the objective fails every trial (final).
     """
     with loading():
-        from hpsearch.search.fleet.devices import join_on_devices
+        from hpsearch.search.fleet.devices import join_study_on_devices
         from hpsearch.search.worker.join import join_study
 
-    join = join_study if options.world == 1 else join_on_devices
+    join = join_study if options.world == 1 else join_study_on_devices
     if final_exit_code is None:
         return join(study, options)
     code = report_errors(lambda: join(study, options))
@@ -134,7 +134,7 @@ def print_(
     rejected, so that none is printed.
     """
     from hpsearch.search.errors import SearchError
-    from hpsearch.search.launch.launch import Launch, printed, why_unknown
+    from hpsearch.search.launch.launch import LaunchConfig, check_study_exists, render_manifest
     from hpsearch.storage.home import home_dir
 
     try:
@@ -143,16 +143,16 @@ def print_(
         raise SearchError(f"--command {command!r} cannot be read ({error}): quote it as for a shell") from None
     if home is None and storage_url is None and engine != "kubernetes":
         home = str(home_dir())  # the embedded stack's, wherever it is told to run
-    launch = Launch(
+    launch = LaunchConfig(
         engine=engine, study=study, workers=workers, gpus=gpus, cpus=cpus, memory=memory, time=time, grace=grace,
         image=image, storage_url=storage_url.strip() if storage_url else None,
         home=os.path.abspath(home) if home else None,  # noqa: PTH100 a link may lead elsewhere there
         command=words, folder=os.getcwd(),  # noqa: PTH109 as it is
     )  # fmt: skip
-    if why := why_unknown(launch):
+    if why := check_study_exists(launch):
         typer.echo(f"hpsearch: nobody was asked whether there is a study {study!r}: {why}", err=True)
     if storage_url is None and engine != "kubernetes":
         typer.echo(
             "hpsearch: the embedded stack answers on this machine alone: for others give --storage-url", err=True
         )
-    typer.echo(printed(launch), nl=False)
+    typer.echo(render_manifest(launch), nl=False)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 @register(SERVICES)
 def up(home: o.Home = None) -> None:
     """Start the embedded Postgres, MLflow and Optuna dashboard."""
-    from hpsearch.search.console import PlainConsole, steps
-    from hpsearch.search.services import DASHBOARD
+    from hpsearch.search.console import PlainConsole, show_steps
+    from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.embedded import stack
     from hpsearch.storage.home import home_dir
 
-    with steps(PlainConsole(stderr=True)) as tell:
-        info = stack.up(home_dir(home), dashboard=DASHBOARD, progress=tell)
+    with show_steps(PlainConsole(stderr=True)) as tell:
+        info = stack.up(home_dir(home), dashboard=DASHBOARD_COMMAND, progress=tell)
     typer.echo(f"MLflow            {info.tracking_uri}")
     typer.echo(f"Optuna dashboard  {info.dashboard_url}")
     typer.echo(f"data              {info.home}")
@@ -73,19 +73,19 @@ def doctor(
     Nothing is started. Exit code 0 if no check failed, 1 otherwise.
     """
     from hpsearch.search.console import PlainConsole
-    from hpsearch.search.doctor.doctor import examine, finding_line, summary_line
+    from hpsearch.search.doctor.doctor import format_finding, format_status_counts, run_checks
 
     console, findings = PlainConsole(), []
-    for finding in examine(name, **where):
+    for finding in run_checks(name, **where):
         findings.append(finding)
         if not as_json:
-            console.print(finding_line(finding, console.width if console.is_terminal else None))
+            console.print(format_finding(finding, console.width if console.is_terminal else None))
     failed = any(finding.status == "failed" for finding in findings)
     if as_json:
         told = {"ok": not failed, "checks": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(told, indent=2))
     else:
-        console.print(summary_line(findings))
+        console.print(format_status_counts(findings))
     return 1 if failed else 0
 
 
@@ -123,12 +123,12 @@ def backup(
     """
     from rich.filesize import decimal
 
-    from hpsearch.search.console import PlainConsole, steps
+    from hpsearch.search.console import PlainConsole, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
-    from hpsearch.search.services import DASHBOARD
+    from hpsearch.search.services import DASHBOARD_COMMAND
     from hpsearch.storage.backup.backup import backup as make
 
-    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
         stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         made = make(
             file,
@@ -138,7 +138,7 @@ def backup(
             studies_only=studies_only,
             force=force,
             home=home,
-            dashboard=DASHBOARD,
+            dashboard=DASHBOARD_COMMAND,
             progress=tell,
         )
     typer.echo(f"{file}: {_counted(made.manifest)}, {decimal(made.size)}")
@@ -157,12 +157,12 @@ def restore(
     Nothing is overwritten: services with studies, runs or registered models are rejected. The next worker resumes the
     trials that were running.
     """
-    from hpsearch.search.console import PlainConsole, command, steps
+    from hpsearch.search.console import PlainConsole, format_command, show_steps
     from hpsearch.search.process import raise_interrupt, restore_handlers, stop_on_signals
-    from hpsearch.search.services import DASHBOARD, MLFLOW_UI_URL
+    from hpsearch.search.services import DASHBOARD_COMMAND, MLFLOW_UI_URL
     from hpsearch.storage.backup.restore import restore as put_back
 
-    with restore_handlers(), steps(PlainConsole(stderr=True)) as tell:
+    with restore_handlers(), show_steps(PlainConsole(stderr=True)) as tell:
         stop_on_signals(signal.SIGTERM, request=raise_interrupt)  # what was begun is removed
         done = put_back(
             file,
@@ -171,7 +171,7 @@ def restore(
             tracking_uri=tracking_uri,
             ui_url=os.environ.get(MLFLOW_UI_URL),
             home=home,
-            dashboard=DASHBOARD,
+            dashboard=DASHBOARD_COMMAND,
             progress=tell,
         )
     typer.echo(f"restored {_counted(done.manifest)}, as they were at {done.manifest.made_at}")
@@ -179,16 +179,16 @@ def restore(
         typer.echo(f"the checkpoints of {study} are not in it, but in {url}")
     if done.left_out:
         typer.echo(f"{done.left_out} files of artifacts are not in it: they have to be where MLflow looks for them")
-    typer.echo(f"go on with: {command('studies', *(('--home', home) if home else ()))}")
+    typer.echo(f"go on with: {format_command('studies', *(('--home', home) if home else ()))}")
 
 
 def _counted(manifest: Manifest) -> str:
-    from hpsearch.search.console import counted
+    from hpsearch.search.console import pluralize
 
     studies = "1 study" if manifest.studies == 1 else f"{manifest.studies} studies"
-    parts = [studies, counted(manifest.trials, "trial")]
+    parts = [studies, pluralize(manifest.trials, "trial")]
     if manifest.with_mlflow:
-        parts += [counted(manifest.runs, "run"), counted(manifest.models, "registered model")]
+        parts += [pluralize(manifest.runs, "run"), pluralize(manifest.models, "registered model")]
     return ", ".join(parts)
 
 
@@ -274,8 +274,8 @@ def mlflow(
     connect(url, application_name="hpsearch serve", setting=variable).close()
     _check_free(host, port)
     hosts = allowed_hosts.split(",") if allowed_hosts else None
-    command, environment = mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
-    os.execve(command[0], command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
+    format_command, environment = mlflow_command(host=host, port=port, artifacts=artifacts, allowed_hosts=hosts)
+    os.execve(format_command[0], format_command, {**os.environ, **environment, variable: url})  # noqa: S606 becomes the service
 
 
 def _check_free(host: str, port: int) -> None:

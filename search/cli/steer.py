@@ -27,7 +27,7 @@ def stop(
     Its workers finish their epoch, save a checkpoint, release their trials and exit.
     """
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
+    from hpsearch.search.console import format_command
     from hpsearch.search.study.steering import running_trials
 
     study = Study.open(name, **where)
@@ -37,20 +37,20 @@ def stop(
         typer.echo(f"running trials: {running}; each is given back after the epoch it is in")
     if wait:
         study.stop(wait=True)
-    typer.echo(f"go on with: {command('start', name)}")
+    typer.echo(f"go on with: {format_command('start', name)}")
 
 
 @register(STEER)
 def start(name: o.StudyName, where: o.Addresses) -> None:
     """Resume a stopped study. Start its workers with 'run' or 'worker'."""
     from hpsearch.search.api.study import Study
-    from hpsearch.search.console import command
+    from hpsearch.search.console import format_command
 
     study = Study.open(name, **where)
     why = study.start()
     typer.echo(f"started {name}, which was stopped {why}" if why else f"{name} was not stopped")
     typer.echo(f"run it with: {study._stored.go_on}")
-    typer.echo(f"or join it:  {command('worker', '--study', name)}")
+    typer.echo(f"or join it:  {format_command('worker', '--study', name)}")
 
 
 def _amount(flag: str, what: str) -> Any:

@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.fleet.fork import cores
+from hpsearch.search.fleet.fork import count_cores
 from hpsearch.search.study.study import StoredStudy, check_release
 from hpsearch.storage.attributes import RELEASE, STOPPED
 from hpsearch.storage.checkpoints.store import Checkpoints
@@ -103,13 +103,13 @@ def check_store(url: str) -> Finding:
     return Finding("ok", f"{checkpoints.url} can be written")
 
 
-_PATIENCE = 20  # seconds for nvidia-smi, which can hang with its driver
+_NVIDIA_SMI_TIMEOUT_SECONDS = 20  # seconds for nvidia-smi, which can hang with its driver
 
 
 def check_cores() -> Finding:
     """Count the cores that this process may use."""
-    allowed, there = cores(), os.cpu_count() or 1
-    return Finding("ok", counted(allowed, "core") + (f" allowed of {there}" if allowed < there else ""))
+    allowed, there = count_cores(), os.cpu_count() or 1
+    return Finding("ok", pluralize(allowed, "core") + (f" allowed of {there}" if allowed < there else ""))
 
 
 def check_gpus() -> Finding:
@@ -124,16 +124,16 @@ def check_gpus() -> Finding:
             name = torch.cuda.get_device_name(index)
             devices.append(f"cuda:{index} {name}, {decimal(free)} of {decimal(total)} free")
         return Finding("ok", "; ".join(devices))
-    names = _seen_by_the_driver()
-    return unseen(names) if names else Finding("ok", "none: trials run on the cores")
+    names = _list_driver_gpus()
+    return warn_undetected_gpus(names) if names else Finding("ok", "none: trials run on the cores")
 
 
-def unseen(names: list[str]) -> Finding:
+def warn_undetected_gpus(names: list[str]) -> Finding:
     """Return the warning of GPUs that the driver has and torch has not, with what is probably the reason."""
     import torch
 
     kinds = ", ".join(sorted(set(names)))
-    found = f"nvidia-smi sees {counted(len(names), 'GPU')} ({kinds}), torch {torch.__version__} none"
+    found = f"nvidia-smi sees {pluralize(len(names), 'GPU')} ({kinds}), torch {torch.__version__} none"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None:
         return Finding("warning", f"{found}; CUDA_VISIBLE_DEVICES is {hidden!r}", "unset it to use them")
@@ -143,21 +143,21 @@ def unseen(names: list[str]) -> Finding:
     return Finding("warning", found, f"install a driver that CUDA {torch.version.cuda} can use")
 
 
-def _seen_by_the_driver() -> list[str]:
+def _list_driver_gpus() -> list[str]:
     """The names of the GPUs that nvidia-smi lists; none where it is not there or does not work."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     ask = [program, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=_PATIENCE, check=True)
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
-LITTLE = 1_000_000_000  # bytes: a few runs with their checkpoints and plots
-TOO_LITTLE = 100_000_000  # bytes: less than one
+LOW_FREE_BYTES = 1_000_000_000  # bytes: a few runs with their checkpoints and plots
+MIN_FREE_BYTES = 100_000_000  # bytes: less than one
 
 _ELSEWHERE = f"set {VARIABLE} to a folder on another disk"
 
@@ -178,10 +178,10 @@ def check_free_space(home: Path) -> Finding:
 
     free = shutil.disk_usage(home).free
     said = f"{decimal(free)} free where {home} is"
-    limits: tuple[tuple[int, Status], ...] = ((TOO_LITTLE, "failed"), (LITTLE, "warning"))
+    limits: tuple[tuple[int, Status], ...] = ((MIN_FREE_BYTES, "failed"), (LOW_FREE_BYTES, "warning"))
     for limit, status in limits:
         if free < limit:
-            remedy = f"make room, such as with '{command('gc')}', or {_ELSEWHERE}"
+            remedy = f"make room, such as with '{format_command('gc')}', or {_ELSEWHERE}"
             return Finding(status, f"{said}, under {decimal(limit)}", remedy)
     return Finding("ok", said)
 
@@ -189,7 +189,7 @@ def check_free_space(home: Path) -> Finding:
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # a checkout has it, a wheel has not
 
 
-def direct_dependencies() -> dict[str, str | None]:
+def read_direct_dependencies() -> dict[str, str | None]:
     """Return what hpsearch needs itself: name to installed version, None where it is missing."""
     found: dict[str, str | None] = {}
     for line in requires("hpsearch") or []:
@@ -207,18 +207,18 @@ def direct_dependencies() -> dict[str, str | None]:
 
 def check_versions() -> Finding:
     """Compare the installed direct dependencies with constraints.txt."""
-    installed = direct_dependencies()
+    installed = read_direct_dependencies()
     if missing := [name for name, there in installed.items() if there is None]:
         return Finding("failed", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
     if not CONSTRAINTS.exists():
         return Finding("ok", f"{len(installed)} direct dependencies; there is no constraints.txt to compare them with")
     lines = (line.partition("==") for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#"))
-    pinned = {_normal(name): pin.strip() for name, equal, pin in lines if equal}
+    pinned = {_normalize_name(name): pin.strip() for name, equal, pin in lines if equal}
     drifted = [
         f"{name} {there} (pinned {pin})"
         for name, there in installed.items()
         # Without the label of the build: the pin 2.13.0 is for 2.13.0+cpu and 2.13.0+cu130.
-        if there is not None and (pin := pinned.get(_normal(name))) not in {None, there.partition("+")[0]}
+        if there is not None and (pin := pinned.get(_normalize_name(name))) not in {None, there.partition("+")[0]}
     ]
     if not drifted:
         return Finding("ok", f"{len(installed)} direct dependencies, as constraints.txt pins them")
@@ -226,7 +226,7 @@ def check_versions() -> Finding:
     return Finding("warning", f"not as constraints.txt pins them: {', '.join(drifted)}", again)
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
@@ -264,7 +264,9 @@ def _check_study(study: StoredStudy) -> Finding:
     at = read_progress(study.engine, study.study_id, study.spec.direction)
     said = f"{name}: {at.done} have ended{at.early}, {len(at.running)} running"
     if why := study.attrs.get(STOPPED):
-        return Finding("warning", f"{said}; it was stopped {why}", f"run '{command('start', name)}' to let it go on")
+        return Finding(
+            "warning", f"{said}; it was stopped {why}", f"run '{format_command('start', name)}' to let it go on"
+        )
     if study.out_of_time:
         return Finding("ok", f"{said}; its time is up")
     return Finding("ok", f"{said}; nothing is left to do" if at.share >= 1 else said)

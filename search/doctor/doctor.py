@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 from rich.text import Text
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.doctor.checks import (
     STUDY_CHECKS,
     Checker,
@@ -26,7 +26,7 @@ from hpsearch.search.doctor.checks import (
     check_tracking,
     check_versions,
 )
-from hpsearch.search.doctor.database import DATABASE_CHECKS, ask_database
+from hpsearch.search.doctor.database import DATABASE_CHECKS, run_database_check
 from hpsearch.search.services import check_pair
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.storage.attributes import CHECKPOINT_URL, TRACKING_URI
@@ -35,7 +35,7 @@ from hpsearch.storage.home import home_dir
 from hpsearch.storage.study_storage.storage import open_storage
 
 
-def examine(
+def run_checks(
     study: str | None = None,
     *,
     storage_url: str | None = None,
@@ -63,9 +63,9 @@ def examine(
     given = "--storage-url" if running is None else "embedded Postgres"
     first = [checker.run("services", partial(_check_services, folder, storage_url, running))]
     for name, look, need in DATABASE_CHECKS:
-        first.append(checker.run(name, partial(ask_database, look, database or "", given), need))
+        first.append(checker.run(name, partial(run_database_check, look, database or "", given), need))
     # Opened before the first finding is printed: if there is no such study, that error is the only output.
-    found = _open(study, database) if study is not None and database and checker.passed("rights") else None
+    found = _open_study(study, database) if study is not None and database and checker.passed("rights") else None
     yield from first
 
     is_unread, attrs = study is not None and found is None, found.attrs if found is not None else {}
@@ -73,7 +73,7 @@ def examine(
     if server is not None:
         yield checker.run("mlflow", partial(check_tracking, server))
     else:
-        yield checker.run("mlflow", partial(_no_server, found), "rights" if is_unread else "services")
+        yield checker.run("mlflow", partial(_report_missing_server, found), "rights" if is_unread else "services")
     yield checker.run("artifacts", partial(check_artifacts, server or ""), "mlflow")
     for name, look, need in STUDY_CHECKS if study is not None else ():
         yield checker.run(name, partial(look, found), need)
@@ -96,16 +96,16 @@ def _check_services(home: Path, storage_url: str | None, running: stack.StackInf
     return Finding(
         "failed",
         f"no --storage-url is given, and the embedded stack in {home} is not up ({states})",
-        f"run '{command('up')}', or give --storage-url and --tracking-uri",
+        f"run '{format_command('up')}', or give --storage-url and --tracking-uri",
     )
 
 
-def _open(name: str, url: str) -> StoredStudy:
+def _open_study(name: str, url: str) -> StoredStudy:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return load_study(open_storage(url, application_name="hpsearch doctor"), name)
 
 
-def _no_server(study: StoredStudy | None) -> Finding:
+def _report_missing_server(study: StoredStudy | None) -> Finding:
     if study is not None:
         return Finding("failed", f"study {study.spec.name!r} names no tracking server", "give --tracking-uri")
     return Finding("skipped", "no --tracking-uri is given; a worker takes its study's: name the STUDY to check that")
@@ -115,7 +115,7 @@ _COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bo
 _STATUS, _NAME = 9, 13  # columns, with the blanks after them
 
 
-def finding_line(finding: Finding, columns: int | None) -> Text:
+def format_finding(finding: Finding, columns: int | None) -> Text:
     """Return the line of a finding, folded at `columns`; None folds nothing."""
     head = f"{finding.status:{_STATUS}}{finding.check:{_NAME}}"
     line = head + finding.found + (f": {finding.remedy}" if finding.remedy else "")
@@ -127,7 +127,7 @@ def finding_line(finding: Finding, columns: int | None) -> Text:
     return text
 
 
-def summary_line(findings: Iterable[Finding]) -> str:
+def format_status_counts(findings: Iterable[Finding]) -> str:
     """Return how many checks came to what: ``14 ok, 1 warning, 1 failed``."""
     counts = Counter(finding.status for finding in findings)
     words = {"ok": "ok", "warning": "with a warning", "failed": "failed", "skipped": "skipped"}

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.exceptions import DuplicatedStudyError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.table import newest_set
 from hpsearch.search.pruners.stopping import NoPruning
@@ -148,7 +148,7 @@ def create_or_join(
 
 def _no_finalist(study: StoredStudy) -> str:
     if any(not in_bounds(trial) for trial in study.trials(TrialState.COMPLETE)):
-        again = command("finalists", study.spec.name, "--infeasible")
+        again = format_command("finalists", study.spec.name, "--infeasible")
         return f"no complete trial within its constraints: train those that break them with {again}"
     return "no complete trial: there is no finalist to choose"
 
@@ -224,12 +224,12 @@ def _require_over(study: StoredStudy) -> None:
         return
     ended = study.attrs.get(STOPPED) is not None or study.out_of_time
     if ended and (running := running_trials(study)):
-        wait = command("stop", name, "--wait")
-        raise SearchError(f"study {name!r} has {counted(running, 'running trial')}: wait for the end: {wait}")
+        wait = format_command("stop", name, "--wait")
+        raise SearchError(f"study {name!r} has {pluralize(running, 'running trial')}: wait for the end: {wait}")
     if not ended:
         raise SearchError(
             f"study {name!r} is not over, {study.done(finished)} are done: let it end, or stop it first: "
-            f"{command('stop', name)}"
+            f"{format_command('stop', name)}"
         )
 
 

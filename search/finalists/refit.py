@@ -13,7 +13,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create, fresh_seeds
 from hpsearch.search.finalists.table import decided_winner, why_missing
@@ -153,7 +153,7 @@ def read_refit(study: StoredStudy, trial: int | None = None) -> tuple[StoredStud
     chosen, winner = _decided(study, trial)
     made = _made_before(study, winner, confirmed_epochs(study, chosen, winner))
     if made is None:
-        again = command("promote", study.spec.name, "--refit")
+        again = format_command("promote", study.spec.name, "--refit")
         raise SearchError(f"--refit: the winner of study {study.spec.name!r} is not trained on all data yet: {again}")
     return made, tabulate_refit(made)
 
@@ -200,7 +200,7 @@ def refit_lines(made: StoredStudy, found: Refit) -> list[str]:
         mark = ", the median: it is taken" if number == found.taken else ""
         lines.append(f"trial {number} of {found.study}, seed {seed}: {said}{mark}")
     if not found.pending and found.taken is None:
-        lines.append(f"no run has come to its end: see why with {command('show', made.spec.name)}")
+        lines.append(f"no run has come to its end: see why with {format_command('show', made.spec.name)}")
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.winner import Choice, Expected, Scored, choose, expect, scored_of
 from hpsearch.search.study.ranking import first_value
@@ -161,7 +161,7 @@ def decided_winner(study: StoredStudy, trial: int | None) -> tuple[StoredStudy, 
     Raises:
         SearchError: there are no finalists, the newest set is not done, or the winner is not `trial`.
     """
-    name, again = study.spec.name, command("finalists", study.spec.name)
+    name, again = study.spec.name, format_command("finalists", study.spec.name)
     counting, newest = counting_set(study), newest_set(study)
     if counting is None or newest is None:
         raise SearchError(f"study {name!r} has no finalists, which confirm a winner: choose them with {again}")

@@ -6,7 +6,7 @@ import statistics
 
 from rich.table import Table
 
-from hpsearch.search.console import counted, plain_table
+from hpsearch.search.console import plain_table, pluralize
 from hpsearch.search.finalists.table import FinalistRow, Finalists, newest_set, read_finalists, tabulate
 from hpsearch.search.finalists.winner import LEVEL, Expected
 from hpsearch.search.study.ranking import best_first
@@ -155,7 +155,7 @@ def _front_lines(found: Finalists) -> list[str]:
 
 def drawn(found: Finalists) -> str:
     """Return what the finalists were trained on, in words."""
-    return counted(len(found.seeds), "fresh division" if found.divided else "fresh seed")
+    return pluralize(len(found.seeds), "fresh division" if found.divided else "fresh seed")
 
 
 def expected_words(expected: Expected) -> str:

@@ -29,10 +29,10 @@ from hpsearch.search.process import (
     EXIT_UNAVAILABLE,
     StopEvent,
     exit_on_signals,
+    make_fleet_watcher,
     report_errors,
     stop_on_signals,
     stop_worker_on_signals,
-    watch_fleet,
 )
 from hpsearch.search.worker.identity import default_device
 from hpsearch.search.worker.options import WorkerOptions
@@ -58,7 +58,7 @@ class Rendezvous:
     file: Path | None = None
 
 
-def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
+def find_rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rendezvous:
     """Return where the processes of a worker meet that runs on so many machines.
 
     Of several machines Slurm names the first; else `MASTER_ADDR` and `MASTER_PORT` do, as for torchrun.
@@ -78,14 +78,14 @@ def rendezvous(nodes: int, environment: Mapping[str, str], folder: Path) -> Rend
             raise SearchError(f"--nodes {nodes}, but this job of Slurm has {has}: give --nodes {has}")
         step = given("SLURM_STEP_ID", "0")
         port = str(_FIRST_PORT + int(job) % _PORTS)
-        return Rendezvous(f"{_first_of(hosts)}:{port}", f"hpsearch-{job}.{step}")
+        return Rendezvous(f"{_find_first_host(hosts)}:{port}", f"hpsearch-{job}.{step}")
     raise SearchError(
         f"--nodes {nodes}: set MASTER_ADDR and MASTER_PORT to one of the machines and a free port of it, the same on "
         "all; under Slurm's srun neither is needed"
     )
 
 
-def _first_of(hosts: str) -> str:
+def _find_first_host(hosts: str) -> str:
     """Return the first of Slurm's hosts, which it writes as ``node[01-08]``."""
     scontrol = shutil.which("scontrol")
     if scontrol is None:
@@ -100,12 +100,12 @@ _PREFIX = "hpsearch-ranks-"
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def make_private_folder() -> Iterator[Path]:
     """Make a folder for this process and those it forks; before that remove those of this user whose processes died.
 
     Who lives holds the lock of its folder: a killed process lets go of it, and no other can have its number.
     """
-    _remove_left()
+    _remove_stale_folders()
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))  # under a name that nobody looks at: it is not locked yet
     held = os.open(made, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def private_folder() -> Iterator[Path]:
         os.close(held)
 
 
-def _remove_left() -> None:
+def _remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # its process lives, or another launcher has just removed it
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -131,11 +131,11 @@ def _remove_left() -> None:
 
 log = logging.getLogger(__name__)
 
-_ENDING = 10  # seconds that ranks have to end by themselves when one of them has died
-_LOOK = 0.2  # seconds between two looks whether this worker is told to go
+_RANK_SHUTDOWN_SECONDS = 10  # seconds that ranks have to end by themselves when one of them has died
+_POLL_SECONDS = 0.2  # seconds between two looks whether this worker is told to go
 
 
-def join_on_devices(name: str, options: WorkerOptions) -> int:
+def join_study_on_devices(name: str, options: WorkerOptions) -> int:
     """Be a worker of study `name` on `options.devices` devices of this machine; return rank 0's exit code.
 
     With `options.nodes` it is called on each of so many machines.
@@ -155,9 +155,9 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
     for torchs in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # they tell a dead rank at length
         logging.getLogger(torchs).setLevel(logging.CRITICAL)
     fork = can_fork()
-    with private_folder() as folder:
+    with make_private_folder() as folder:
         stop = _stop_ranks_on_signals(folder)
-        place = rendezvous(options.nodes, os.environ, folder)
+        place = find_rendezvous(options.nodes, os.environ, folder)
         if place.file is not None:  # else the launcher opens a port, on all of this machine's addresses
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         config = LaunchConfig(
@@ -172,11 +172,11 @@ def join_on_devices(name: str, options: WorkerOptions) -> int:
             max_restarts=0,  # whoever started this worker starts it again, and counts how often
             start_method="fork" if fork else "spawn",
             signals_to_handle="SIGQUIT",  # the others are passed on, and ranks leave in their own time
-            shutdown_timeout=_ENDING,
+            shutdown_timeout=_RANK_SHUTDOWN_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         )
         try:
-            codes = elastic_launch(config, _be_rank)(ending_with_parent(), name, options, place.file)
+            codes = elastic_launch(config, _run_rank)(ending_with_parent(), name, options, place.file)
         except (ChildFailedError, RendezvousConnectionError) as error:
             if stop.is_set():
                 return EXIT_DRAINED
@@ -221,17 +221,17 @@ def _stop_ranks_on_signals(folder: Path) -> StopEvent:
 
     stop = stop_on_signals(kill=kill)
     fleet = os.environ.get("HPSEARCH_FLEET_PID")
-    gone = watch_fleet(int(fleet)) if fleet else lambda: False
-    threading.Thread(target=_look_after, args=(stop, gone, folder), daemon=True).start()
+    gone = make_fleet_watcher(int(fleet)) if fleet else lambda: False
+    threading.Thread(target=_supervise_ranks, args=(stop, gone, folder), daemon=True).start()
     return stop
 
 
-def _look_after(stop: StopEvent, fleet_gone: Callable[[], bool], folder: Path) -> None:
+def _supervise_ranks(stop: StopEvent, fleet_gone: Callable[[], bool], folder: Path) -> None:
     """Tell the ranks to go once this process is, and end those that do not end after one of them has died."""
     ranks: dict[int, BaseProcess] = {}
     died = math.inf
     while True:
-        time.sleep(_LOOK)  # a parent's end wakes nobody
+        time.sleep(_POLL_SECONDS)  # a parent's end wakes nobody
         ranks |= {rank.pid: rank for rank in multiprocessing.active_children() if rank.pid is not None}
         go = stop.is_set() or fleet_gone()
         if go and not ranks:  # it waits for the ranks of other machines, and holds nothing
@@ -240,11 +240,13 @@ def _look_after(stop: StopEvent, fleet_gone: Callable[[], bool], folder: Path) -
         if any(rank.exitcode for rank in ranks.values()):
             died = min(died, time.monotonic())
         for pid, rank in ranks.items():
-            if rank.is_alive() and (go or time.monotonic() > died + _ENDING):  # again: one may only be starting
-                os.kill(pid, signal.SIGKILL if time.monotonic() > died + _ENDING else signal.SIGTERM)
+            if rank.is_alive() and (
+                go or time.monotonic() > died + _RANK_SHUTDOWN_SECONDS
+            ):  # again: one may only be starting
+                os.kill(pid, signal.SIGKILL if time.monotonic() > died + _RANK_SHUTDOWN_SECONDS else signal.SIGTERM)
 
 
-def _be_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
+def _run_rank(bind: Callable[[], None], name: str, options: WorkerOptions, place: Path | None) -> int:
     """Be one of the ranks; rank 0's exit code is the worker's."""
     bind()
     import torch

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpsearch.search.fleet.devices import join_on_devices
-from hpsearch.search.fleet.fork import ForkedProcess, can_fork, gpus_of, load_ahead, thread_settings
+from hpsearch.search.fleet.devices import join_study_on_devices
+from hpsearch.search.fleet.fork import ForkedProcess, assign_gpus, can_fork, start_fork_server, thread_environment
 from hpsearch.search.process import EXIT_DRAINED, EXIT_GAVE_UP, EXIT_USER_ERROR
 from hpsearch.search.worker.join import join_study
 from hpsearch.search.worker.options import WorkerOptions
@@ -22,8 +22,10 @@ from hpsearch.storage.files import lock_file
 
 # A worker that dies this often without the study getting on is not started again.
 MAX_DEATHS = 5
-_LONGEST_PAUSE = 30.0  # seconds
-_GRACE = 5.0  # seconds after the database's return in which a worker's end is still put down to its absence
+_MAX_RESTART_DELAY_SECONDS = 30.0  # seconds
+_OUTAGE_GRACE_SECONDS = (
+    5.0  # seconds after the database's return in which a worker's end is still put down to its absence
+)
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Slot:
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
     deaths: int = 0
     restart_at: float = 0.0
-    told: bool = False  # to stop
+    is_stop_requested: bool = False
     exit_code: int | None = None  # set when the slot is not filled again
     pids: list[int] = field(default_factory=list)
 
@@ -48,9 +50,9 @@ class Slot:
             return "restarting"
         if self.exit_code == 0:
             return "done"
-        return "stopped" if self.exit_code == EXIT_DRAINED or self.told else "failed"
+        return "stopped" if self.exit_code == EXIT_DRAINED or self.is_stop_requested else "failed"
 
-    def complaint(self) -> str:
+    def read_last_error(self) -> str:
         """Return the line of the worker's log that says why it ended: its last error, else its last line."""
         try:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -81,7 +83,7 @@ class Fleet:
         self._study, self._options, self._command = study, options, ["worker", "--study", study]
         self._workers = workers
         self._forking = can_fork()
-        self._environment = {**os.environ, **options.environment(), **thread_settings(workers)}
+        self._environment = {**os.environ, **options.environment(), **thread_environment(workers)}
         self._gpus = gpus
         # One that begins late is not to try again what has failed all others.
         self._environment["HPSEARCH_FLEET_FAILED"] = str(failed_before)
@@ -109,15 +111,15 @@ class Fleet:
     def _spawn(self, slot: Slot) -> None:
         environment = {**self._environment, "HPSEARCH_FLEET_PID": str(os.getpid())}
         if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(slot.index, self._gpus, self._options.devices))
-        slot.process = self._forked(environment, slot.log) or _executed(self._command, environment, slot.log)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assign_gpus(slot.index, self._gpus, self._options.devices))
+        slot.process = self._forked(environment, slot.log) or _start_interpreter(self._command, environment, slot.log)
         slot.pids.append(slot.process.pid)
 
     def _forked(self, environment: dict[str, str], log: Path) -> ForkedProcess | None:
         if self._forking:
             try:
-                load_ahead(self._workers)
-                join = join_study if self._options.devices == 1 else join_on_devices
+                start_fork_server(self._workers)
+                join = join_study if self._options.devices == 1 else join_study_on_devices
                 work = functools.partial(join, self._study, self._options)
                 return ForkedProcess(work, self._command, environment, log)
             except (OSError, EOFError):  # such as a path of temporary files that is too long for a socket
@@ -136,7 +138,7 @@ class Fleet:
             Whether any worker is running or to be started again.
         """
         if away:
-            self._away_until = time.monotonic() + _GRACE
+            self._away_until = time.monotonic() + _OUTAGE_GRACE_SECONDS
         away = time.monotonic() < self._away_until
         if settled > self._settled:
             self._settled = settled
@@ -156,13 +158,13 @@ class Fleet:
         if final or self._stopping or slot.deaths >= MAX_DEATHS:
             slot.exit_code = code
         else:
-            slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _LONGEST_PAUSE)
+            slot.restart_at = time.monotonic() + min(2.0 ** max(slot.deaths - 1, 0) - 1, _MAX_RESTART_DELAY_SECONDS)
 
     def stop(self, *, kill: bool = False) -> None:
         """Tell the workers to end their epoch, save and go; with `kill`, end them at once."""
         self._stopping = True
         for slot in self.slots:
-            slot.told = slot.exit_code is None
+            slot.is_stop_requested = slot.exit_code is None
             if slot.process is not None:
                 slot.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
             elif slot.exit_code is None:
@@ -172,13 +174,13 @@ class Fleet:
     def gave_up(self) -> tuple[str, ...]:
         """For each worker that gave up, a line with the reason."""
         return tuple(
-            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.complaint()}; log: {slot.log}"
+            f"worker {slot.index} gave up (exit code {slot.exit_code}): {slot.read_last_error()}; log: {slot.log}"
             for slot in self.slots
             if slot.state == "failed"
         )
 
 
-def _executed(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start_interpreter(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Start a worker in a fresh interpreter."""
     with log.open("ab") as output:
         # -P: a module in the user's folder must not hide an installed package of the same name.

@@ -15,18 +15,18 @@ from types import ModuleType
 from hpsearch.search.errors import SearchError
 from hpsearch.search.process import add_working_folder_to_path, report_errors
 
-_MINE = Path("/proc/self/cgroup")
-_MOUNTED = Path("/sys/fs/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return how many processors this process may use: of the machine, by its affinity, by its cgroup's limit."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cgroup_limit()
+    limit = read_cgroup_cpu_limit()
     return given if limit is None else max(1, min(given, int(limit)))
 
 
-def cgroup_limit(mine: Path = _MINE, mounted: Path = _MOUNTED) -> float | None:
+def read_cgroup_cpu_limit(mine: Path = _PROCESS_CGROUPS, mounted: Path = _CGROUP_ROOT) -> float | None:
     """Return how many processors' time the cgroup grants, which Slurm, Kubernetes and systemd set; None for any.
 
     Args:
@@ -44,12 +44,14 @@ def cgroup_limit(mine: Path = _MINE, mounted: Path = _MOUNTED) -> float | None:
             continue
         folder = root / path.lstrip("/")
         for above in (folder, *folder.parents):  # the least of all levels holds
-            if above.is_relative_to(root) and (limit := _ratio(" ".join(_read(above / name) for name in names))):
+            if above.is_relative_to(root) and (
+                limit := _parse_cpu_limit(" ".join(_read(above / name) for name in names))
+            ):
                 limits.append(limit)
     return min(limits, default=None)
 
 
-def _ratio(text: str) -> float | None:
+def _parse_cpu_limit(text: str) -> float | None:
     """Return quota / period of a text ``QUOTA PERIOD``, in processors; None without a limit (``max``, -1, no file)."""
     try:
         quota, period = map(int, text.split())
@@ -65,32 +67,32 @@ def _read(path: Path) -> str:
         return ""
 
 
-def thread_settings(workers: int) -> dict[str, str]:
+def thread_environment(workers: int) -> dict[str, str]:
     """Return the environment that divides the cores: more threads than cores make every worker several times slower."""
-    threads = str(max(1, cores() // max(1, workers)))
+    threads = str(max(1, count_cores() // max(1, workers)))
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
 
 
 # Where there may be an accelerator nothing is forked: its driver may not be asked anything before a fork, and it is not
 # in our hands what a library asks while it loads.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+_ACCELERATOR_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 
 _context = multiprocessing.get_context("forkserver")
 
 
 def can_fork() -> bool:
     """Whether workers are forked on this machine; else each is a fresh interpreter."""
-    return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATORS)
+    return sys.platform == "linux" and not any(Path(device).exists() for device in _ACCELERATOR_DEVICES)
 
 
-def load_ahead(workers: int) -> None:
+def start_fork_server(workers: int) -> None:
     """Begin to load what workers need, in the background; how they share the cores is settled by this too."""
     if not workers or not can_fork():
         return
     _context.set_forkserver_preload(["hpsearch.search.fleet.preload"])
     # Without it, a module in the current folder would hide an installed package of the same name.
-    environment = {**thread_settings(workers), "PYTHONSAFEPATH": "1"}
-    with contextlib.suppress(OSError), _environment(environment), _silence():
+    environment = {**thread_environment(workers), "PYTHONSAFEPATH": "1"}
+    with contextlib.suppress(OSError), _environment(environment), _silence_output():
         forkserver.ensure_running()
 
 
@@ -109,7 +111,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _silence_output() -> Iterator[None]:
     """Let what is started have no output: it lives as long as a worker, and who reads the fleet's must not wait for it.
 
     A killed fleet's workers end later than it.
@@ -140,8 +142,8 @@ class ForkedProcess:
     """
 
     def __init__(self, work: Callable[[], int], command: list[str], environment: dict[str, str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(work, command, environment, str(log)))
-        with _no_main():
+        self._process = _context.Process(target=_run_forked, args=(work, command, environment, str(log)))
+        with _hide_main_module():
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -158,7 +160,7 @@ class ForkedProcess:
 
 
 @contextlib.contextmanager
-def _no_main() -> Iterator[None]:
+def _hide_main_module() -> Iterator[None]:
     """Hide the program: `multiprocessing` would run a user's script again, from its first line, in each worker."""
     program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
@@ -167,7 +169,7 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def _run(work: Callable[[], int], command: list[str], environment: dict[str, str], log: str) -> None:
+def _run_forked(work: Callable[[], int], command: list[str], environment: dict[str, str], log: str) -> None:
     os.setsid()
     _redirect(os.devnull, os.O_RDONLY, [0])
     _redirect(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, [1, 2])
@@ -201,14 +203,14 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def gpus_of(index: int, gpus: list[str], each: int) -> list[str]:
+def assign_gpus(index: int, gpus: list[str], each: int) -> list[str]:
     """Return the GPUs of the worker at `index`; where workers are more than sets of `each`, some share one."""
     sets = max(1, len(gpus) // each)
     first = index % sets * each
     return gpus[first : first + each]
 
 
-def workers_on(gpus: list[str], *, sharing: int, each: int) -> int:
+def count_gpu_workers(gpus: list[str], *, sharing: int, each: int) -> int:
     """Return how many workers there are where so many share a set of `each` GPUs.
 
     Raises:

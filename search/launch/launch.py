@@ -24,25 +24,25 @@ from hpsearch.storage.study_storage.storage import open_storage
 from hpsearch.storage.urls import normalise, redact
 
 ENGINES = ("slurm", "kubernetes", "ray", "systemd")
-MARGIN = 5  # seconds of the grace that a worker leaves for the way of the signal and its own end
-_LEAST_GRACE, _LONGEST_GRACE = 2 * MARGIN, 65_535  # seconds; Slurm takes no longer notice
-_MOST_WORKERS = 10_000
+SHUTDOWN_MARGIN_SECONDS = 5  # seconds of the grace that a worker leaves for the way of the signal and its own end
+_MIN_GRACE_SECONDS, _MAX_GRACE_SECONDS = 2 * SHUTDOWN_MARGIN_SECONDS, 65_535  # seconds; Slurm takes no longer notice
+_MAX_WORKERS = 10_000
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
 _MEMORY = re.compile(r"([1-9]\d*)([MGT])")
 _IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._:/@-]*")
 # Where each engine has a password from, for whoever wrote it into the URL.
-_PASSWORD = {
+_PASSWORD_PLACES = {
     "slurm": "into ~/.pgpass",
     "kubernetes": "into the Secret 'hpsearch' as PGPASSWORD",
     "ray": "into ~/.pgpass of each machine",
     "systemd": "into /etc/hpsearch/worker.env as PGPASSWORD",
 }
 # Options that one engine alone can follow; the others would leave them out without a word.
-_ONLY = {"time": ("slurm",), "image": ("kubernetes",), "command": ("slurm", "systemd")}
+_OPTION_ENGINES = {"time": ("slurm",), "image": ("kubernetes",), "command": ("slurm", "systemd")}
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """A fleet as an engine is to run it.
 
     Attributes:
@@ -85,16 +85,16 @@ class Launch:
         if not re.fullmatch(NAME_PATTERN.removesuffix("$"), self.study) or len(self.study) > 100:
             raise SearchError(f"STUDY {self.study!r} is no name of a study: letters, digits, '.', '_' and '-'")
         for option, number, least, most in (
-            ("--workers", self.workers, 1, _MOST_WORKERS),
+            ("--workers", self.workers, 1, _MAX_WORKERS),
             ("--cpus-per-worker", self.cpus, 1, 1024),
-            ("--grace", self.grace, _LEAST_GRACE, _LONGEST_GRACE),
+            ("--grace", self.grace, _MIN_GRACE_SECONDS, _MAX_GRACE_SECONDS),
         ):
             if not least <= number <= most:
                 raise SearchError(f"{option} must be from {least} to {most}, not {number}")
         self._check_gpus()
         if not _MEMORY.fullmatch(self.memory):
             raise SearchError(f"--memory {self.memory!r} is no size: give a whole number with M, G or T, such as 8G")
-        for name, engines in _ONLY.items():
+        for name, engines in _OPTION_ENGINES.items():
             if getattr(self, name) and self.engine not in engines:
                 raise SearchError(f"--{name} is for {' and '.join(engines)}: leave it out for {self.engine}")
         self._check_time()
@@ -134,21 +134,21 @@ class Launch:
         if redact(self.storage_url) != self.storage_url:
             raise SearchError(
                 f"--storage-url {redact(self.storage_url)!r} holds a password, which would be printed: leave it out of "
-                f"the URL and put it {_PASSWORD[self.engine]}"
+                f"the URL and put it {_PASSWORD_PLACES[self.engine]}"
             )
         normalise(self.storage_url)
         if not self.storage_url.isprintable():
             raise SearchError(f"--storage-url {self.storage_url!r} holds a character that a script cannot")
 
     @property
-    def sharing(self) -> int:
+    def workers_per_gpu(self) -> int:
         """How many workers share a GPU, or have theirs alone."""
         return int(1 / self.gpus + 1e-9) if 0 < self.gpus < 1 else 1
 
     @property
     def worker_grace(self) -> int:
         """What a worker is told of the grace, in seconds."""
-        return self.grace - MARGIN
+        return self.grace - SHUTDOWN_MARGIN_SECONDS
 
     @property
     def memory_parts(self) -> tuple[int, str]:
@@ -158,11 +158,11 @@ class Launch:
         return int(found[1]), found[2]
 
 
-_SHIFT = {"M": 20, "G": 30, "T": 40}
-_LONGEST_NAME = 45  # of a Kubernetes Job: its pods' names, of at most 63 characters, end in an index and five more
+_UNIT_BITS = {"M": 20, "G": 30, "T": 40}
+_MAX_JOB_NAME = 45  # of a Kubernetes Job: its pods' names, of at most 63 characters, end in an index and five more
 
 
-def printed(launch: Launch) -> str:
+def render_manifest(launch: LaunchConfig) -> str:
     """Return what the engine is given, ending in a line break."""
     environment = Environment(
         loader=PackageLoader("hpsearch.search.launch"),
@@ -176,30 +176,30 @@ def printed(launch: Launch) -> str:
         "sh": shlex.quote,
         "json": json.dumps,
         "python": repr,
-        "unit": unit_quoted,
-        "dollars": _dollars,
+        "unit": quote_systemd_word,
+        "dollars": _escape_dollars,
     }
-    return environment.get_template(f"{launch.engine}.j2").render(launch=launch, **_values(launch))
+    return environment.get_template(f"{launch.engine}.j2").render(launch=launch, **_make_template_values(launch))
 
 
-def _values(launch: Launch) -> dict[str, Any]:
+def _make_template_values(launch: LaunchConfig) -> dict[str, Any]:
     number, letter = launch.memory_parts
-    together = min(launch.sharing, launch.workers)
+    together = min(launch.workers_per_gpu, launch.workers)
     return {
         "study": launch.study,
-        "worker": worker_command(launch),
+        "worker": make_worker_command(launch),
         "tasks": -(-launch.workers // together),  # of Slurm: one for each worker, or for those that share a GPU
         "together": together,
         "memory_of_task": f"{number * together}{letter}",
-        "memory_bytes": number << _SHIFT[letter],
+        "memory_bytes": number << _UNIT_BITS[letter],
         "gpus": launch.gpus if 0 < launch.gpus < 1 else int(launch.gpus),
-        "user": user(),
-        "job_name": job_name(launch.study),
-        "devices": unit_devices(launch),
+        "user": find_worker_user(),
+        "job_name": make_job_name(launch.study),
+        "devices": format_systemd_devices(launch),
     }
 
 
-def worker_command(launch: Launch) -> list[str]:
+def make_worker_command(launch: LaunchConfig) -> list[str]:
     """Return the one command that a worker is."""
     # -P: a module in the user's folder must not hide an installed package of the same name.
     start = launch.command or (sys.executable, "-P", "-m", "hpsearch")
@@ -207,40 +207,40 @@ def worker_command(launch: Launch) -> list[str]:
     return [*start, "worker", "--study", launch.study, "--grace", str(launch.worker_grace), *several]
 
 
-def user() -> str:
+def find_worker_user() -> str:
     """Return the account that systemd runs workers as: the one of this process, unless it may do everything."""
     number = os.geteuid()
     return "hpsearch" if number == 0 else pwd.getpwuid(number).pw_name
 
 
-def job_name(study: str) -> str:
+def make_job_name(study: str) -> str:
     """Return a study's name as Kubernetes takes it: lower case, digits and dashes, and another for each study."""
-    name = re.sub(r"[^a-z0-9-]+", "-", study.lower()).strip("-")[:_LONGEST_NAME].strip("-")
+    name = re.sub(r"[^a-z0-9-]+", "-", study.lower()).strip("-")[:_MAX_JOB_NAME].strip("-")
     if name != study:
         mark = hashlib.sha256(study.encode()).hexdigest()[:6]
-        name = f"{name[: _LONGEST_NAME - 7]}-{mark}".strip("-")
+        name = f"{name[: _MAX_JOB_NAME - 7]}-{mark}".strip("-")
     return f"hpsearch-{name}"
 
 
-def _dollars(text: str) -> str:
+def _escape_dollars(text: str) -> str:
     """Return a variable's value for Kubernetes, which replaces $(NAME)."""
     return text.replace("$(", "$$(")
 
 
-def unit_quoted(text: str, *, command: bool = True) -> str:
+def quote_systemd_word(text: str, *, command: bool = True) -> str:
     """Return a word as a unit of systemd holds it; `command`: in a line of Exec, which replaces variables too."""
     text = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{text.replace("$", "$$") if command else text}"'
 
 
-def unit_devices(launch: Launch) -> str:
+def format_systemd_devices(launch: LaunchConfig) -> str:
     """Return the GPUs of instance %i, counted from 0, as arithmetic of the shell within a line of Exec."""
-    if launch.sharing > 1:
-        return f"$$((%i / {launch.sharing}))"
+    if launch.workers_per_gpu > 1:
+        return f"$$((%i / {launch.workers_per_gpu}))"
     return ",".join(f"$$((%i * {int(launch.gpus)} + {index}))" for index in range(int(launch.gpus)))
 
 
-def why_unknown(launch: Launch) -> str | None:
+def check_study_exists(launch: LaunchConfig) -> str | None:
     """Return why the database could not be asked for the study, or None where it has it.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from optuna.trial import FrozenTrial
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import Refit, tabulate_refit
 from hpsearch.search.finalists.winner import LEVEL
@@ -276,8 +276,8 @@ def _refit(refit: dict[str, Any]) -> list[str]:
     ]
     return [
         f"A refit: the configuration of trial {refit['of']} of study **{refit['search']}**, trained on train and "
-        f"validation for {counted(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the median "
-        "training loss was taken.",
+        f"validation for {pluralize(refit['epochs'], 'epoch')}, as its fresh runs chose. Of its runs that of the "
+        "median training loss was taken.",
         "",
         *_table(("run", "seed", "training loss"), runs),
         "",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists import Finalists, read_finalists
 from hpsearch.search.finalists.refit import current, read_refit, taken_run
@@ -97,7 +97,7 @@ def promote(
         StorageError: MLflow refuses, or is away.
     """
     if (of := study.spec.finalists_of) is not None:
-        again = command("promote", of.study) if of.refit is None else study.go_on
+        again = format_command("promote", of.study) if of.refit is None else study.go_on
         raise SearchError(f"study {study.spec.name!r} holds {of.what}: promote it with: {again}")
     name = model or study.spec.name
     check_alias(alias)

@@ -20,7 +20,7 @@ from hpsearch.objectives.training.checks.held_out import Restored, restore_best
 from hpsearch.objectives.training.reproducibility import checkpoint
 from hpsearch.objectives.training.reproducibility.metrics_file import EpochRecord
 from hpsearch.objectives.training.result import Exported
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.samplers.suggest import training_seed
 from hpsearch.search.study.ranking import first_value
@@ -58,7 +58,7 @@ class BestWeights:
         try:
             return Path(tracking.client.download_artifacts(str(run_id), "checkpoints/best.pt", str(folder)))
         except Exception as error:  # MLflow's client raises what its transport does
-            send = command("sync", name)
+            send = format_command("sync", name)
             raise SearchError(
                 f"the weights of trial {number}, checkpoints/best.pt of its run {run_id} in MLflow, are not to be "
                 f"had ({describe_error(error)}); {self.undone}; should they wait on a machine, send them: {send}"
@@ -138,7 +138,7 @@ def _require_kept(study: StoredStudy, trial: FrozenTrial) -> None:
     if removed := trial.user_attrs.get(REMOVED):
         raise SearchError(f"{missing} ({removed}); promote one that has")
     if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
-        raise SearchError(f"{missing} yet ({known}): send it with {command('sync', study.spec.name)}")
+        raise SearchError(f"{missing} yet ({known}): send it with {format_command('sync', study.spec.name)}")
 
 
 def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from hpsearch.search.console import command, plain_table
+from hpsearch.search.console import format_command, plain_table
 from hpsearch.search.curves.forecast import CHOSEN, Forecast, chosen_line, foreseeable, told
 from hpsearch.search.finalists import read_finalists
 from hpsearch.search.finalists.refit import current
@@ -55,17 +55,17 @@ from hpsearch.storage.trials.history import (
 )
 
 
-def last_failure(study: StoredStudy) -> list[str]:
+def format_last_failure(study: StoredStudy) -> list[str]:
     """Return a line with the reason of the last failed trial; no line if no trial has failed."""
     failed = [t for t in study.trials(TrialState.FAIL) if REASON in t.user_attrs]
     return [f"the last failure, of trial {t.number}: {t.user_attrs[REASON]}" for t in failed[-1:]]
 
 
-def _bounds(spec: StudySpec) -> str:
+def _join_bounds(spec: StudySpec) -> str:
     return " or ".join(map(str, spec.bounds))
 
 
-def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
+def format_summary(study: StoredStudy, summary: Summary, *, dashboard_url: str | None) -> list[str]:
     """Return the end of a run as lines of plain text."""
     spec = study.spec
     always = ("complete", "pruned", "failed")
@@ -82,9 +82,9 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     else:
         why = "all break a constraint" if summary.out_of_bounds else "no trial has run to its end"
         lines.append(f"best: none, {why}")
-        lines += last_failure(study)
+        lines += format_last_failure(study)
     if summary.out_of_bounds:
-        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials break {_bounds(spec)}")
+        lines.append(f"out of bounds: {summary.out_of_bounds} of the complete trials break {_join_bounds(spec)}")
     lines += confirmation_lines(study)
     if summary.epochs_saved:
         lines.append(
@@ -108,17 +108,17 @@ def summary_lines(study: StoredStudy, summary: Summary, *, dashboard_url: str | 
     return lines
 
 
-def promotion_lines(study: StoredStudy, *, trial: int | None = None) -> list[str]:
+def format_promotions(study: StoredStudy, *, trial: int | None = None) -> list[str]:
     """Return a line for each promotion of a study, or of one of its trials, that holds."""
-    return [tell(promotion) for promotion in current(study, trial=trial)]
+    return [format_promotion(promotion) for promotion in current(study, trial=trial)]
 
 
-def tell(promotion: Promotion) -> str:
+def format_promotion(promotion: Promotion) -> str:
     """Return ``promoted: trial 7 is digits@champion (version 3), by ann@host on 2026-05-01 12:00 UTC, unconfirmed``."""
     why = promotion.evidence.get("unconfirmed")
     doubt = f", unconfirmed ({why})" if why else ""
     return (
-        f"promoted: {subject(promotion)} is {promotion.model_name}@{promotion.alias} "
+        f"promoted: {describe_model(promotion)} is {promotion.model_name}@{promotion.alias} "
         f"(version {promotion.version}), by {promotion.promoted_by} on {format_utc(promotion.promoted_at)}{doubt}"
     )
 
@@ -128,7 +128,7 @@ def format_utc(moment: datetime.datetime) -> str:
     return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M UTC}"
 
 
-def subject(promotion: Promotion) -> str:
+def describe_model(promotion: Promotion) -> str:
     """Return whose model it is: ``trial 7``, or ``the refit of trial 7``."""
     refit = promotion.evidence.get("refit")
     return f"trial {promotion.trial_number}" if refit is None else f"the refit of trial {refit['of']}"
@@ -137,7 +137,7 @@ def subject(promotion: Promotion) -> str:
 _LINES = 10  # of trials, the best first
 
 
-def foreseen(
+def forecast_trials(
     study: StoredStudy, trials: Sequence[FrozenTrial], of: Container[int] | None = None
 ) -> dict[int, Forecast]:
     """Return forecasts of final values, by trial number, the best first; none for several metrics.
@@ -157,10 +157,10 @@ def foreseen(
     return {number: found[number] for number in order}
 
 
-def foreseen_line(study: StoredStudy) -> str | None:
+def format_best_forecast(study: StoredStudy) -> str | None:
     """Return the best forecast of a trial that runs or waits, in one line; None without a forecast."""
     trials = study.trials()
-    for number, found in foreseen(study, trials).items():
+    for number, found in forecast_trials(study, trials).items():
         does = _STATES[trials[number].state]
         return f"trial {number}, which {does}, is foreseen to end with {study.spec.metric} {found}"
     return None
@@ -169,10 +169,10 @@ def foreseen_line(study: StoredStudy) -> str | None:
 _STATES = {TrialState.RUNNING: "runs", TrialState.WAITING: "waits"}
 
 
-def foreseen_table(study: StoredStudy, *, every: bool) -> Table | None:
+def make_forecast_table(study: StoredStudy, *, every: bool) -> Table | None:
     """Return a row for each forecast, or for the best of them; None without a forecast."""
     trials = study.trials()
-    found = foreseen(study, trials)
+    found = forecast_trials(study, trials)
     if not found:
         return None
     shown = list(found.items())[: None if every else _LINES]
@@ -204,26 +204,26 @@ def print_trial(console: Console, study: StoredStudy, number: int) -> None:
     trial = find_trial(study, number)
     state = "infeasible" if trial.user_attrs.get(INFEASIBLE) else trial.state.name
     console.print(f"trial {number} of {study.spec.name}: {state}", style="bold")
-    for name, value in _facts(study, trial):
+    for name, value in _list_facts(study, trial):
         console.print(f"{name:>9}  {value}")
-    _print_section(console, "parameters", _parameters(trial))
+    _print_section(console, "parameters", _make_parameter_table(trial))
     attempts = read_attempts(study.engine, [trial._trial_id]).get(trial._trial_id, [])
-    _print_section(console, "attempts", _attempts(attempts))
-    _print_section(console, "epochs", _epochs(study, trial))
+    _print_section(console, "attempts", _make_attempt_table(attempts))
+    _print_section(console, "epochs", _make_epoch_table(study, trial))
 
 
-def why_waiting(study: StoredStudy) -> dict[int, str]:
+def find_waiting_reasons(study: StoredStudy) -> dict[int, str]:
     """Return why trials wait, by their numbers: what became of the last attempt at each."""
     waiting = [trial for trial in study.trials() if trial.state == TrialState.WAITING]
     attempts = read_attempts(study.engine, [trial._trial_id for trial in waiting])
     enqueued = "enqueued: no worker has taken it yet"
     if waiting and study.given_up is not None:
-        enqueued = f"enqueued: the study stopped early, start it with {command('start', study.spec.name)}"
+        enqueued = f"enqueued: the study stopped early, start it with {format_command('start', study.spec.name)}"
     found = ((trial, attempts.get(trial._trial_id)) for trial in waiting)
-    return {trial.number: _why(trial, made[-1]) if made else enqueued for trial, made in found}
+    return {trial.number: _format_waiting_reason(trial, made[-1]) if made else enqueued for trial, made in found}
 
 
-def _why(trial: FrozenTrial, last: AttemptRecord) -> str:
+def _format_waiting_reason(trial: FrozenTrial, last: AttemptRecord) -> str:
     if last.outcome == "paused" and (rung := trial.user_attrs.get(RUNG)):
         return (
             f"paused at rung {rung['rung']}, epoch {rung['epoch'] + 1}: rank {rung['rank']} of {rung['reached']} then"
@@ -233,15 +233,15 @@ def _why(trial: FrozenTrial, last: AttemptRecord) -> str:
     return f"attempt {last.number} {ended}{why}: it is the next to be taken"
 
 
-def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
+def _list_facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
     attrs = trial.user_attrs
-    reason = why_waiting(study).get(trial.number) or attrs.get(REASON)
+    reason = find_waiting_reasons(study).get(trial.number) or attrs.get(REASON)
     facts: list[tuple[str, object]] = [
         ("given by", attrs.get(ORIGIN)),
-        ("foreseen", foreseen(study, study.trials(), of={trial.number}).get(trial.number)),
+        ("foreseen", forecast_trials(study, study.trials(), of={trial.number}).get(trial.number)),
         ("curves", chosen_line(note) if (note := trial.system_attrs.get(CHOSEN)) else None),
         ("reason", reason),
-        ("pruning", _pruning(attrs.get(PRUNING))),
+        ("pruning", _format_pruning(attrs.get(PRUNING))),
     ]
     if trial.values:
         last = ", of its last epoch" if trial.state == TrialState.PRUNED else ""
@@ -252,12 +252,12 @@ def _facts(study: StoredStudy, trial: FrozenTrial) -> list[tuple[str, str]]:
         of_which = f", {ran} of which it ran" if RUNG in attrs else ""
         whole = format_seconds(trial.duration.total_seconds())
         facts.append(("time", f"{whole} from its first start to its end{of_which}"))
-    facts += [("promoted", line.removeprefix("promoted: ")) for line in promotion_lines(study, trial=trial.number)]
+    facts += [("promoted", line.removeprefix("promoted: ")) for line in format_promotions(study, trial=trial.number)]
     facts += [("MLflow", attrs.get(RUN_URL)), ("tracking", attrs.get(TRACKING))]
     return [(name, str(value)) for name, value in facts if value]
 
 
-def _pruning(record: dict[str, object] | None) -> str:
+def _format_pruning(record: dict[str, object] | None) -> str:
     """Return the grounds of a pruner's decision: ``median pruner, epoch 5, value 0.71, cutoff 0.83, peers 12``."""
     if not record:
         return ""
@@ -274,7 +274,7 @@ def _print_section(console: Console, title: str, table: Table) -> None:
         console.print(table)
 
 
-def _parameters(trial: FrozenTrial) -> Table:
+def _make_parameter_table(trial: FrozenTrial) -> Table:
     table = plain_table("name", "value")
     table.show_header = False
     for name, value in trial.params.items():
@@ -282,27 +282,31 @@ def _parameters(trial: FrozenTrial) -> Table:
     return table
 
 
-def _attempts(attempts: list[AttemptRecord]) -> Table:
+def _make_attempt_table(attempts: list[AttemptRecord]) -> Table:
     several = any(TIMES in (attempt.device or "") for attempt in attempts)
     # A line of 80 columns has no room for a device and two moments.
     when = ("device", "start (UTC)", "time") if several else ("start (UTC)", "end (UTC)")
     table = plain_table("attempt", "worker", *when, "outcome", wrap=("worker",))  # names of hosts may be long
     for attempt in attempts:
         start, end = attempt.started_at, attempt.ended_at
-        cells = [_time(start), _time(end) if end else ""]
+        cells = [_format_time(start), _format_time(end) if end else ""]
         if several:
-            cells = [attempt.device or "", _time(start), format_seconds((end - start).total_seconds()) if end else ""]
+            cells = [
+                attempt.device or "",
+                _format_time(start),
+                format_seconds((end - start).total_seconds()) if end else "",
+            ]
         table.add_row(str(attempt.number), attempt.worker, *cells, attempt.outcome or "running")
     return table
 
 
-def _time(moment: datetime.datetime) -> str:
+def _format_time(moment: datetime.datetime) -> str:
     return f"{moment.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
+def _make_epoch_table(study: StoredStudy, trial: FrozenTrial) -> Table:
     """Return the values of each epoch, from 1, with the rungs of successive halving that the trial reached there."""
-    rungs, spec = _rungs(study, trial), study.spec
+    rungs, spec = _find_reached_rungs(study, trial), study.spec
     names = list(spec.ways) if spec.several else [f"val {spec.metric}"]
     others = read_epoch_values(study.engine, study.study_id).get(trial._trial_id, {}) if spec.several else {}
     table = plain_table("epoch", *names, *(["rung"] if rungs else []))
@@ -313,7 +317,7 @@ def _epochs(study: StoredStudy, trial: FrozenTrial) -> Table:
     return table
 
 
-def _rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
+def _find_reached_rungs(study: StoredStudy, trial: FrozenTrial) -> dict[int, int]:
     """Return the rungs that the trial noted a value at, each with its epoch from 0."""
     halving = study.spec.pruner.halving(study.spec.name, trial.number)
     rungs: dict[int, int] = {}
@@ -339,13 +343,13 @@ def print_study(console: Console, study: StoredStudy, dashboard_url: str | None,
     console.print()
     _print_trials(console, study, every=every)
     console.print()
-    if (table := foreseen_table(study, every=every)) is not None:
+    if (table := make_forecast_table(study, every=every)) is not None:
         console.print(table)
         console.print()
     if (found := read_finalists(study)) is not None:
         console.print(finalist_table(study, found))
         console.print()
-    lines = [*summary_lines(study, summarise(study), dashboard_url=dashboard_url), *promotion_lines(study)]
+    lines = [*format_summary(study, summarise(study), dashboard_url=dashboard_url), *format_promotions(study)]
     if why := study.attrs.get(STOPPED):
         lines.append(f"stopped {why}")
     for line in lines:
@@ -358,7 +362,7 @@ def _print_trials(console: Console, study: StoredStudy, *, every: bool) -> None:
     values = tuple(study.spec.ways) if study.spec.several else ("value",)
     columns = ("trial", "state", "epochs", *values, *worker, "reason")
     table = plain_table(*columns, right=("trial", "epochs", *values), wrap=("reason",))
-    trials, waiting = study.trials(), why_waiting(study)
+    trials, waiting = study.trials(), find_waiting_reasons(study)
     for trial in trials if every else trials[-_LAST:]:
         attrs = trial.user_attrs
         again = f"trial {attrs[PARENT_TRIAL]} again" if PARENT_TRIAL in attrs else None

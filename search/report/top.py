@@ -25,11 +25,11 @@ from hpsearch.storage.database.statements import Database
 from hpsearch.storage.trials.history import Progress, read_progress
 from hpsearch.storage.trials.register import Event, WorkerRow, read_events, read_workers
 
-_ENDS = 20  # of trials, by which the rest of a study's time is told
+_ETA_TRIALS = 20  # of trials, by which the rest of a study's time is told
 
 
 @dataclass(frozen=True)
-class Standing:
+class StudyStatus:
     """A study at a moment.
 
     Attributes:
@@ -62,16 +62,16 @@ class Standing:
     def to_json(self) -> str:
         """The same for scripts: times as ISO 8601, numbers that are not finite as null."""
         only_several = set() if self.directions else {"directions", "front"}
-        return TypeAdapter(Standing).dump_json(self, indent=2, exclude=only_several).decode()
+        return TypeAdapter(StudyStatus).dump_json(self, indent=2, exclude=only_several).decode()
 
 
-def read_standing(study: StoredStudy) -> Standing:
+def read_status(study: StoredStudy) -> StudyStatus:
     """Read where a study stands now."""
     spec = study.spec
     [(at,)] = Database(study.engine).rows(sa.text("SELECT clock_timestamp()"), {})
     progress = read_progress(study.engine, study.study_id, spec.direction)
     events = read_events(study.engine, study.study_id)
-    return Standing(
+    return StudyStatus(
         study=spec.name,
         metric=spec.metric,
         direction=spec.direction,
@@ -81,21 +81,21 @@ def read_standing(study: StoredStudy) -> Standing:
         workers=read_workers(study.engine, study.study_id),
         events=events,
         reached=_count_rungs_reached(study),
-        eta=_eta(study, progress, at),
+        eta=_estimate_seconds_left(study, progress, at),
         at=at,
         directions=spec.directions,
-        front=_front(study) if spec.several else None,
+        front=_list_front(study) if spec.several else None,
     )
 
 
-def _front(study: StoredStudy) -> list[dict[str, Any]]:
+def _list_front(study: StoredStudy) -> list[dict[str, Any]]:
     return [
         {"trial": trial.number, "values": dict(zip(study.spec.ways, trial.values, strict=True))}
         for trial in study.front()
     ]
 
 
-_LENGTHS = sa.text("""
+_EPOCHS_PER_TRIAL = sa.text("""
     SELECT max(i.step) + 1 AS epochs FROM trials t JOIN trial_intermediate_values i USING (trial_id)
      WHERE t.study_id = :study GROUP BY t.trial_id
 """)
@@ -103,14 +103,14 @@ _LENGTHS = sa.text("""
 
 def _count_rungs_reached(study: StoredStudy) -> dict[int, int]:
     """How many trials got to the first epoch, the last, and halvings between."""
-    lengths = [row.epochs for row in Database(study.engine).rows(_LENGTHS, {"study": study.study_id})]
+    lengths = [row.epochs for row in Database(study.engine).rows(_EPOCHS_PER_TRIAL, {"study": study.study_id})]
     total = study.spec.epochs
     marks = sorted({1, total, *(total // 2**power for power in range(1, int(math.log2(total)) + 1))})
     return {mark: sum(length >= mark for length in lengths) for mark in marks}
 
 
 # Those that ended together at a moment are told apart by nothing: the first only begins the time.
-_PACE = sa.text("""
+_RECENT_ENDS = sa.text("""
     SELECT count(*) - 1 AS ends, extract(epoch FROM :at - min(ended)) AS seconds FROM (
         SELECT max(a.ended_at) AS ended FROM trials t JOIN hpsearch_attempts a USING (trial_id)
          WHERE t.study_id = :study AND t.state IN ('COMPLETE', 'PRUNED', 'FAIL')
@@ -118,10 +118,10 @@ _PACE = sa.text("""
 """)
 
 
-def _eta(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
+def _estimate_seconds_left(study: StoredStudy, progress: Progress, at: datetime) -> float | None:
     if progress.share >= 1:
         return 0.0
-    [row] = Database(study.engine).rows(_PACE, {"study": study.study_id, "at": at, "limit": _ENDS + 1})
+    [row] = Database(study.engine).rows(_RECENT_ENDS, {"study": study.study_id, "at": at, "limit": _ETA_TRIALS + 1})
     if not progress.running or row.ends < 1 or not row.seconds:
         return None
     # At the pace of the last ends, by the budget of which most is spent.
@@ -136,7 +136,7 @@ _NARROW = ("worker", "state", "trial", "epoch", "done", "lease", "seen")
 _WIDE = 100  # columns, from which on there is room for more
 
 
-class Pace:
+class EpochRate:
     """The rate of epochs over the last seconds."""
 
     _WINDOW = 20.0  # seconds
@@ -170,13 +170,13 @@ def format_counts(progress: Progress, metric: str, best_suffix: str = "") -> str
     )
 
 
-def format_pace(pace: float | None, eta_seconds: float | None) -> str:
+def format_rate(pace: float | None, eta_seconds: float | None) -> str:
     """Return ``12.5 epochs/s, ETA 3.5 min``."""
     rate = "" if pace is None else f"{pace:.1f} epochs/s, "
     return f"{rate}ETA {'-' if eta_seconds is None else format_seconds(eta_seconds)}"
 
 
-def draw_progress(
+def render_progress(
     study: str, details: Sequence[tuple[str, str]], progress: Progress, counts: str, pace: str
 ) -> list[RenderableType]:
     """Return the lines above the tables: title, bar, counts and pace.
@@ -194,7 +194,7 @@ def draw_progress(
     return [title, bar, Text(counts), Text(pace, style="dim")]
 
 
-def render(standing: Standing, pace: float | None, *, width: int = 120, height: int = 40) -> RenderableType:
+def render_status(standing: StudyStatus, pace: float | None, *, width: int = 120, height: int = 40) -> RenderableType:
     """Return the view, in about so many lines; a narrow one leaves out what is known elsewhere."""
     room = max(height - _RESERVED, 6)
     shown = min(len(standing.workers), max(room * 2 // 3, 3))
@@ -203,30 +203,30 @@ def render(standing: Standing, pace: float | None, *, width: int = 120, height: 
     front = f", {len(standing.front)} on the front" if standing.front else ""
     counts = format_counts(standing.progress, standing.metric, front)
     rungs = ", ".join(f"{mark}: {count}" for mark, count in standing.reached.items())
-    reached = f"trials that reached epoch {rungs}; {format_pace(pace, standing.eta)}"
+    reached = f"trials that reached epoch {rungs}; {format_rate(pace, standing.eta)}"
     there = sum(worker.state in {"running", "idle"} for worker in standing.workers)
     return Group(
-        *draw_progress(standing.study, details, standing.progress, counts, reached),
+        *render_progress(standing.study, details, standing.progress, counts, reached),
         "",
         Text(f"{there} workers there, {len(standing.workers) - there} gone", style="dim"),
-        _workers(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device")),
+        _make_worker_table(standing, shown, _NARROW if width < _WIDE else (*_NARROW, "engine", "device")),
         "",
-        _events(standing, max(room - shown, 3), width),
+        _make_event_table(standing, max(room - shown, 3), width),
     )
 
 
-def _workers(standing: Standing, most: int, columns: tuple[str, ...]) -> Table:
+def _make_worker_table(standing: StudyStatus, most: int, columns: tuple[str, ...]) -> Table:
     numbers = ("trial", "epoch", "done", "lease")
     table = plain_table(*columns, right=numbers, wrap=("state",), header_style="dim")
     for worker in standing.workers[:most]:
-        cells = _cells(standing, worker)
+        cells = _make_worker_cells(standing, worker)
         table.add_row(*(cells[column] for column in columns))
     if (hidden := len(standing.workers) - most) > 0:
         table.add_row(f"and {hidden} more")
     return table
 
 
-def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
+def _make_worker_cells(standing: StudyStatus, worker: WorkerRow) -> dict[str, Text | str]:
     of = worker.identity
     state = Text(worker.state, style=_STATES[worker.state])
     if worker.left_as:
@@ -245,7 +245,7 @@ def _cells(standing: Standing, worker: WorkerRow) -> dict[str, Text | str]:
     }
 
 
-def _events(standing: Standing, most: int, width: int) -> Table:
+def _make_event_table(standing: StudyStatus, most: int, width: int) -> Table:
     table = plain_table("ended", "trial", "how", "why", right=("trial",), wrap=(), header_style="dim")
     events = standing.events[:most]
     hows = [Text(event.outcome, style=_OUTCOMES.get(event.outcome.partition(",")[0], "dim")) for event in events]

@@ -11,14 +11,14 @@ from rich.console import Console
 
 from hpsearch.objectives.loading import load_objective
 from hpsearch.objectives.own_loop.loop_objective import LoopObjective
-from hpsearch.search.console import command, counted, steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.choose import create_or_join, passed_over
 from hpsearch.search.finalists.refit import Refit, create_or_join_refit, refit_lines, tabulate_refit
 from hpsearch.search.finalists.table import Finalists, read_finalists, tabulate
 from hpsearch.search.finalists.text import finalist_lines, finalist_table, opening_line
-from hpsearch.search.report.show import last_failure
-from hpsearch.search.run.fleet import drive, open_run, require_started, tell_outbox, without_mlflow
+from hpsearch.search.report.show import format_last_failure
+from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import note_checkpoints
 from hpsearch.search.study.study import StoredStudy, with_tracking
@@ -32,7 +32,7 @@ from hpsearch.storage.records.test_openings import read_opening
 
 
 @dataclass(frozen=True)
-class Beside:
+class CompanionStudy:
     """A study beside a search, whether it was made now, its services, and why MLflow is away where it is."""
 
     study: StoredStudy
@@ -41,9 +41,9 @@ class Beside:
     away: str | None
 
 
-def open_beside(
+def open_companion_study(
     services: Services, search: StoredStudy, options: WorkerOptions, make: Callable[[], tuple[StoredStudy, bool]]
-) -> Beside:
+) -> CompanionStudy:
     """Create or join a study beside a search, with a run in MLflow.
 
     Raises:
@@ -56,14 +56,14 @@ def open_beside(
     services = with_tracking(services, search)
     study, created = make()
     study.set_attr(TRACKING_URI, services.open_tracking().uri)
-    away = open_run(services, study, required=False)
+    away = open_study_run(services, study, required=False)
     if options.checkpoint_url is not None:
         note_checkpoints(study, options.checkpoint_url)
-    return Beside(study, created, services, away)
+    return CompanionStudy(study, created, services, away)
 
 
-def train_beside(
-    console: Console, beside: Beside, options: WorkerOptions, workers: int
+def train_companion_study(
+    console: Console, beside: CompanionStudy, options: WorkerOptions, workers: int
 ) -> tuple[bool, tuple[str, ...]]:
     """Train the rest with so many workers, and send it to MLflow; return what `drive` returns.
 
@@ -77,11 +77,11 @@ def train_beside(
     interrupted, gave_up = False, tuple[str, ...]()
     if workers:
         check_readers(study.spec)
-        require_started(study)
+        check_not_stopped(study)
         if warning := study.source_warning(load_objective(study.spec.objective)):
             console.print(f"warning: {warning}", style="yellow")
-        interrupted, gave_up = drive(console, services, study, workers, options)
-    tell_outbox(console, services, study, interrupted=interrupted)
+        interrupted, gave_up = run_fleet(console, services, study, workers, options)
+    flush_outbox(console, services, study, interrupted=interrupted)
     return interrupted, gave_up
 
 
@@ -89,7 +89,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trained(Generic[T]):
+class RetrainResult(Generic[T]):
     """The result of training beside a search: the table, whether a signal ended it, and why workers gave up."""
 
     table: T
@@ -108,7 +108,7 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
     infeasible: bool = False,
     workers: int,
     console: Console,
-) -> Trained[Finalists]:
+) -> RetrainResult[Finalists]:
     """Choose or continue the finalists of a study, train the rest of them, print the table and return it.
 
     Args:
@@ -125,18 +125,20 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         StorageError: a service cannot be used.
     """
     make = partial(create_or_join, study, top=top, seeds=seeds, new_set=new_set, infeasible=infeasible)
-    with steps(console) as tell:
+    with show_steps(console) as tell:
         tell("choosing the finalists")
-        beside = open_beside(services, study, options, make)
+        beside = open_companion_study(services, study, options, make)
     chosen, created = beside.study, beside.created
-    _print_begin(console, study, chosen, created=created)
+    _print_finalists(console, study, chosen, created=created)
     if (counting := read_finalists(study)) is not None and counting.study != chosen.spec.name:
         stays = f"trial {counting.winner}" if counting.winner is not None else f"trials {counting.front}"
         console.print(f"until these have a winner, that of {counting.study} stays: {stays}", style="yellow")
-    interrupted, gave_up = train_beside(console, beside, options, workers if tabulate(study, chosen).pending else 0)
+    interrupted, gave_up = train_companion_study(
+        console, beside, options, workers if tabulate(study, chosen).pending else 0
+    )
     found = tabulate(study, chosen)
     if not found.pending:
-        with without_mlflow(console, "the finalists", command("finalists", study.spec.name)):
+        with warn_on_mlflow_error(console, "the finalists", format_command("finalists", study.spec.name)):
             close_study(study, summarise(study), beside.services.open_tracking())
     console.print()
     console.print(finalist_table(study, found))
@@ -144,13 +146,13 @@ def run_finalists(  # noqa: PLR0913 what a set of finalists is chosen by, by key
         console.print(line)
     if url := study.attrs.get(RUN_URL):
         console.print(f"MLflow, study: {url}")
-    for line in last_failure(chosen):
+    for line in format_last_failure(chosen):
         console.print(f"study {chosen.spec.name}: {line}")
-    _print_rest(console, chosen, found.pending, gave_up)
-    return Trained(found, interrupted, gave_up)
+    _print_remaining(console, chosen, found.pending, gave_up)
+    return RetrainResult(found, interrupted, gave_up)
 
 
-def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
+def _print_finalists(console: Console, study: StoredStudy, chosen: StoredStudy, *, created: bool) -> None:
     of = chosen.spec.finalists_of
     assert of is not None
     trials, seeds = ", ".join(map(str, of.trials)), ", ".join(map(str, of.seeds))
@@ -168,12 +170,14 @@ def _print_begin(console: Console, study: StoredStudy, chosen: StoredStudy, *, c
         )
 
 
-def _print_rest(console: Console, study: StoredStudy, pending: int, gave_up: tuple[str, ...]) -> None:
+def _print_remaining(console: Console, study: StoredStudy, pending: int, gave_up: tuple[str, ...]) -> None:
     """Print why workers gave up, and the commands that train the `pending` trials of a study."""
     for line in gave_up:
         console.print(line)
     if pending:
-        console.print(f"go on with: {study.go_on}; or join with: {command('worker', '--study', study.spec.name)}")
+        console.print(
+            f"go on with: {study.go_on}; or join with: {format_command('worker', '--study', study.spec.name)}"
+        )
 
 
 def run_refit(
@@ -185,7 +189,7 @@ def run_refit(
     seeds: int | None,
     workers: int,
     console: Console,
-) -> Trained[Refit]:
+) -> RetrainResult[Refit]:
     """Create or continue the refit of a study's winner, train the rest of it, and return it.
 
     Args:
@@ -210,17 +214,17 @@ def run_refit(
             )
         return create_or_join_refit(study, seeds=seeds, trial=trial)
 
-    with steps(console) as tell:
+    with show_steps(console) as tell:
         tell("making the refit")
-        beside = open_beside(services, study, options, make)
+        beside = open_companion_study(services, study, options, make)
     made, found = beside.study, tabulate_refit(beside.study)
     console.print(
         f"refit of trial {found.of} of {study.spec.name}{' (new)' if beside.created else ''}: "
-        f"{counted(found.epochs, 'epoch')} on train and validation, on {counted(len(found.seeds), 'seed')}"
+        f"{pluralize(found.epochs, 'epoch')} on train and validation, on {pluralize(len(found.seeds), 'seed')}"
     )
-    interrupted, gave_up = train_beside(console, beside, options, workers if found.pending else 0)
+    interrupted, gave_up = train_companion_study(console, beside, options, workers if found.pending else 0)
     found = tabulate_refit(made)
     for line in refit_lines(made, found):
         console.print(line)
-    _print_rest(console, made, found.pending, gave_up)
-    return Trained(found, interrupted, gave_up)
+    _print_remaining(console, made, found.pending, gave_up)
+    return RetrainResult(found, interrupted, gave_up)

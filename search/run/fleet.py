@@ -15,14 +15,14 @@ from optuna.trial import TrialState
 from rich.console import Console
 from sqlalchemy.exc import DBAPIError
 
-from hpsearch.search.console import command, steps
+from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.fleet.devices import check_devices
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.fleet.fork import visible_gpus
 from hpsearch.search.process import restore_handlers, stop_on_signals
 from hpsearch.search.run.live import LiveView
-from hpsearch.search.services import DASHBOARD, Services
+from hpsearch.search.services import DASHBOARD_COMMAND, Services
 from hpsearch.search.study.checkpoints import open_checkpoints
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.tracking.rebuild import needed, resend
@@ -36,22 +36,22 @@ from hpsearch.storage.mlflow.client import RunDeletedError
 from hpsearch.storage.mlflow.health import TrackingUnavailableError, describe_error
 from hpsearch.storage.trials.history import Progress, read_progress
 
-_EVERY = 5.0  # seconds; a look costs about 30 ms
+_SUPERVISION_SECONDS = 5.0  # seconds; a look costs about 30 ms
 
 
 @contextmanager
-def kept_up(home: Path) -> Iterator[threading.Event]:
+def supervise_services(home: Path) -> Iterator[threading.Event]:
     """Start services again that end by themselves; yield an event that is set when ``hpsearch down`` stopped them."""
     done, stopped = threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not done.wait(_EVERY):
+        while not done.wait(_SUPERVISION_SECONDS):
             try:
                 states = {service.state for service in stack.status(home)}
                 if states == {"stopped"}:
                     stopped.set()
                 elif "dead" in states:
-                    stack.up(home, dashboard=DASHBOARD)
+                    stack.up(home, dashboard=DASHBOARD_COMMAND)
             except StorageError:
                 continue  # it may be mended at the next look; the workers tell what they miss
 
@@ -64,18 +64,18 @@ def kept_up(home: Path) -> Iterator[threading.Event]:
         thread.join()
 
 
-_POLL = 0.5  # seconds
-_GRACE = 10.0  # seconds for MLflow after Ctrl-C
+_POLL_SECONDS = 0.5  # seconds
+_INTERRUPTED_UPLOAD_SECONDS = 10.0  # seconds for MLflow after Ctrl-C
 
 
-def open_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
+def open_study_run(services: Services, study: StoredStudy, *, required: bool) -> str | None:
     """Make the study's run in MLflow; return why it cannot be made now, where that is no reason to wait.
 
     Raises:
         StorageError: the tracking server is `required`, or somebody deleted the experiment.
     """
-    if services.tracking_away:
-        return services.tracking_away
+    if services.tracking_error:
+        return services.tracking_error
     try:
         open_parent_run(study, services.open_tracking())
     except RunDeletedError as error:
@@ -90,14 +90,14 @@ def open_run(services: Services, study: StoredStudy, *, required: bool) -> str |
     return None
 
 
-def require_started(study: StoredStudy) -> None:
+def check_not_stopped(study: StoredStudy) -> None:
     """Raise SearchError if the study was stopped."""
     if why := study.attrs.get(STOPPED):
         name = study.spec.name
-        raise SearchError(f"study {name!r} was stopped {why}: start it with {command('start', name)}")
+        raise SearchError(f"study {name!r} was stopped {why}: start it with {format_command('start', name)}")
 
 
-def drive(
+def run_fleet(
     console: Console,
     services: Services,
     study: StoredStudy,
@@ -123,7 +123,7 @@ def drive(
         except DBAPIError:
             return progress, True
 
-    keeper = kept_up(services.home) if services.embedded else nullcontext()
+    keeper = supervise_services(services.home) if services.embedded else nullcontext()
     with restore_handlers():
         stop = stop_on_signals(
             signal.SIGINT, signal.SIGTERM, signal.SIGHUP, kill=lambda: fleet.stop(kill=True), request=fleet.stop
@@ -139,7 +139,7 @@ def drive(
                     if stop.is_set() and not told:
                         told = True
                         view.say("stopping: workers end their epoch and save (Ctrl-C again kills them)")
-                    time.sleep(_POLL)  # no Event: the signal's handler would wait for its lock
+                    time.sleep(_POLL_SECONDS)  # no Event: the signal's handler would wait for its lock
                 view.update(look()[0])
         finally:
             fleet.stop()  # on an error of ours they save what they have
@@ -148,7 +148,7 @@ def drive(
 
 
 @contextmanager
-def without_mlflow(console: Console, what: str, again: str) -> Iterator[None]:
+def warn_on_mlflow_error(console: Console, what: str, again: str) -> Iterator[None]:
     """Print a warning for any error within: a server that is away must not hide a result.
 
     Args:
@@ -162,7 +162,7 @@ def without_mlflow(console: Console, what: str, again: str) -> Iterator[None]:
         console.print(f"MLflow lacks {what} ({describe_error(error)}); send it with: {again}", style="yellow")
 
 
-def tell_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
+def flush_outbox(console: Console, services: Services, study: StoredStudy, *, interrupted: bool) -> None:
     """Send MLflow and other readers what of the study waits on this machine, and print what is left."""
     checkpoints = open_checkpoints(study, services.home, None)
     tracker = Tracker(study, services.open_tracking(), checkpoints, services.home)
@@ -170,12 +170,12 @@ def tell_outbox(console: Console, services: Services, study: StoredStudy, *, int
     def winner() -> None:
         resend(study, tracker, checkpoints, only=needed(study))  # of trials of machines that are gone
 
-    with steps(console) as tell:
-        patience = _GRACE if interrupted else math.inf
+    with show_steps(console) as tell:
+        patience = _INTERRUPTED_UPLOAD_SECONDS if interrupted else math.inf
         left = tracker.deliver(tell, patience=patience, then=(lambda: None) if interrupted else winner)
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        again = command("sync", study.spec.name)
+        again = format_command("sync", study.spec.name)
         console.print(
             f"{tracker.sender.behind} not been told all of {left} trials{why}; send the rest with: {again}",
             style="yellow",

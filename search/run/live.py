@@ -16,14 +16,14 @@ from rich.text import Text
 
 from hpsearch.search.console import plain_table
 from hpsearch.search.fleet.fleet import Fleet
-from hpsearch.search.report.top import Pace, draw_progress, format_counts, format_pace
+from hpsearch.search.report.top import EpochRate, format_counts, format_rate, render_progress
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.summary import format_seconds
 from hpsearch.search.worker.identity import worker_name
 from hpsearch.storage.trials.history import Progress, Running
 
 # Least seconds between two lines without a terminal: when trials have ended, when other counts changed, and otherwise.
-_PLAIN_FINISHED, _PLAIN_EVERY, _PLAIN_UNCHANGED = 2.0, 10.0, 60.0
+_FINISHED_SECONDS, _CHANGED_SECONDS, _UNCHANGED_SECONDS = 2.0, 10.0, 60.0
 
 
 class LiveView:
@@ -34,10 +34,10 @@ class LiveView:
         self._spec = spec
         self._fleet = fleet
         self._begin = time.monotonic()
-        self._pace = Pace()
+        self._pace = EpochRate()
         self._rate: float | None = None
         self._first: Progress | None = None
-        self._live = _place(console)
+        self._live = _make_display(console)
         self._printed, self._printed_at, self._finished = "", -math.inf, -1
         self._away = False
         self._deaf = False
@@ -80,12 +80,12 @@ class LiveView:
             return
         counts = self._counts(progress)
         if progress.finished != self._finished:
-            wait = _PLAIN_FINISHED if progress.share < 1 else 0.0
+            wait = _FINISHED_SECONDS if progress.share < 1 else 0.0
         else:
-            wait = _PLAIN_EVERY if counts != self._printed else _PLAIN_UNCHANGED
+            wait = _CHANGED_SECONDS if counts != self._printed else _UNCHANGED_SECONDS
         if now - self._printed_at > wait:
             self._printed, self._printed_at, self._finished = counts, now, progress.finished
-            self._console.print(f"{counts}; {format_pace(self._rate, self._eta(progress))}")
+            self._console.print(f"{counts}; {format_rate(self._rate, self._eta(progress))}")
 
     def _counts(self, progress: Progress) -> str:
         several = f", first of {len(self._spec.ways)} metrics" if self._spec.several else ""
@@ -103,7 +103,7 @@ class LiveView:
         """Return the view as something rich can draw."""
         details = [("  objective ", "dim"), (self._spec.objective, ""), ("  elapsed ", "dim")]
         details.append((format_seconds(time.monotonic() - self._begin), ""))
-        pace = format_pace(self._rate, self._eta(progress))
+        pace = format_rate(self._rate, self._eta(progress))
         numbers = ("trial", "epoch", self._spec.metric)
         workers = plain_table("worker", "state", *numbers, right=numbers, header_style="dim")
         by_worker = {running.worker: running for running in progress.running}
@@ -113,7 +113,7 @@ class LiveView:
         for running in progress.running:
             if running.worker not in own:
                 workers.add_row(running.worker, "elsewhere", *self._cells(running))
-        return Group(*draw_progress(self._spec.name, details, progress, self._counts(progress), pace), workers)
+        return Group(*render_progress(self._spec.name, details, progress, self._counts(progress), pace), workers)
 
     def _cells(self, running: Running | None) -> tuple[str, str, str]:
         if running is None:
@@ -123,7 +123,7 @@ class LiveView:
         return f"{running.number}", epoch, value
 
 
-class _Cell:
+class _NotebookCell:
     """A place in a notebook's output that is drawn over; rich's own needs ipywidgets there, which few have."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
@@ -145,9 +145,9 @@ class _Cell:
         self._handle.update(Text(""))
 
 
-def _place(console: Console) -> Live | _Cell | None:
+def _make_display(console: Console) -> Live | _NotebookCell | None:
     """Return where the view is redrawn: a terminal, a notebook's cell, or nowhere."""
     notebook = sys.modules.get("IPython.display") if console.is_jupyter else None  # there without being a dependency
     if notebook is not None:
-        return _Cell(notebook.display)
+        return _NotebookCell(notebook.display)
     return Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None

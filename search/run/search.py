@@ -11,11 +11,11 @@ from rich.text import Text
 from sqlalchemy.exc import DBAPIError
 
 from hpsearch.objectives.objective import BaseObjective, Objective
-from hpsearch.search.console import command, counted, steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import summary_lines
-from hpsearch.search.run.fleet import drive, open_run, require_started, tell_outbox, without_mlflow
+from hpsearch.search.report.show import format_summary
+from hpsearch.search.run.fleet import check_not_stopped, flush_outbox, open_study_run, run_fleet, warn_on_mlflow_error
 from hpsearch.search.services import Services
 from hpsearch.search.study.create import start_clock
 from hpsearch.search.study.enqueue import waits_in_vain
@@ -28,7 +28,7 @@ from hpsearch.storage.attributes import RUN_ID, STOPPED
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunResult:
     """What a run came to.
 
     Attributes:
@@ -50,7 +50,7 @@ class Ran:
 
 def run_search(
     services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
-) -> Ran:
+) -> RunResult:
     """Run a study with a fleet of such workers until its budget is spent, its time is up, or it is stopped.
 
     Args:
@@ -67,19 +67,19 @@ def run_search(
         StorageError: a service cannot be used.
     """
     spec = study.spec
-    require_started(study)
-    with steps(console) as tell:
+    check_not_stopped(study)
+    with show_steps(console) as tell:
         if workers:
             require_measurable(spec, options.device)
         objective = study.objective()
         services = with_tracking(services, study, required=options.tracking_required)
         start_clock(study)
-        away = open_run(services, study, required=options.tracking_required)
+        away = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
             tell("overfitting one batch")
         smoke_warning = smoke_test(study, objective, None if away else services.open_tracking())
     begin = summarise(study)
-    _tell_begin(console, study, objective, begin, workers=workers, created=created)
+    _print_begin(console, study, objective, begin, workers=workers, created=created)
     if away:
         console.print(f"{away}; the search goes on, what it logs waits in {services.home / 'outbox'}", style="yellow")
     if smoke_warning:
@@ -87,21 +87,25 @@ def run_search(
     if why := waits_in_vain(study):
         console.print(why, style="yellow")
     if not workers:
-        console.print(f"join it with: {command('worker', '--study', spec.name)}")
-        return Ran(begin)
+        console.print(f"join it with: {format_command('worker', '--study', spec.name)}")
+        return RunResult(begin)
     interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
     if not spent or (spec.metered and begin.waiting):  # what waits is settled
-        interrupted, gave_up = drive(console, services, study, workers, options)
+        interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
         given_up = study.given_up
-        more = command("extend", spec.name, *_more(study, begin)) if given_up is None else command("start", spec.name)
+        more = (
+            format_command("extend", spec.name, *_make_extend_options(study, begin))
+            if given_up is None
+            else format_command("start", spec.name)
+        )
         over = "the budget is spent" if given_up is None else given_up.why
-        console.print(f"{over}; more trials with: {more}; or choose another --name for a new search")
-    return _finish(console, services, study, interrupted=interrupted, gave_up=gave_up)
+        console.print(f"{over}; more trials with: {format_command(*again)}; or choose another --name for a new search")
+    return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
 
 
-def _more(study: StoredStudy, begin: Summary) -> tuple[str, str]:
+def _make_extend_options(study: StoredStudy, begin: Summary) -> tuple[str, str]:
     """Return the option of `extend` for as much again of the budget that is spent."""
     spec, spending = study.spec, study.spending
     if begin.finished >= study.budget or spending is None:
@@ -111,11 +115,11 @@ def _more(study: StoredStudy, begin: Summary) -> tuple[str, str]:
     return "--budget-seconds", f"+{max(round(spending.budget_seconds or 0), 1)}"
 
 
-def _tell_begin(
+def _print_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
     spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
-    what = f" ({at}): {spec.budgets} of {spec.objective}, {counted(workers, 'worker')}"
+    what = f" ({at}): {spec.budgets} of {spec.objective}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if spec.warm_start is not None:
         console.print(f"it learns from the trials of {', '.join(spec.warm_start)} too, as they were when it was made")
@@ -123,9 +127,9 @@ def _tell_begin(
         console.print(f"warning: {warning}", style="yellow")
 
 
-def _finish(
+def _finish_search(
     console: Console, services: Services, study: StoredStudy, *, interrupted: bool, gave_up: tuple[str, ...]
-) -> Ran:
+) -> RunResult:
     """Send the result to MLflow and the dashboard, write the report, print the summary."""
     try:
         summary = summarise(study)
@@ -136,8 +140,8 @@ def _finish(
             "the study's database does not answer: start it, and run the same command again to go on"
         ) from None
     report: Path | None = None
-    with without_mlflow(console, "the end of the study", command("report", study.spec.name)):
-        tell_outbox(console, services, study, interrupted=interrupted)
+    with warn_on_mlflow_error(console, "the end of the study", format_command("report", study.spec.name)):
+        flush_outbox(console, services, study, interrupted=interrupted)
         summary = summarise(study)
         tracking = services.open_tracking()
         close_study(study, summary, tracking)
@@ -145,7 +149,7 @@ def _finish(
         write_report(study, report, dashboard_url=services.dashboard_url)
         tracking.log_file(str(study.attrs[RUN_ID]), report)
     console.print()
-    for line in summary_lines(study, summary, dashboard_url=services.dashboard_url):
+    for line in format_summary(study, summary, dashboard_url=services.dashboard_url):
         console.print(line)
     if report is not None:
         console.print(f"report:             {report}")
@@ -155,8 +159,8 @@ def _finish(
     if interrupted:
         console.print(f"interrupted; go on with: {study.go_on}")
     elif stopped:
-        console.print(f"stopped {stopped}; go on with: {command('start', study.spec.name)}, then run it again")
+        console.print(f"stopped {stopped}; go on with: {format_command('start', study.spec.name)}, then run it again")
     elif not over and study.spec.timeout is not None and not gave_up:
         console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
         over = True
-    return Ran(summary, report, interrupted, stopped, over, gave_up)
+    return RunResult(summary, report, interrupted, stopped, over, gave_up)

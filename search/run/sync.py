@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpsearch.search.console import command, counted, steps
+from hpsearch.search.console import format_command, pluralize, show_steps
 from hpsearch.search.errors import SearchError
 from hpsearch.search.services import Services
 from hpsearch.search.study.checkpoints import open_checkpoints
@@ -20,7 +20,7 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncResult:
     """What sending came to: how many trials were told of, how many are left, and what could not be made again."""
 
     sent: int
@@ -33,7 +33,7 @@ class Synced:
         return not self.left and not self.problems
 
 
-def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
+def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
     """Return the studies of this database that have something on this machine to be told of."""
     found = []
     for summary in storage.get_all_studies():
@@ -46,7 +46,7 @@ def waiting_studies(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
     return found
 
 
-def sync_study(services: Services, study: StoredStudy, console: Console) -> Synced:
+def sync_study(services: Services, study: StoredStudy, console: Console) -> SyncResult:
     """Send what waits of a study on this machine, and make again what a lost machine had; say so.
 
     Raises:
@@ -63,18 +63,18 @@ def sync_study(services: Services, study: StoredStudy, console: Console) -> Sync
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
     problems: list[str] = []
-    with steps(console) as tell:
+    with show_steps(console) as tell:
         left = tracker.deliver(tell, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=tell)))
     if away is not None and not left:
         raise away  # what a lost machine had may be missing there
     sent = tracker.sender.sent
-    said = f"{name}: {counted(sent, 'trial')} sent"
+    said = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        console.print(f"{said}, {left} are left{why}; try again with: {command('sync', name)}")
+        console.print(f"{said}, {left} are left{why}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
         console.print(f"{said}, nothing is left")
-    return Synced(sent, left, tuple(problems))
+    return SyncResult(sent, left, tuple(problems))

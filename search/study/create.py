@@ -27,7 +27,7 @@ from hpsearch.objectives.loading import load_objective, objective_reference, sou
 from hpsearch.objectives.measured import MEASURED
 from hpsearch.objectives.objective import BaseObjective, Objective, overrides
 from hpsearch.objectives.training.config import RunPlan
-from hpsearch.search.console import command, steps
+from hpsearch.search.console import format_command, show_steps
 from hpsearch.search.curves.earlier import EARLIER, Earlier
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.samplers.suggest import derive_seed, make_sampler
@@ -154,7 +154,7 @@ def create_or_join(
         if (searched := searched_by(name)) is not None:
             raise SearchError(
                 f"--name {name!r} is kept for the finalists of {searched!r}: train them with "
-                f"{command('finalists', searched)}, or choose another --name"
+                f"{format_command('finalists', searched)}, or choose another --name"
             )
         spec = _fitted(resolve(settings, objective), settings, objective)
         if spec.budget_epochs is not None and spec.budget_epochs < spec.epochs:
@@ -275,7 +275,7 @@ def begin_search(
     checkpoint_url = where.get("checkpoint_url")
     if checkpoint_url is not None:
         Checkpoints(checkpoint_url).check()
-    with steps(console) as tell:
+    with show_steps(console) as tell:
         tell("loading the objective")
         settings, objective = load_for_search(settings)
         enqueued = read_rows(enqueue, objective) if enqueue else []

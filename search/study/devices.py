@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import PACE
 from hpsearch.storage.trials.history import TIMES, read_devices
@@ -63,7 +63,7 @@ def pace_of(epochs: list[dict[str, float]]) -> dict[str, object]:
 def devices_line(devices: Devices) -> str:
     """Return the devices, their pace and the trials that changed them, in a line."""
     several = len(devices.trials) > 1
-    parts = [", ".join(f"{kind} ({counted(n, 'trial')})" if several else kind for kind, n in devices.trials.items())]
+    parts = [", ".join(f"{kind} ({pluralize(n, 'trial')})" if several else kind for kind, n in devices.trials.items())]
     parts += [] if devices.rate is None else [f"{_rate(devices.rate)} samples per second and device"]
     parts += [] if devices.efficiency is None else [f"scaling efficiency {devices.efficiency:.2f}"]
     parts += [

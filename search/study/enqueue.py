@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hpsearch.objectives.errors import ObjectiveError, users_code
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.search_space import Given, NotInSpaceError, Written
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError, as_search_error
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.study import StoredStudy
@@ -168,8 +168,8 @@ def waits_in_vain(study: StoredStudy) -> str | None:
         return None
     name = study.spec.name
     return (
-        f"{counted(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
-        f"{command('start', name)}"
+        f"{pluralize(count, 'enqueued trial')} of {name!r} will not be run, for it stopped early: start it with "
+        f"{format_command('start', name)}"
     )
 
 

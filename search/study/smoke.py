@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpsearch.objectives.objective import BaseObjective, Objective
 from hpsearch.objectives.training.checks.smoke import SmokeResult, smoke
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.study.create import suggested
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.attributes import RUN_ID, SMOKE
@@ -37,7 +37,7 @@ def smoke_test(study: StoredStudy, objective: BaseObjective, tracking: Tracking 
         study.set_attr(SMOKE, told)
     if told.startswith("passed"):
         return None
-    return f"warning: smoke test {told}; look closer with: {command('smoke', study.spec.objective)}"
+    return f"warning: smoke test {told}; look closer with: {format_command('smoke', study.spec.objective)}"
 
 
 def _told(result: SmokeResult) -> str:

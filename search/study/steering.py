@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.spec.spec import parse_spec, typed
@@ -109,7 +109,9 @@ def extend_study(
     """
     flag, unit = typed(setting), _UNITS[setting]
     if (of := study.spec.finalists_of) is not None:
-        instead = f": choose others with {command('finalists', of.study, '--new-set')}" if of.refit is None else ""
+        instead = (
+            f": choose others with {format_command('finalists', of.study, '--new-set')}" if of.refit is None else ""
+        )
         raise SearchError(f"study {study.spec.name!r} holds {of.what}, no more than were chosen{instead}")
     if not re.fullmatch(r"\+?[0-9]{1,12}" + (r"(\.[0-9]{1,6})?" if setting == "budget_seconds" else ""), more):
         raise SearchError(f"{flag} {more!r}: give +N for N more {unit}, or the new budget as a number")

@@ -16,9 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.objectives.loading import load_objective, source_hash
 from hpsearch.objectives.objective import BaseObjective
 from hpsearch.objectives.training.trainer import device_named
-from hpsearch.search.console import command
+from hpsearch.search.console import format_command
 from hpsearch.search.errors import SearchError, nearest
-from hpsearch.search.services import Services, why_away
+from hpsearch.search.services import Services, probe_tracking
 from hpsearch.search.spec.spec import StudySpec, parse_spec
 from hpsearch.search.study.ranking import front_of, rank_trials
 from hpsearch.storage.attributes import FOLDER, RELEASE, SOURCE, SPEC, STARTED_AT, TRACKING_URI
@@ -94,8 +94,12 @@ class StoredStudy:
     def go_on(self) -> str:
         """The command that runs what is left of the study."""
         if (of := self.spec.finalists_of) is not None:
-            return command("finalists", of.study) if of.refit is None else command("promote", of.study, "--refit")
-        return command("run", self.spec.objective, "--name", self.spec.name)
+            return (
+                format_command("finalists", of.study)
+                if of.refit is None
+                else format_command("promote", of.study, "--refit")
+            )
+        return format_command("run", self.spec.objective, "--name", self.spec.name)
 
     def require_search(self, remedy: str) -> None:
         """Reject a study that holds the finalists, or the refit, of another.
@@ -205,7 +209,7 @@ def parent_of(chosen: StoredStudy) -> StoredStudy:
         whose = "finalists" if of.refit is None else "refit"
         raise SearchError(
             f"study {of.study!r}, whose {whose} {chosen.spec.name!r} holds, was deleted: "
-            f"delete them too: {command('delete', chosen.spec.name)}"
+            f"delete them too: {format_command('delete', chosen.spec.name)}"
         )
     return parent
 
@@ -285,7 +289,7 @@ def with_tracking(services: Services, study: StoredStudy, *, required: bool = Fa
         StorageError: its address is wrong, or it is `required` and does not answer.
     """
     uri = tracking_uri_of(services, study)
-    return replace(services, tracking_uri=uri, tracking_away=why_away(uri, required=required))
+    return replace(services, tracking_uri=uri, tracking_error=probe_tracking(uri, required=required))
 
 
 def check_release(study: StoredStudy) -> None:

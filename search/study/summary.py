@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from optuna.trial import FrozenTrial, TrialState
 
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import front_of, in_bounds
@@ -65,7 +65,7 @@ def rung_lines(study: StoredStudy) -> list[str]:
         return []
     lines = []
     for at in read_rungs(study.engine, study.study_id):
-        epochs = counted(rungs.epochs[at.rung], "epoch")
+        epochs = pluralize(rungs.epochs[at.rung], "epoch")
         waiting = f", {at.waiting} {'waits' if at.waiting == 1 else 'wait'}" if at.waiting else ""
         pruned = f", {at.pruned} {'was' if at.pruned == 1 else 'were'} pruned" if at.pruned else ""
         lines.append(f"rung {at.rung}, {epochs}: {at.reached} reached it, {at.promoted} went on{waiting}{pruned}")

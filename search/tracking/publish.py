@@ -13,12 +13,12 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from hpsearch.search.console import command, counted
+from hpsearch.search.console import format_command, pluralize
 from hpsearch.search.errors import SearchError
 from hpsearch.search.finalists.refit import tabulate_refit
 from hpsearch.search.finalists.table import Finalists, counting_set
 from hpsearch.search.finalists.text import confirmation_lines, optimism, ranked
-from hpsearch.search.report.show import foreseen_line, promotion_lines
+from hpsearch.search.report.show import format_best_forecast, format_promotions
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value
 from hpsearch.search.study.study import StoredStudy, finalist_trials, load_study, parent_of
@@ -152,7 +152,7 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
     lines = [
         f"**{spec.name}**: {spec.objective}, {_ways(spec)}, {study.done(summary.finished)}.",
         "",
-        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{command('top', spec.name)}`",
+        f"[The study in MLflow]({study.attrs.get(RUN_URL, '')}); its workers: `{format_command('top', spec.name)}`",
     ]
     if spec.several and summary.front:
         lines += ["", "Front, the trials that no other dominates:", "", *_front_table(spec, summary.front)]
@@ -161,13 +161,13 @@ def study_note(study: StoredStudy, summary: Summary) -> str:
         lines += ["", f"Best: {_linked(best)}, val {spec.metric} {first_value(best):.4f} with {params}."]
     if summary.out_of_bounds:
         bounds = " or ".join(f"`{bound}`" for bound in spec.bounds)
-        lines += ["", f"{counted(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
+        lines += ["", f"{pluralize(summary.out_of_bounds, 'complete trial')} out of bounds: {bounds} is broken."]
     for line in confirmation_lines(study):
         lines += ["", f"{line[:1].upper()}{line[1:]}."]
     rungs = rung_lines(study)
-    rungs += [best_open] if (best_open := foreseen_line(study)) else []
+    rungs += [best_open] if (best_open := format_best_forecast(study)) else []
     lines += ["", *(f"- {line}" for line in rungs)] if rungs else []
-    promoted = [line for line in promotion_lines(study) if line]
+    promoted = [line for line in format_promotions(study) if line]
     lines += ["", *(f"- {line}" for line in promoted)] if promoted else []
     return "\n".join(lines)
 

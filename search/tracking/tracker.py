@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpsearch.kill_points import kill_point
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.checkpoints import StudyCheckpoints
 from hpsearch.search.study.study import StoredStudy, outbox_folder, parent_of
@@ -211,7 +211,7 @@ class Tracker:
 
         def told(sent: int, left: int) -> None:
             if sent or left:
-                tell(f"telling {self.sender.titles} of {counted(sent + left, 'trial')}: {sent} done")
+                tell(f"telling {self.sender.titles} of {pluralize(sent + left, 'trial')}: {sent} done")
 
         self.sender.start()
         try:

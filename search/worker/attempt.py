@@ -16,7 +16,7 @@ from hpsearch.objectives.training.config import RunPlan
 from hpsearch.objectives.training.loop.guards import DeviceMemoryError, NonFiniteError
 from hpsearch.objectives.training.ranks import RankLostError, current
 from hpsearch.objectives.training.result import RunResult
-from hpsearch.search.console import counted
+from hpsearch.search.console import pluralize
 from hpsearch.search.pruners.study_pruner import Decision
 from hpsearch.search.samplers.suggest import division_seed, suggest, training_seed
 from hpsearch.search.study.devices import pace_of
@@ -148,7 +148,9 @@ class Attempt:
             if spec.refit is not None:
                 loss = result.history[-1].metrics["train_loss"]
                 told = {**pace, REFIT: {"train_loss": loss}}
-                reason = f"train loss {loss:.6g} after {counted(len(result.history), 'epoch')} on train and validation"
+                reason = (
+                    f"train loss {loss:.6g} after {pluralize(len(result.history), 'epoch')} on train and validation"
+                )
             best = {**spec.asked(result.best_metrics), spec.metric: value}
             vector = [best[name] for name in spec.ways]
             ended = self._end(Outcome.COMPLETE, reason, value=vector, attrs=told, kept=kept, metrics=best)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpsearch.objectives.training.ranks import current
 from hpsearch.search.errors import as_search_error
-from hpsearch.search.process import GracefulShutdown, StopEvent, stop_worker_on_signals, watch_fleet
+from hpsearch.search.process import GracefulShutdown, StopEvent, make_fleet_watcher, stop_worker_on_signals
 from hpsearch.search.pruners.study_pruner import StudyPruner, study_rungs
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.services import find_services
@@ -78,7 +78,7 @@ class WorkerContext:
         check_release(study)
         check_readers(spec)
         services = with_tracking(services, study, required=options.tracking_required)
-        if away := services.tracking_away:
+        if away := services.tracking_error:
             log.warning("%s; the search goes on, and what it logs waits in %s", away, services.home / "outbox")
         require_measurable(spec, options.device)
         self.objective = study.objective()
@@ -111,7 +111,7 @@ class WorkerContext:
         self.failed_before: int | None = None
         if fleet := os.environ.get("HPSEARCH_FLEET_PID"):
             # A rank's parent is what started it: that one looks after the fleet.
-            self.fleet_gone = watch_fleet(int(fleet)) if current().alone else lambda: False
+            self.fleet_gone = make_fleet_watcher(int(fleet)) if current().alone else lambda: False
             failed = os.environ.get("HPSEARCH_FLEET_FAILED")
             self.failed_before = int(failed) if failed else None
         self.shutdown = GracefulShutdown(

@@ -9,7 +9,7 @@ import optuna
 import psutil
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
@@ -36,7 +36,7 @@ class Server:
         psutil.wait_procs([process])
 
     def start(self) -> None:
-        assert embedded.up(self.home, dashboard=DASHBOARD).tracking_uri == self.uri
+        assert embedded.up(self.home, dashboard=DASHBOARD_COMMAND).tracking_uri == self.uri
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded import stack as embedded
 from tests.faults.harness import Arena, wire
 from tests.faults.invariants import assert_tracked, assert_whole
@@ -103,7 +103,7 @@ def test_mlflow_is_killed_for_the_middle_half_of_a_search(
         elif phase == "away":
             seen.update(n for n in range(2, 8) if len(event_points(events, n)) == EPOCHS)
             if trained() >= 6 and len(seen) >= 2:
-                assert embedded.up(own_stack.home, dashboard=DASHBOARD).tracking_uri == own_stack.tracking_uri
+                assert embedded.up(own_stack.home, dashboard=DASHBOARD_COMMAND).tracking_uri == own_stack.tracking_uri
                 phase = "back"
 
     arena.work(2, meanwhile=meanwhile, PACE="0.3")

@@ -10,10 +10,10 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.secret_files import NAMES, read_secret_files
+from hpsearch.search.secret_files import SECRET_VARIABLES, read_secret_files
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
 def test_the_content_of_the_file_is_the_value(name: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("s3cret\n")

@@ -145,8 +145,8 @@ def test_a_database_without_tables_is_to_be_migrated(look: Look, empty_database_
 
 
 def test_a_clock_that_differs_and_few_connections_are_warned_of(look: Look, database_url: str, monkeypatch) -> None:
-    monkeypatch.setattr("hpsearch.search.doctor.database.SKEW", -1.0)
-    monkeypatch.setattr("hpsearch.search.doctor.database.FEW_CONNECTIONS", 100_000)
+    monkeypatch.setattr("hpsearch.search.doctor.database.MAX_CLOCK_SKEW_SECONDS", -1.0)
+    monkeypatch.setattr("hpsearch.search.doctor.database.CONNECTIONS_PER_WORKER", 100_000)
     code, checks = look("--storage-url", database_url)
     assert code == 0
     assert checks["clock"]["status"] == checks["connections"]["status"] == "warning"

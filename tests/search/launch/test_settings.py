@@ -8,7 +8,7 @@ import pytest
 
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import USER_ERRORS
-from hpsearch.search.launch.launch import ENGINES, Launch
+from hpsearch.search.launch.launch import ENGINES, LaunchConfig
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.launch.support import AWAY, launch
 
@@ -77,7 +77,7 @@ def test_a_password_is_refused_and_not_repeated(engine: str, url: str) -> None:
 
 
 def test_what_is_derived() -> None:
-    assert [launch(gpus=gpus).sharing for gpus in (0, 0.1, 0.25, 0.3, 0.34, 0.5, 0.7, 1, 2)] == [
+    assert [launch(gpus=gpus).workers_per_gpu for gpus in (0, 0.1, 0.25, 0.3, 0.34, 0.5, 0.7, 1, 2)] == [
         *(1, 10, 4, 3, 2, 2, 1, 1, 1)
     ]
     assert launch(grace=30).worker_grace == 25
@@ -146,4 +146,4 @@ def test_where_it_does_not_answer_it_is_printed_all_the_same(
     captured = capsys.readouterr()
     assert captured.out.startswith("#!/bin/bash\n")
     assert "nobody was asked whether there is a study 'wine'" in captured.err
-    assert isinstance(launch(), Launch)
+    assert isinstance(launch(), LaunchConfig)

@@ -16,7 +16,7 @@ from hpsearch.search.errors import SearchError
 from hpsearch.search.promotion.promote import promote, refresh_evidence
 from hpsearch.search.promotion.registry_watch import Watch, notice
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import print_trial, promotion_lines
+from hpsearch.search.report.show import format_promotions, print_trial
 from hpsearch.search.study.study import load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
@@ -173,7 +173,7 @@ def test_a_promotion_in_the_ui_is_recorded_and_completed(tracked: Tracked) -> No
     assert found.tags["hpsearch.trial"] == "2"
     assert found.tags["hpsearch.confirmed"] == "false"
     assert found.description.startswith("What I think of it.\n\n## Lineage\n")
-    (line,) = promotion_lines(tracked.stored)
+    (line,) = format_promotions(tracked.stored)
     assert line.startswith(f"promoted: trial 2 is {tracked.name}@champion (version 1), by MLflow UI on ")
     assert line.endswith(", unconfirmed (no finalists were trained)")
     attrs = tracked.storage.get_study_system_attrs(tracked.stored.study_id)
@@ -294,7 +294,7 @@ def test_what_comes_later_confirms_it(tracked: Tracked) -> None:
         assert words in found.description
     (holds,) = [promotion for promotion in tracked.promotions() if promotion.ended_at is None]
     assert holds.confirmed
-    assert "unconfirmed" not in promotion_lines(tracked.stored)[0]
+    assert "unconfirmed" not in format_promotions(tracked.stored)[0]
 
 
 def test_a_test_score_without_finalists_confirms_nothing(tracked: Tracked) -> None:

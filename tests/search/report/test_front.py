@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import importances, volume
-from hpsearch.search.report.trials import shown_trials, spent
+from hpsearch.search.report.figures import compute_hypervolume_history, compute_importances
+from hpsearch.search.report.trials import compute_epoch_usage, select_shown_trials
 from hpsearch.search.study.study import StoredStudy
 from hpsearch.search.study.summary import broken_bounds
 from hpsearch.storage.study_storage.storage import PostgresStorage, open_storage
@@ -53,7 +53,7 @@ def test_the_page_tells_the_front_in_place_of_the_best(study: StoredStudy, tmp_p
 
 
 def test_trials_are_in_the_order_of_the_fronts_and_those_out_of_bounds_after_them(study: StoredStudy) -> None:
-    assert [each.number for each in shown_trials(study)] == [0, 1, 2, 3, 4]
+    assert [each.number for each in select_shown_trials(study)] == [0, 1, 2, 3, 4]
 
 
 def test_the_bounds_that_a_trial_breaks_are_told_also_where_it_was_pruned_as_it_waited(study: StoredStudy) -> None:
@@ -62,7 +62,9 @@ def test_the_bounds_that_a_trial_breaks_are_told_also_where_it_was_pruned_as_it_
 
 
 def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
-    found = volume(study, [(0, 0), (3, 0), (0, 1), (1, 0), (4, 0), (4, 1), (1, 1), (2, 0), (2, 1), (3, 1)])
+    found = compute_hypervolume_history(
+        study, [(0, 0), (3, 0), (0, 1), (1, 0), (4, 0), (4, 1), (1, 1), (2, 0), (2, 1), (3, 1)]
+    )
     assert found is not None
     assert found.reference == [0.6, 4.5], "the worst of each metric among complete trials"
     whole = 0.1 * (4.5 - 1) + 0.2 * (4.5 - 4)
@@ -72,7 +74,7 @@ def test_the_hypervolume_grows_to_that_of_the_front(study: StoredStudy) -> None:
 def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(storage: PostgresStorage) -> None:
     better = {"accuracy": "maximize", "speed": "maximize"}  # whose first epoch had twice of it
     made = study_of(storage, [trial(0, (0.8, 2.0)), trial(1, (0.3, 5.0)), trial(2, (0.9, 1.0))], ways=better)
-    found = volume(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
+    found = compute_hypervolume_history(made, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)])
     assert found is not None
     shares = [share for _, share, _, _ in found.points]
     assert shares[:2] == [pytest.approx(0.1 * 3 / 0.5), pytest.approx(1.0)]
@@ -80,7 +82,7 @@ def test_the_volume_shrinks_where_a_trials_best_epoch_costs_another_metric(stora
 
 def test_no_volume_is_dominated_by_trials_that_do_not_differ(storage: PostgresStorage, tmp_path: Path) -> None:
     made = study_of(storage, [trial(0, (0.8, 2.0))])
-    assert volume(made, spent(made).order) is None
+    assert compute_hypervolume_history(made, compute_epoch_usage(made).order) is None
     page, _ = page_of(made, tmp_path)
     assert "Shown once complete trials within bounds differ in every metric." in page
     assert "The front in accuracy and latency_ms is trial 0 alone, out of 1 trial." in page
@@ -90,7 +92,7 @@ def test_each_metric_has_importances_of_its_own(storage: PostgresStorage) -> Non
     """The learning rate, which grows with the number, makes the one; the kind, which alternates, the other."""
     trials = [trial(n, (n / 99, float(n % 2))) for n in range(99)]
     made = study_of(storage, trials)
-    first, second = (importances(made, place) for place in range(2))
+    first, second = (compute_importances(made, place) for place in range(2))
     assert (first[0][0], second[0][0]) == ("lr", "kind")
 
 

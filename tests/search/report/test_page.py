@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpsearch.search.report import trials as shown
 from hpsearch.search.report import write_report
-from hpsearch.search.report.figures import importances
+from hpsearch.search.report.figures import compute_importances
 from hpsearch.storage.attributes import INFEASIBLE, REASON
 from hpsearch.storage.study_storage.storage import open_storage
 from tests.search.finalists.support import search
@@ -105,10 +105,13 @@ def test_a_lone_parameter_is_not_said_to_explain_everything(database_url: str) -
         return create_trial(value=number, params=params, distributions=space)
 
     study = search(open_storage(database_url, application_name="test"), "s", [alone(number) for number in range(3)])
-    assert importances(study) == "There is one parameter, and nothing to compare it with."
+    assert compute_importances(study) == "There is one parameter, and nothing to compare it with."
 
 
 def test_of_equal_values_no_parameter_is_said_to_matter(database_url: str) -> None:
     """Optuna's evaluator gives each the same share."""
     study = search(open_storage(database_url, application_name="test"), "s", [trial(n, 0.5) for n in range(3)])
-    assert importances(study) == "All 3 complete trials have the same value: which parameter matters cannot be told."
+    assert (
+        compute_importances(study)
+        == "All 3 complete trials have the same value: which parameter matters cannot be told."
+    )

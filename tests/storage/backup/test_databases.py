@@ -17,7 +17,7 @@ import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.attributes import CHECKPOINT_URL, MODEL, RUN_ID, RUN_URL, SPEC, TRACKING, TRACKING_URI
 from hpsearch.storage.backup import archive
 from hpsearch.storage.backup import restore as adapt
@@ -78,7 +78,7 @@ def fill(url: str, checkpoint: Stored | None = None) -> PostgresStorage:
 
 
 def make(file: Path, owner_url: str, home: str, **more: Any) -> Made:
-    return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD)
+    return backup(file, owner_url=owner_url, studies_only=True, home=home, **more, dashboard=DASHBOARD_COMMAND)
 
 
 def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
@@ -87,7 +87,7 @@ def test_studies_come_out_as_they_went_in_with_rights_and_a_trial_that_waits(
     fill(database_url)
     made = make(file, owner_url, home)
     assert (made.manifest.studies, made.manifest.trials, made.manifest.with_mlflow) == (1, 1, False)
-    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD)
+    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=home, dashboard=DASHBOARD_COMMAND)
     storage = open_storage(postgres_server.url(other, user=WORKER), application_name="test")
     (study,) = storage.get_all_studies()
     (trial,) = storage.get_all_trials(study._study_id)
@@ -116,7 +116,9 @@ def test_the_parts_of_a_checkpoint_are_taken_along(
         (folder / name).write_text(name)
     fill(database_url, Stored("wine-1/0000/0000-1.pt", "0" * 64, 9))
     make(file, owner_url, home)
-    restore(file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"), dashboard=DASHBOARD)
+    restore(
+        file, owner_url=postgres_server.url(other, user=OWNER), home=str(tmp_path / "new"), dashboard=DASHBOARD_COMMAND
+    )
     found = {path.name: path.read_text() for path in (tmp_path / "new" / "checkpoints").rglob("*") if path.is_file()}
     names = ("0000-1.pt", "0000-1.pt.0_0.distcp", "0000-1.pt.metadata")
     assert found == {name: name for name in names}, "and nothing that no pointer names"
@@ -130,7 +132,7 @@ def test_nothing_is_overwritten(
     migrate(target := postgres_server.url(other, user=OWNER))
     execute(target, "INSERT INTO studies (study_name) VALUES ('precious')")
     with pytest.raises(StorageError, match=r"/restored_\d+.* is not empty \(studies: 1\): nothing is overwritten"):
-        restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT study_name FROM studies") == [("precious",)]
     with pytest.raises(StorageError, match="exists: give another file, or --force"):
         make(file, owner_url, home)
@@ -156,17 +158,17 @@ def test_a_restore_that_was_cut_off_is_told_to_everybody_and_done_again(
     with monkeypatch.context() as patch:
         patch.setattr(adapt if hasattr(adapt, where) else sys.modules[restore.__module__], where, killed)
         with pytest.raises(Killed):
-            restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+            restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="a restore into it was cut off: run the same 'hpsearch restore' again"):
         check_database(workers)
-    restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     check_database(workers)
     storage = open_storage(workers, application_name="test")
     (study,) = storage.get_all_studies()
     assert [trial.state for trial in storage.get_all_trials(study._study_id)] == [TrialState.WAITING]
     storage.engine.dispose()
     with pytest.raises(StorageError, match="is not empty"):
-        restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+        restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
 
 
 def test_only_files_are_written_to_and_old_leftovers_go(owner_url: str, tmp_path: Path, home: str) -> None:
@@ -189,7 +191,7 @@ def test_tables_of_an_older_version_are_brought_up_to_date(
     execute(empty_database_url, OLD.read_text())
     made = make(file, empty_database_url, home)
     migrate(target := postgres_server.url(other, user=OWNER))  # newer tables, all empty, give way to them
-    restore(file, owner_url=target, home=home, dashboard=DASHBOARD)
+    restore(file, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     (revision,) = execute(target, "SELECT version_num FROM hpsearch_alembic_version")[0]
     assert (made.manifest.schema or "") < revision
     assert execute(target, "SELECT count(*) FROM studies") == [(made.manifest.studies,)]
@@ -229,24 +231,24 @@ def test_what_is_newer_than_what_is_here_is_refused_before_anything_is_changed(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_BACKEND_STORE_URI", target)
         with pytest.raises(StorageError, match=said):
-            restore(altered, owner_url=target, home=home, dashboard=DASHBOARD)
+            restore(altered, owner_url=target, home=home, dashboard=DASHBOARD_COMMAND)
     assert execute(target, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == [(0,)]
 
 
 def test_which_services_are_meant_is_never_guessed(file: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "postgresql://ann:secret@127.0.0.1:1/optuna"
     with pytest.raises(StorageError, match="holds no services, and so nothing to back up"):
-        backup(file, home=home, dashboard=DASHBOARD)
+        backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="MLFLOW_BACKEND_STORE_URI is not set"):
-        backup(file, owner_url=url, home=home, dashboard=DASHBOARD)
+        backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
     with pytest.raises(StorageError, match="--artifacts is missing"):
-        backup(file, owner_url=url, home=home, dashboard=DASHBOARD)
+        backup(file, owner_url=url, home=home, dashboard=DASHBOARD_COMMAND)
     with pytest.raises(StorageError, match="--artifacts 's3://bucket' is no folder here: give --no-artifacts too"):
-        backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD)
+        backup(file, owner_url=url, home=home, artifacts="s3://bucket", dashboard=DASHBOARD_COMMAND)
     monkeypatch.setenv("HPSEARCH_STORAGE_URL", url)
     with pytest.raises(StorageError, match="HPSEARCH_STORAGE_URL is set and HPSEARCH_OWNER_URL is not"):
-        backup(file, home=home, dashboard=DASHBOARD)
+        backup(file, home=home, dashboard=DASHBOARD_COMMAND)
     assert not file.exists()
 
 

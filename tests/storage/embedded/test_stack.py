@@ -19,7 +19,7 @@ import psutil
 import psycopg2
 import pytest
 
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.database.connect import check_database
 from hpsearch.storage.embedded import process, web_service
 from hpsearch.storage.embedded.services import EmbeddedStack
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _UP = """
 import sys, time
 from pathlib import Path
-from hpsearch.search.services import DASHBOARD
+from hpsearch.search.services import DASHBOARD_COMMAND
 from hpsearch.storage.embedded.stack import up
-info = up(Path(sys.argv[1]), dashboard=DASHBOARD, progress=lambda line: print(line, flush=True))
+info = up(Path(sys.argv[1]), dashboard=DASHBOARD_COMMAND, progress=lambda line: print(line, flush=True))
 print(info.tracking_uri, flush=True)
 """
 _NAMES = ["Postgres", "MLflow", "Optuna dashboard"]
@@ -127,12 +127,12 @@ def test_starters_killed_at_every_step_then_four_at_once(home: Path, zygote: Zyg
 
 def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     assert _states(home) == dict.fromkeys(_NAMES, "running")
     _works(stack)
 
     before = _pids(home)
-    assert up(home, progress=lines.append, dashboard=DASHBOARD) == info(home) == stack
+    assert up(home, progress=lines.append, dashboard=DASHBOARD_COMMAND) == info(home) == stack
     assert (lines, _pids(home)) == ([], before)
 
     study = optuna.create_study(study_name="shown", storage=stack.storage_url)
@@ -151,7 +151,7 @@ def test_up_is_idempotent_and_everything_works(home: Path, tmp_path: Path) -> No
 
 
 def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     state = json.loads((home / "stack.json").read_text())
     secrets = [value for name, value in state.items() if name.endswith("_password")]
     secrets.append((home / "postgres" / "password").read_text())
@@ -174,12 +174,12 @@ def test_it_is_on_loopback_and_keeps_its_secrets(home: Path) -> None:
 
 def test_a_service_killed_with_sigkill_is_started_again(home: Path) -> None:
     """One of those that speak HTTP: where it cannot start, below."""
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     before = _pids(home)
     _kill(home, "Postgres")
     assert info(home) is None
     assert _states(home)["Postgres"] == "dead"
-    assert up(home, dashboard=DASHBOARD) == stack  # at the same addresses
+    assert up(home, dashboard=DASHBOARD_COMMAND) == stack  # at the same addresses
     _was_started_again(stack, "Postgres", before)
 
 
@@ -192,7 +192,7 @@ def _was_started_again(stack: StackInfo, name: str, before: dict[str, int | None
 
 @pytest.mark.soak  # of a small service: test_web_service.py
 def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     pid = _pids(home)["Optuna dashboard"]
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -200,14 +200,14 @@ def test_a_service_that_hangs_is_started_again(home: Path, monkeypatch: pytest.M
         monkeypatch.setattr(web_service, name, 3.0)
     assert status(home)[2].state == "dead"
     assert "does not answer" in status(home)[2].detail
-    assert up(home, dashboard=DASHBOARD) == stack
+    assert up(home, dashboard=DASHBOARD_COMMAND) == stack
     assert _pids(home)["Optuna dashboard"] != pid
     _works(stack)
 
 
 @pytest.mark.soak  # of a small service: test_web_service.py; of all of them: `down`, below
 def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
-    study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD).storage_url)
+    study = optuna.create_study(study_name="kept", storage=up(home, dashboard=DASHBOARD_COMMAND).storage_url)
     study.add_trial(optuna.trial.create_trial(value=0.5))
     for content in ("", "{", "[]", '{"version": 99}', '{"version": 1, "mlflow": 3}', None):
         (home / "stack.json").unlink(missing_ok=True)
@@ -215,7 +215,7 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
             (home / "stack.json").write_text(content)
         assert info(home) is None
         assert _states(home)["MLflow"] == "stopped"
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     _works(stack)
     assert optuna.load_study(study_name="kept", storage=stack.storage_url).best_value == 0.5
     assert len({one.pid for one in _processes(home) if "mlflow" in one.cmdline()}) == 1  # the old one was stopped
@@ -224,7 +224,7 @@ def test_a_lost_or_broken_state_file_costs_nothing(home: Path) -> None:
 @pytest.mark.soak  # of a small service: test_web_service.py
 def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start_says_why(home: Path) -> None:
     """All are killed; then one cannot start, and is started again alone as soon as it can."""
-    stack = up(home, dashboard=DASHBOARD)
+    stack = up(home, dashboard=DASHBOARD_COMMAND)
     revision = _set_mlflows_revision(stack, "451aebb31d03")
     for name in _NAMES:
         _kill(home, name)
@@ -246,7 +246,7 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
             socket.create_server(("127.0.0.1", taken)),
             pytest.raises(StorageError, match=r"^MLflow ended at its start: .*out-of-date.*mlflow\.log\)$") as raised,
         ):
-            up(home, dashboard=DASHBOARD)
+            up(home, dashboard=DASHBOARD_COMMAND)
         assert "\n" not in str(raised.value)
         wait_for(lambda: _states(home)["Optuna dashboard"] == "running", "the dashboard")
         assert _states(home) == {"Postgres": "running", "MLflow": "dead", "Optuna dashboard": "running"}
@@ -259,7 +259,7 @@ def test_ids_that_others_have_now_are_left_alone_and_a_service_that_cannot_start
     begun = EmbeddedStack(home, load(home) or State())
     begun.mlflow.begin(begun.state.postgres.port or 0)
     assert _states(home)["MLflow"] == "starting"  # it takes its time
-    again = up(home, dashboard=DASHBOARD)
+    again = up(home, dashboard=DASHBOARD_COMMAND)
     assert again.dashboard_url != stack.dashboard_url
     assert (again.tracking_uri, again.storage_url) == (stack.tracking_uri, stack.storage_url), "ports are kept if free"
     _was_started_again(again, "MLflow", before)

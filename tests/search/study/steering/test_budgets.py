@@ -9,7 +9,7 @@ from hpsearch import load_objective
 from hpsearch.search.api.opening import list_studies
 from hpsearch.search.cli import run_command
 from hpsearch.search.errors import SearchError
-from hpsearch.search.report.top import read_standing, render
+from hpsearch.search.report.top import read_status, render_status
 from hpsearch.search.spec.settings import resolve
 from hpsearch.search.spec.spec import MOST_TRIALS
 from hpsearch.search.study.create import create_or_join
@@ -59,9 +59,9 @@ def test_what_is_spent_is_told_in_its_unit(
     assert "study s: 1 trial, 2 of 2 epochs (0 complete, 1 pruned" in shown
     assert "the budget of 2 epochs was spent" in shown
     assert "the budget of 2 epochs was spent" in say("show", "s", "--trial", "0")
-    standing = read_standing(load_study(storage, "s"))
+    standing = read_status(load_study(storage, "s"))
     assert (standing.progress.done, standing.progress.share, standing.eta) == ("1 trial, 2/2 epochs", 1.0, 0.0)
-    assert render(standing, None)
+    assert render_status(standing, None)
     assert load_study(storage, "s").is_spent(1)
     assert "1 trial, 2/2 epochs" in say("studies")
     [row] = list_studies({"storage_url": database_url})

@@ -17,8 +17,8 @@ from optuna.trial import create_trial
 from hpsearch.search.curves.forecast import CHOSEN, Forecast, forecasts
 from hpsearch.search.pruners.study_pruner import study_rungs
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import foreseen_line, foreseen_table
-from hpsearch.search.report.trials import moments
+from hpsearch.search.report.show import format_best_forecast, make_forecast_table
+from hpsearch.search.report.trials import estimate_epoch_ends
 from hpsearch.search.study.study import StoredStudy, load_study
 from hpsearch.search.study.summary import summarise
 from hpsearch.search.tracking.publish import study_note
@@ -132,10 +132,10 @@ def test_a_trial_that_ends_during_the_forecast_is_shown_as_it_was(
         return found
 
     monkeypatch.setattr("hpsearch.search.curves.forecast.forecasts", end_meanwhile)
-    assert str(foreseen_line(paused)).startswith("trial 0, which runs, is foreseen to end with")
+    assert str(format_best_forecast(paused)).startswith("trial 0, which runs, is foreseen to end with")
     with paused.engine.begin() as connection:
         connection.execute(sa.text("UPDATE trials SET state = 'RUNNING' WHERE number = 0"))
-    table = foreseen_table(paused, every=True)
+    table = make_forecast_table(paused, every=True)
     assert table is not None
     assert next(iter(table.columns[1].cells)) == "runs"
 
@@ -145,4 +145,4 @@ def test_when_epochs_were_trained_is_told_by_when_their_trials_ran() -> None:
     stretches = [(0, 10, None), (20, 30, 0), (100, 140, None)]
     found = [Stretch(0, *(datetime.fromtimestamp(at, tz=UTC) for at in each[:2]), each[2]) for each in stretches]
     trial = create_trial(value=1.0, intermediate_values=dict.fromkeys(range(4), 1.0))
-    assert list(moments(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]
+    assert list(estimate_epoch_ends(trial, found, (2, 8))) == [(10, 0), (30, 1), (120, 2), (140, 3)]

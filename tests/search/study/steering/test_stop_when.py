@@ -16,8 +16,8 @@ from hpsearch.search.api.study import Study
 from hpsearch.search.cli import run_command
 from hpsearch.search.fleet.fleet import Fleet
 from hpsearch.search.report import write_report
-from hpsearch.search.report.show import summary_lines
-from hpsearch.search.report.top import read_standing
+from hpsearch.search.report.show import format_summary
+from hpsearch.search.report.top import read_status
 from hpsearch.search.run.live import LiveView
 from hpsearch.search.samplers.known_trials import as_sampled
 from hpsearch.search.study.enqueue import waits_in_vain
@@ -77,11 +77,11 @@ def test_it_stops_where_all_is_known_and_its_running_trials_end(
     claims.settle(running, Outcome.COMPLETE, value=0.5)
     assert not claims.any_left()
     assert load_study(stored.storage, "s").is_spent(FIRST + 1)
-    standing = read_standing(stored)
+    standing = read_status(stored)
     assert (standing.progress.share, standing.eta) == (1.0, 0.0)
     line = f"stopped after 21 of 100 trials: the rest of the budget was expected to gain {given_up.gain:.2g} (< 0.01)"
     summary = summarise(stored)
-    assert summary_lines(stored, summary, dashboard_url=None)[:2] == [
+    assert format_summary(stored, summary, dashboard_url=None)[:2] == [
         "study s: 21 of 100 trials (21 complete, 0 pruned, 0 failed)",
         line,
     ]
