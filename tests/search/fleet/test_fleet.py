@@ -30,9 +30,9 @@ ABORTING = [sys.executable, "-S", "-c", "import os; os.abort()"]
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """One worker, which aborts as soon as it is started."""
-    monkeypatch.setattr(fleets, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(fleets, "_MAX_RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(fleets, "can_fork", lambda: False)
-    monkeypatch.setattr(fleets, "_executed", lambda *_: subprocess.Popen(ABORTING))
+    monkeypatch.setattr(fleets, "_start_interpreter", lambda *_: subprocess.Popen(ABORTING))
     with closing(Fleet("study", WorkerOptions(), workers=1, log_dir=tmp_path, gpus=[])) as made:
         yield made
 

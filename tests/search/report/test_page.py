@@ -92,10 +92,10 @@ def test_the_head_says_what_came_of_the_study(page: str, said: list[str]) -> Non
 def test_of_very_many_trials_the_best_and_the_latest_are_shown(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown, "SHOWN", 3)
+    monkeypatch.setattr(shown, "MAX_SHOWN_TRIALS", 3)
     trials = [trial(0, 0.5), trial(1, 0.9), trial(2, None, TrialState.FAIL), trial(3, None, TrialState.FAIL)]
     study = search(open_storage(database_url, application_name="test"), "s", trials)
-    assert [t.number for t in shown.shown_trials(study)] == [1, 0, 3]
+    assert [t.number for t in shown.select_shown_trials(study)] == [1, 0, 3]
     assert "3 of 4: the best complete ones" in write_report(study, tmp_path / "r.html", dashboard_url=None).read_text()
 
 
