@@ -95,11 +95,7 @@ def run_search(
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
         given_up = study.given_up
-        more = (
-            format_command("extend", spec.name, *_make_extend_options(study, begin))
-            if given_up is None
-            else format_command("start", spec.name)
-        )
+        again = ("extend", spec.name, *_make_extend_options(study, begin)) if given_up is None else ("start", spec.name)
         over = "the budget is spent" if given_up is None else given_up.why
         console.print(f"{over}; more trials with: {format_command(*again)}; or choose another --name for a new search")
     return _finish_search(console, services, study, interrupted=interrupted, gave_up=gave_up)
