@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import counted
 from hpsearch.search.curves.forecast import Forecast
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.finalists.text import SHOWN
+from hpsearch.search.finalists.text import shown
 from hpsearch.search.report.trials import Spent, in_hand, state_of
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value, in_bounds
@@ -173,7 +173,7 @@ def _finalists(found: Finalists) -> list[dict[str, Any]]:
             "search": finite(row.search_value),
             "mean": finite(row.mean),
             "values": [finite(value) for value in row.values],
-            "verdict": "" if found.pending else SHOWN[found.verdict(row)],
+            "verdict": "" if found.pending else shown(found.verdict(row)),
         }
         for row in found.rows
     ]
