@@ -97,17 +97,14 @@ def _attrs(study: StoredStudy, spec: StudySpec) -> dict[str, Any]:
 
 def _trials(of: FinalistsOf, chosen: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
     """Return the trials as `Study.enqueue_trial` makes them, their parameters fixed."""
-    made = []
-    for number in range(len(of.trials) * len(of.seeds)):
-        parent, seed = of.assignment(number)
-        made.append(
-            create_trial(
-                state=TrialState.WAITING,
-                system_attrs={"fixed_params": chosen[parent].params},
-                user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed},
-            )
+    return [
+        create_trial(
+            state=TrialState.WAITING,
+            system_attrs={"fixed_params": chosen[parent].params},
+            user_attrs={PARENT_TRIAL: parent, TRAINING_SEED: seed},
         )
-    return made
+        for parent, seed in map(of.assignment, range(len(of.trials) * len(of.seeds)))
+    ]
 
 
 TOP, SEEDS = 5, 2  # top 10 is no better than top 5, and two seeds take most of the winner's curse away
@@ -138,12 +135,19 @@ def create_or_join(
             _require_agreement(study, chosen, top=top, seeds=seeds)
             return chosen, False
         _require_over(study)
-        usual = sys.maxsize if study.spec.several else TOP
-        best = best_configurations(study, top or usual, infeasible=infeasible)
+        usual = None if study.spec.several else TOP
+        best = best_configurations(study, top or usual or sys.maxsize, infeasible=infeasible)
         if not best:
             raise SearchError(f"study {study.spec.name!r} has {_no_finalist(study)}")
-        asked = top or (len(best) if study.spec.several else TOP)
-        return _create(study, best, top=asked, seeds=fresh_seeds(study, seeds or SEEDS)), True
+        of = FinalistsOf(
+            study=study.spec.name,
+            study_id=study.study_id,
+            top=top or usual or len(best),
+            trials=[trial.number for trial in best],
+            seeds=fresh_seeds(study, seeds or SEEDS),
+            divisions=True,
+        )
+        return create(study, of, {trial.number: trial for trial in best}), True
 
 
 def _no_finalist(study: StoredStudy) -> str:
@@ -231,15 +235,3 @@ def _require_over(study: StoredStudy) -> None:
             f"study {name!r} is not over, {study.done(finished)} are done: let it end, or stop it first: "
             f"{format_command('stop', name)}"
         )
-
-
-def _create(study: StoredStudy, chosen: list[FrozenTrial], *, top: int, seeds: list[int]) -> StoredStudy:
-    of = FinalistsOf(
-        study=study.spec.name,
-        study_id=study.study_id,
-        top=top,
-        trials=[trial.number for trial in chosen],
-        seeds=seeds,
-        divisions=True,
-    )
-    return create(study, of, {trial.number: trial for trial in chosen})

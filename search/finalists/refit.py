@@ -8,8 +8,7 @@ loss: neither a lucky one nor an unlucky one.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from optuna.trial import FrozenTrial, TrialState
 
@@ -52,10 +51,6 @@ class Refit:
     taken: int | None
     pending: int
 
-    def as_record(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
-
 
 def create_or_join_refit(
     study: StoredStudy, *, seeds: int | None, trial: int | None = None
@@ -80,13 +75,12 @@ def create_or_join_refit(
         epochs = confirmed_epochs(study, chosen, winner)
         made = _made_before(study, winner, epochs)
         if made is None:
-            count = seeds or SEEDS
             of = FinalistsOf(
                 study=study.spec.name,
                 study_id=study.study_id,
                 top=1,
                 trials=[winner],
-                seeds=fresh_seeds(study, count, "refit"),
+                seeds=fresh_seeds(study, seeds or SEEDS, "refit"),
                 refit=epochs,
             )
             return create(study, of, {winner: find_trial(study, winner)}), True

@@ -14,14 +14,7 @@ from hpsearch.search.study.study import StoredStudy
 from hpsearch.storage.records.test_openings import Opening, read_opening
 
 _TOLD = 5e-5  # less is nothing, in four digits
-SHOWN = {
-    "winner": "winner",
-    "tie": "tie",
-    "front": "front",
-    "dominated": "dominated",
-    "confirmed": "",
-    "incomplete": "cannot win",
-}
+_SHOWN = {"confirmed": "", "incomplete": "cannot win"}  # verdicts that are shown by other words
 
 
 def confirmation_lines(study: StoredStudy) -> list[str]:
@@ -84,7 +77,12 @@ def told_verdict(study: StoredStudy, found: Finalists, row: FinalistRow) -> str:
         return ""
     verdict = found.verdict(row)
     by = found.dominating(row, study.spec.maximized) if verdict == "dominated" else []
-    return f"{SHOWN[verdict]} by {', '.join(map(str, by))}" if by else SHOWN[verdict]
+    return f"{verdict} by {', '.join(map(str, by))}" if by else shown(verdict)
+
+
+def shown(verdict: str) -> str:
+    """Return the word for a verdict in tables and figures."""
+    return _SHOWN.get(verdict, verdict)
 
 
 def _front_table(study: StoredStudy, found: Finalists) -> Table:
@@ -129,14 +127,8 @@ def finalist_lines(study: StoredStudy, found: Finalists) -> list[str]:
     if n_seeds == 1:
         lines.append("with one seed the spread is unknown: a difference may be chance")
     over = statistics.fmean(o for r in found.rows if r.whole and (o := optimism(study, r)) is not None)
-    said = "over-stated" if over > 0 else "under-stated"
-    exactly = abs(over) < _TOLD
-    lines.append(
-        "the search over-stated its finalists by nothing on average"
-        if exactly
-        else f"the search {said} its finalists by {abs(over):.4f} on average"
-    )
-    return lines
+    said, by = "under" if over <= -_TOLD else "over", "nothing" if abs(over) < _TOLD else f"{abs(over):.4f}"
+    return [*lines, f"the search {said}-stated its finalists by {by} on average"]
 
 
 def _front_lines(found: Finalists) -> list[str]:

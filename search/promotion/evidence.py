@@ -185,7 +185,7 @@ def gather_evidence(found: Confirmation, trial: FrozenTrial, client: MlflowClien
         test=_opening(found.opening) if found.opening and found.is_opened_for(trial.number) else None,
         unconfirmed=found.why_unconfirmed(trial.number),
         weights_only=why_weights_only(client, Registry(client).model_of(run_id)),
-        refit=None if refit is None else {"search": found.search.spec.name, **refit.as_record()},
+        refit=None if refit is None else {"search": found.search.spec.name, **asdict(refit)},
     )
 
 

@@ -305,10 +305,10 @@ def chosen_trial(
 def preferred(study: StoredStudy, text: str, *, infeasible: bool = False) -> int:
     """Return the number of the trial of a study's front that a sentence prefers.
 
-    Where finalists have been trained they are those that are still on the front, by their means on fresh seeds.
+    If finalists were trained, the front is that of their means on fresh seeds.
 
     Raises:
-        SearchError: the sentence cannot be read, no trial keeps to it, or there is one metric alone.
+        SearchError: the preference cannot be read, no trial meets it, or the study has one metric.
     """
     spec = study.spec
     if not spec.several:

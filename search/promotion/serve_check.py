@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,12 @@ def serve_check(storage: PostgresStorage, tracking: Tracking, reference: str, *,
         StorageError: MLflow refuses, or is away.
     """
     version = find_version(Registry(tracking.client), reference)
-    study, number = _trial_of(storage, version, reference)
+    run = version.run_id or ""
+    with storage.engine.connect() as connection:
+        found = trials_of_runs(connection, [run]).get(run)
+    if found is None:
+        raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
+    study, number = load_study(storage, found.study_name), found.number
     trial = find_trial(study, number)
     if (value := first_value(trial)) is None:
         raise SearchError(f"{reference}: trial {number} of study {study.spec.name!r} has no value to compare with")
@@ -130,31 +136,20 @@ def find_version(registry: Registry, reference: str) -> Version:
         SearchError: it is no reference, or there is no such version.
     """
     name = reference.removeprefix("models:/")
-    model, at, alias = name.rpartition("@")
-    if at and model and alias and "/" not in name:
-        if (version := registry.version_by_alias(model, alias)) is None:
-            there = _like(name, [f"{known}@{its}" for known, its in registry.aliases()])
-            raise SearchError(f"{reference}: MLflow has no model {model!r} with the alias {alias!r}{there}")
-        return version
-    model, _, number = name.rpartition("/")
-    if model and "/" not in model and number.isdecimal() and int(number) > 0:
-        if (version := registry.version(model, int(number))) is None:
-            there = _like(name, [f"{known}/{version}" for (known, _), version in registry.aliases().items()])
-            raise SearchError(f"{reference}: MLflow has no version {number} of a model {model!r}{there}")
-        return version
-    raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
-
-
-def _like(name: str, with_alias: list[str]) -> str:
-    return nearest(name, with_alias) if with_alias else "; see MLflow's page of models"
-
-
-def _trial_of(storage: PostgresStorage, version: Version, reference: str) -> tuple[StoredStudy, int]:
-    with storage.engine.connect() as connection:
-        found = trials_of_runs(connection, [version.run_id or ""]).get(version.run_id or "")
+    if by_alias := re.fullmatch(r"([^/]+)@([^@/]+)", name):
+        model, alias = by_alias.groups()
+        found, what = registry.version_by_alias(model, alias), f"model {model!r} with the alias {alias!r}"
+    elif by_number := re.fullmatch(r"([^/]+)/(0*[1-9][0-9]*)", name):
+        model, number = by_number.groups()
+        found, what = registry.version(model, int(number)), f"version {number} of a model {model!r}"
+    else:
+        raise SearchError(f"{reference!r} names no version: give NAME@ALIAS, such as digits@champion, or NAME/VERSION")
     if found is None:
-        raise SearchError(f"{reference}: version {version.number} is the model of no trial in this database")
-    return load_study(storage, found.study_name), found.number
+        aliases = registry.aliases()
+        known = [f"{model}@{alias}" if by_alias else f"{model}/{aliases[model, alias]}" for model, alias in aliases]
+        hint = nearest(name, known) if known else "; see MLflow's page of models"
+        raise SearchError(f"{reference}: MLflow has no {what}{hint}")
+    return found
 
 
 def _changes(study: StoredStudy, objective: Objective, splits: Splits, version: Version) -> str:

@@ -105,9 +105,6 @@ class BestWeights:
             )
 
 
-_UNDONE = "nothing was promoted"
-
-
 def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> str:
     """Make the model of a COMPLETE trial whose run has none, and return its id. Safe to repeat.
 
@@ -117,8 +114,12 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
         ObjectiveError: today's code does not fit them.
         StorageError: MLflow refuses, or is away; or another process makes it.
     """
-    _require_kept(study, trial)
-    weights = BestWeights(study, trial, undone=_UNDONE)
+    missing = f"--trial {trial.number}: MLflow has no model of it"
+    if removed := trial.user_attrs.get(REMOVED):
+        raise SearchError(f"{missing} ({removed}); promote one that has")
+    if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
+        raise SearchError(f"{missing} yet ({known}): send it with {format_command('sync', study.spec.name)}")
+    weights = BestWeights(study, trial, undone="nothing was promoted")
     with tempfile.TemporaryDirectory(prefix="hpsearch-") as name:
         folder, run_id = Path(name), str(trial.user_attrs[RUN_ID])
         path = weights.fetch(tracking, folder)
@@ -130,15 +131,6 @@ def late_model(study: StoredStudy, trial: FrozenTrial, tracking: Tracking) -> st
             epoch = _epoch(tracking, run_id, f"val_{spec.metric}", best)
             record = model_record(spec, number, run_params(spec, trial.params), epoch, tags)
             return make_model(tracking, RunLinks(study.engine), trial._trial_id, run_id, record, folder / "model")
-
-
-def _require_kept(study: StoredStudy, trial: FrozenTrial) -> None:
-    """Refuse a trial whose weights are gone, or are on their way with a model."""
-    missing = f"--trial {trial.number}: MLflow has no model of it"
-    if removed := trial.user_attrs.get(REMOVED):
-        raise SearchError(f"{missing} ({removed}); promote one that has")
-    if (known := str(trial.user_attrs.get(TRACKING, ""))).startswith(PENDING):
-        raise SearchError(f"{missing} yet ({known}): send it with {format_command('sync', study.spec.name)}")
 
 
 def _exported(study: StoredStudy, weights: BestWeights, best: dict[str, Any]) -> Callable[[], Exported]:

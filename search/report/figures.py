@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpsearch.search.console import pluralize
 from hpsearch.search.curves.forecast import Forecast
 from hpsearch.search.finalists.table import Finalists
-from hpsearch.search.finalists.text import SHOWN
+from hpsearch.search.finalists.text import shown
 from hpsearch.search.report.trials import EpochUsage, find_eligible_trials, format_state
 from hpsearch.search.spec.spec import StudySpec
 from hpsearch.search.study.ranking import first_value, in_bounds
@@ -178,7 +178,7 @@ def _make_finalist_rows(found: Finalists) -> list[dict[str, Any]]:
             "search": round_for_json(row.search_value),
             "mean": round_for_json(row.mean),
             "values": [round_for_json(value) for value in row.values],
-            "verdict": "" if found.pending else SHOWN[found.verdict(row)],
+            "verdict": "" if found.pending else shown(found.verdict(row)),
         }
         for row in found.rows
     ]

@@ -120,7 +120,7 @@ class Attempt:
             division=division_seed(spec, self._claim.number),
             refit=spec.refit,
         )
-        job = Job(spec, config, plan)
+        job = Job(self._claim.number, self._claim.attempt, spec, config, plan)
         return fit_together(current(), context.objective, job, session=self._session, device=context.options.device)
 
     def _settle(self, result: RunResult) -> Ended:

@@ -25,11 +25,14 @@ class Job:
     """A training that rank 0 tells the others to join.
 
     Attributes:
+        trial, attempt: their numbers.
         spec: of the study; it names the objective and its metrics.
         config: as the objective's `suggest` made it.
         plan: its epochs, seeds and data.
     """
 
+    trial: int
+    attempt: int
     spec: StudySpec
     config: Any
     plan: RunPlan
