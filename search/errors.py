@@ -1,4 +1,4 @@
-"""What a user can mend: each error is one line that names the setting, the value and the remedy."""
+"""Errors that a user can fix: each message is one line with the setting, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpsearch.storage.errors import StorageError
 
 
 class SearchError(Exception):
-    """A request the service refuses; the message is one line for the user."""
+    """An invalid request; the message is one line for the user."""
 
 
 USER_ERRORS = (SearchError, StorageError, ObjectiveError)
@@ -27,5 +27,5 @@ def as_search_error(prefix: str = "", kind: type[Exception] = ValueError) -> Ite
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known names closest to `name`, else the list of all of them."""
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, else the list of known names."""
     return f"; {name_nearest(name, sorted(known))}"

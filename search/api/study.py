@@ -158,7 +158,7 @@ class Study:
 
         is_new, self._is_new = self._is_new, False
         ran = run_search(self._services, self._stored, options, workers=workers, created=is_new, console=PlainConsole())
-        _raise_early_end(interrupted=ran.interrupted, gave_up=() if ran.over or ran.stopped else ran.gave_up)
+        _raise_early_end(interrupted=ran.is_interrupted, gave_up=() if ran.is_finished or ran.stopped else ran.gave_up)
         return ran.summary
 
     def _options(self, method: Callable[..., Any], workers: int, how: Working) -> WorkerOptions:
@@ -519,7 +519,7 @@ class Study:
             assert table.winner == study.best_trial.number
         """
         ran = self._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-        _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+        _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return ran.table
 
     def _train_finalists(
@@ -599,7 +599,7 @@ class Study:
         trial = chosen_trial(self._stored, trial, prefer, infeasible=infeasible)
         if refit:
             ran = self._train_refit(trial=trial, seeds=seeds, workers=workers, **how)
-            _raise_early_end(interrupted=ran.interrupted, gave_up=ran.gave_up if ran.table.pending else ())
+            _raise_early_end(interrupted=ran.is_interrupted, gave_up=ran.gave_up if ran.table.pending else ())
         return self._promote(trial=trial, alias=alias, model=model, infeasible=infeasible, refit=refit)
 
     def _train_refit(

@@ -57,7 +57,7 @@ def finalists(
     with show_steps(PlainConsole()) as tell:
         opened = Study.open(study, progress=tell, **where)
     ran = opened._train_finalists(top, seeds, workers=workers, new_set=new_set, infeasible=infeasible, **how)
-    if ran.interrupted:
+    if ran.is_interrupted:
         return EXIT_INTERRUPTED
     decided = ran.table.decided if workers or not ran.table.pending else True
     return 0 if decided else 1
@@ -157,7 +157,7 @@ def promote(
     trial = chosen_trial(study._stored, trial, prefer, infeasible=infeasible)
     if refit:
         ran = study._train_refit(trial=trial, seeds=refit_seeds, workers=2 if workers is None else workers)
-        if ran.interrupted:
+        if ran.is_interrupted:
             return EXIT_INTERRUPTED
         if ran.table.pending:
             return 0 if workers == 0 else 1

@@ -39,7 +39,7 @@ def run(
     check_pair(where)  # before anything is loaded
 
     if workers_per_gpu is not None:
-        workers = count_gpu_workers(visible_gpus(), sharing=workers_per_gpu, each=how["devices"])
+        workers = count_gpu_workers(visible_gpus(), workers_per_gpu=workers_per_gpu, gpus_per_trial=how["devices"])
     start_fork_server(workers)  # while this process loads what it needs itself
 
     with loading():
@@ -55,9 +55,9 @@ def run(
             settings.given, where, console, enqueue, check=check_readers, tracking_required=tracking_required
         )
     ran = run_search(services, study, options, workers=workers, created=created, console=console)
-    if ran.interrupted:
+    if ran.is_interrupted:
         return EXIT_INTERRUPTED
-    return 0 if not workers or (ran.over and not ran.stopped and ran.summary.best is not None) else 1
+    return 0 if not workers or (ran.is_finished and not ran.stopped and ran.summary.best is not None) else 1
 
 
 @register(SEARCH)

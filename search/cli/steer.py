@@ -130,7 +130,7 @@ def sync(
     if not studies:
         typer.echo("nothing waits on this machine")
     synced = [each.sync() for each in studies]
-    return 0 if all(each.whole for each in synced) else 1
+    return 0 if all(each.is_complete for each in synced) else 1
 
 
 @register(STEER)

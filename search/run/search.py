@@ -1,4 +1,4 @@
-"""A whole search on this machine: services, study, fleet, live view, summary, report."""
+"""A search on this machine: services, study, fleet, live view, summary and report."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from hpsearch.storage.attributes import RUN_ID, STOPPED
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        summary: the study as the run left it.
-        report: its page; None where it could not be written.
-        interrupted: whether a signal ended the run; its trials were saved.
-        stopped: who stopped the study, and when; empty when nobody did.
-        over: whether no trial is to come: the budget is spent, or the time is up.
-        gave_up: of each worker that gave up, a line that says why.
+        summary: summary of the study at the end of the run.
+        report: path of the report; None if it was not written.
+        is_interrupted: whether a signal ended the run; its trials were saved.
+        stopped: user and time of a stop request; empty without one.
+        is_finished: whether the budget or the time is spent.
+        gave_up: a line with the reason for each worker that gave up.
     """
 
     summary: Summary
     report: Path | None = None
-    interrupted: bool = False
+    is_interrupted: bool = False
     stopped: str = ""
-    over: bool = False
+    is_finished: bool = False
     gave_up: tuple[str, ...] = ()
 
 
 def run_search(
     services: Services, study: StoredStudy, options: WorkerOptions, *, workers: int, created: bool, console: Console
 ) -> RunResult:
-    """Run a study with a fleet of such workers until its budget is spent, its time is up, or it is stopped.
+    """Run a study with a fleet until its budget or time is spent, or it is stopped.
 
     Args:
-        services: where the study is kept.
+        services: services of the study.
         study: the study.
-        options: of the workers.
-        workers: how many; with none the study is only made ready.
-        created: whether it is a new one, to tell.
-        console: told what happens.
+        options: options of the workers.
+        workers: number of workers; 0 only prepares the study.
+        created: whether the study is new.
+        console: console for the live view and the result.
 
     Raises:
-        SearchError: the study was stopped before, or was deleted meanwhile, or its database went away.
+        SearchError: the study was stopped before or deleted meanwhile, or its database became unavailable.
         ObjectiveError: the objective cannot be loaded.
-        StorageError: a service cannot be used.
+        StorageError: a service is unusable.
     """
     spec = study.spec
     check_not_stopped(study)
-    with show_steps(console) as tell:
+    with show_steps(console) as show_step:
         if workers:
             require_measurable(spec, options.device)
         objective = study.objective()
@@ -76,12 +76,13 @@ def run_search(
         start_clock(study)
         away = open_study_run(services, study, required=options.tracking_required)
         if isinstance(objective, Objective):
-            tell("overfitting one batch")
+            show_step("overfitting one batch")
         smoke_warning = smoke_test(study, objective, None if away else services.open_tracking())
     begin = summarise(study)
     _print_begin(console, study, objective, begin, workers=workers, created=created)
     if away:
-        console.print(f"{away}; the search goes on, what it logs waits in {services.home / 'outbox'}", style="yellow")
+        outbox = services.home / "outbox"
+        console.print(f"{away}; the search continues, and its records wait in {outbox}", style="yellow")
     if smoke_warning:
         console.print(smoke_warning, style="yellow")
     if why := waits_in_vain(study):
@@ -91,7 +92,7 @@ def run_search(
         return RunResult(begin)
     interrupted, gave_up = False, tuple[str, ...]()
     spent = study.is_spent(begin.finished)
-    if not spent or (spec.metered and begin.waiting):  # what waits is settled
+    if not spent or (spec.metered and begin.waiting):  # workers settle waiting trials
         interrupted, gave_up = run_fleet(console, services, study, workers, options)
     else:
         given_up = study.given_up
@@ -102,7 +103,7 @@ def run_search(
 
 
 def _make_extend_options(study: StoredStudy, begin: Summary) -> tuple[str, str]:
-    """Return the option of `extend` for as much again of the budget that is spent."""
+    """Return the option of `extend` that doubles the spent budget."""
     spec, spending = study.spec, study.spending
     if begin.finished >= study.budget or spending is None:
         return "--trials", f"+{spec.n_trials}"
@@ -114,11 +115,11 @@ def _make_extend_options(study: StoredStudy, begin: Summary) -> tuple[str, str]:
 def _print_begin(
     console: Console, study: StoredStudy, objective: BaseObjective, begin: Summary, *, workers: int, created: bool
 ) -> None:
-    spec, at = study.spec, "new" if created else f"{begin.finished} of its trials are done"
+    spec, at = study.spec, "new" if created else f"{begin.finished} trials finished"
     what = f" ({at}): {spec.budgets} of {spec.objective}, {pluralize(workers, 'worker')}"
     console.print(Text.assemble("study ", (spec.name, "bold"), what))
     if spec.warm_start is not None:
-        console.print(f"it learns from the trials of {', '.join(spec.warm_start)} too, as they were when it was made")
+        console.print(f"warm start: uses the trials of {', '.join(spec.warm_start)} as of the study's creation")
     if warning := study.source_warning(objective):
         console.print(f"warning: {warning}", style="yellow")
 
@@ -133,7 +134,7 @@ def _finish_search(
         raise SearchError(f"study {study.spec.name!r} was deleted while it ran") from None
     except (DBAPIError, StorageInternalError):
         raise SearchError(
-            "the study's database does not answer: start it, and run the same command again to go on"
+            "the study's database is unavailable; start it, and run the same command again to continue"
         ) from None
     report: Path | None = None
     with warn_on_mlflow_error(console, "the end of the study", format_command("report", study.spec.name)):
@@ -151,12 +152,12 @@ def _finish_search(
         console.print(f"report:             {report}")
     for line in gave_up:
         console.print(line)
-    stopped, over = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
+    stopped, is_finished = str(study.attrs.get(STOPPED) or ""), study.is_spent(summary.finished)
     if interrupted:
-        console.print(f"interrupted; go on with: {study.go_on}")
+        console.print(f"interrupted; continue with: {study.go_on}")
     elif stopped:
-        console.print(f"stopped {stopped}; go on with: {format_command('start', study.spec.name)}, then run it again")
-    elif not over and study.spec.timeout is not None and not gave_up:
+        console.print(f"stopped {stopped}; run {format_command('start', study.spec.name)} first to continue")
+    elif not is_finished and study.spec.timeout is not None and not gave_up:
         console.print(f"the timeout of {study.spec.timeout:g} s ended the search before its budget")
-        over = True
-    return RunResult(summary, report, interrupted, stopped, over, gave_up)
+        is_finished = True
+    return RunResult(summary, report, interrupted, stopped, is_finished, gave_up)

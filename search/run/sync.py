@@ -1,4 +1,4 @@
-"""``hpsearch sync``: what waits on this machine is sent; a model that a lost machine had is made again."""
+"""``hpsearch sync``: send the records of this machine's outbox, and recreate the models of lost machines."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from hpsearch.storage.study_storage.storage import PostgresStorage
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What sending came to: how many trials were told of, how many are left, and what could not be made again."""
+    """The result of an upload.
+
+    Attributes:
+        sent: number of trials whose records were sent.
+        left: number of trials with records that were not sent.
+        problems: a line for each model that could not be recreated.
+    """
 
     sent: int
     left: int
     problems: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> bool:
-        """Whether MLflow, and all other readers, have all there is."""
+    def is_complete(self) -> bool:
+        """Whether all trackers have all records."""
         return not self.left and not self.problems
 
 
 def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStudy]:
-    """Return the studies of this database that have something on this machine to be told of."""
+    """Return the studies of this database that have records in this machine's outbox."""
     found = []
     for summary in storage.get_all_studies():
         try:
@@ -47,34 +53,34 @@ def find_studies_to_sync(storage: PostgresStorage, home: Path) -> list[StoredStu
 
 
 def sync_study(services: Services, study: StoredStudy, console: Console) -> SyncResult:
-    """Send what waits of a study on this machine, and make again what a lost machine had; say so.
+    """Send the records of a study in this machine's outbox, recreate the models of lost machines, and print the result.
 
     Raises:
-        SearchError: the study names no tracking server and none was given.
-        StorageError: a service cannot be used.
+        SearchError: the study has no tracking server, and none was given.
+        StorageError: a service is unusable.
     """
     name, away = study.spec.name, None
     try:
         tracking = tracking_of(services, study)
     except TrackingUnavailableError as error:
         if not readers_of(study, services.home):
-            raise
-        tracking, away = services.open_tracking(tracking_uri_of(services, study)), error  # others are told all the same
+            raise  # otherwise the other trackers still receive their records
+        tracking, away = services.open_tracking(tracking_uri_of(services, study)), error
     checkpoints = open_checkpoints(study, services.home, services.checkpoint_url)
     tracker = Tracker(study, tracking, checkpoints, services.home, refused=True)
     problems: list[str] = []
-    with show_steps(console) as tell:
-        left = tracker.deliver(tell, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=tell)))
+    with show_steps(console) as step:
+        left = tracker.deliver(step, then=lambda: problems.extend(resend(study, tracker, checkpoints, tell=step)))
     if away is not None and not left:
-        raise away  # what a lost machine had may be missing there
+        raise away  # records of a lost machine may be missing there
     sent = tracker.sender.sent
-    said = f"{name}: {pluralize(sent, 'trial')} sent"
+    text = f"{name}: {pluralize(sent, 'trial')} sent"
     for problem in problems:
         console.print(f"{name}, {problem}", style="yellow")
     if left:
         why = f" ({tracker.sender.away})" if tracker.sender.away else ""
-        console.print(f"{said}, {left} are left{why}; try again with: {format_command('sync', name)}")
+        console.print(f"{text}, {left} left{why}; try again with: {format_command('sync', name)}")
     else:
         close_if_spent(study, tracking)
-        console.print(f"{said}, nothing is left")
+        console.print(f"{text}, nothing is left")
     return SyncResult(sent, left, tuple(problems))

@@ -97,7 +97,7 @@ def _send_rest(context: WorkerContext, *, over: bool) -> None:
     patience = _PATIENCE if over and not shutdown.has_begun else min(_GRACE, max(shutdown.seconds_left(), 1.0))
     if left := tracker.sender.flush(patience):
         rest = f"hpsearch sync {study.spec.name}"
-        log.warning("%s not been told all of %d trials: send the rest with: %s", tracker.sender.behind, left, rest)
+        log.warning("%s not received all records of %d trials; send them with: %s", tracker.sender.behind, left, rest)
     checkpoints.tidy(context.runs_dir)
     # `hpsearch run` does what follows after its workers; done by each of them it would take seconds in vain.
     alone = context.fleet_gone is None or context.fleet_gone()

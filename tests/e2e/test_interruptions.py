@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(cli: Cli, tmp_path: Path, u
         (gate / "open").touch()
         output, _ = process.communicate()
         assert process.returncode == 130, output
-        assert "go on with: hpsearch run" in output
+        assert "continue with: hpsearch run" in output
         trials = cli.study(name).trials
         assert [t.state for t in trials] == [TrialState.COMPLETE] * number + [TrialState.WAITING]
         assert list(trials[number].intermediate_values) == [0, 1, 2], "the epoch was ended"

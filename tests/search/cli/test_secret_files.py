@@ -41,10 +41,10 @@ def test_an_empty_value_is_none(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, r"cannot be read \(No such file or directory\)"),
-        (b"", "holds nothing"),
-        (b" \n", "holds nothing"),
-        (b"a\0b", "holds a zero byte"),
-        (b"\xff\xfe", "is no text"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"a\0b", "contains a zero byte"),
+        (b"\xff\xfe", "is not a text file"),
     ],
 )
 def test_a_file_that_will_not_do_is_named(content: bytes | None, said: str, tmp_path: Path) -> None:
@@ -78,7 +78,4 @@ def test_a_secret_that_is_given_twice_is_refused_without_it(
     monkeypatch.setenv("PGPASSWORD", "anders")
     assert run_command(["studies"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said
-        == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' is given and so is PGPASSWORD: leave one of them out\n"
-    )
+    assert said == f"hpsearch: PGPASSWORD_FILE '{tmp_path / 'secret'}' and PGPASSWORD are both set; unset one of them\n"

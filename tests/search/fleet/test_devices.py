@@ -17,8 +17,8 @@ def test_workers_of_several_devices_have_gpus_of_their_own() -> None:
     assert [assign_gpus(index, four, 2) for index in range(3)] == [["0", "1"], ["2", "3"], ["0", "1"]]
     assert [assign_gpus(index, four, 1) for index in range(5)] == [["0"], ["1"], ["2"], ["3"], ["0"]]
     assert assign_gpus(1, four[:3], 2) == ["0", "1"]
-    assert count_gpu_workers(four, sharing=1, each=2) == 2
-    assert count_gpu_workers(four, sharing=3, each=1) == 12
+    assert count_gpu_workers(four, workers_per_gpu=1, gpus_per_trial=2) == 2
+    assert count_gpu_workers(four, workers_per_gpu=3, gpus_per_trial=1) == 12
 
 
 def test_machines_meet_where_they_are_told(tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_devices_that_there_are_not_are_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SearchError, match="--device cuda:1 is one device"):
         check_devices(WorkerOptions(device="cuda:1", devices=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(SearchError, match="2 devices for a trial: there are 1 CUDA devices"):
+    with pytest.raises(SearchError, match="--devices 2 needs as many CUDA devices, and this machine has 1"):
         check_devices(WorkerOptions(device="cuda", devices=2))
     with pytest.raises(SearchError, match="--workers-per-gpu 1"):
-        count_gpu_workers(["0"], sharing=1, each=2)
+        count_gpu_workers(["0"], workers_per_gpu=1, gpus_per_trial=2)
     with pytest.raises(SearchError, match="--nodes is 0: it must be at least 1"):
         WorkerOptions(nodes=0)
 
